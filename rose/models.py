@@ -26,7 +26,11 @@ BUILD_DEADLINE_S = 900.0  # SmolLM2 on two slow cores takes about 60 s after the
 # What a recipe's output depends on besides its arguments; a change of any of them makes a new
 # folder.
 RECIPES = {
-    "tiny": ("scripts/make_tiny_model.py", "rose/agent/envs/frozen_lake.py"),
+    "tiny": (
+        "scripts/make_tiny_model.py",
+        "rose/agent/envs/frozen_lake.py",
+        "rose/agent/envs/_ladder.py",
+    ),
     "smollm2": ("scripts/make_smollm2.py",),
 }
 

@@ -6,8 +6,10 @@ start.
 The warm start imitates a weak demonstrator on FrozenLake, in the very conversation format of a
 rollout, so that the model knows how to call a tool and plays badly: the rest is left to RL. The
 demonstrator avoids holes, but steps towards the goal with probability 1 - noise only. Its maps come
-from even seeds >= 2**63, which no run uses (its seeds are int64), so none is a held-out one. Same
-arguments on the same machine -> bit-identical files. Left out: any pretraining on text.
+from even seeds >= 2**63, which no run uses (its seeds are int64), so none is a held-out one. With
+--env terminal it imitates one on the ladder of that environment, each word of whose commands is
+drawn anew with probability noise; seeds as above. Same arguments on the same machine ->
+bit-identical files. Left out: any pretraining on text.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rose.agent.envs import _ladder
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
+from rose.agent.envs.terminal import BASH
 
 FIRST_SEED = 2**63
 SPECIAL = END, TURN_START, TURN_END = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -140,15 +144,39 @@ def demonstrations(
     return [(messages, tools) for messages, tools, _ in played], sum(s for *_, s in played) / count
 
 
+def commands(count: int, noise: float, seed: int) -> tuple[list[Conversation], float]:
+    """`count` conversations of one command each on the ladder, and the demonstrator's success
+    rate."""
+    rng, made, right = random.Random(seed), [], 0
+    for _ in range(count):
+        rung = _ladder.draw(FIRST_SEED + 2 * rng.getrandbits(61))
+        command = _ladder.demonstrate(rung, noise, rng)
+        right += command == rung.command
+        call = {"function": {"name": "bash", "arguments": {"command": command}}}
+        messages = [
+            {"role": "system", "content": _ladder.SYSTEM},
+            {"role": "user", "content": rung.instruction},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        made.append((messages, [BASH]))
+    return made, right / count
+
+
 # --------------------------------------------------------------------------- tokenizer
 
 
-def make_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFast:
+WORDS = rf"(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?"  # with its neighbour, as `right H`
+LADDER_WORDS = "|".join((*_ladder.NAMES, *_ladder.COLOURS))
+
+
+def make_tokenizer(
+    conversations: list[Conversation], words: str = f"[PFHG]|{WORDS}"
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE, so any text round-trips; merges are trained on demonstrations and cross
-    words, so that a prompt is a few tokens. A cell, a direction and a neighbour (`right H`) stay
-    one token each."""
+    words, so that a prompt is a few tokens. What matches `words` (a cell, a direction, a
+    neighbour) stays one token."""
     core = Tokenizer(models.BPE())
-    alone = Regex(rf"[ \n]?\b(?:[PFHG]|(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?)\b")
+    alone = Regex(rf"[ \n]?\b(?:{words})\b")
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(alone, "isolated"),
@@ -288,6 +316,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to make; must not exist")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--env", choices=["frozen_lake", "terminal"], default="frozen_lake")
     parser.add_argument("--size", type=int, default=4, help="of the lakes demonstrated")
     parser.add_argument("--hole-probability", type=float, default=0.2)
     parser.add_argument("--noise", type=float, default=0.6, help="probability of an aimless move")
@@ -308,9 +337,14 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--out {args.out}: exists already; remove it or give another folder")
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
-    lake = {"size": args.size, "hole_probability": args.hole_probability}
-    shown, rate = demonstrations(args.steps * args.batch, lake, args.noise, args.seed)
-    tokenizer = make_tokenizer(shown[:500])
+    count = args.steps * args.batch
+    if args.env == "terminal":
+        shown, rate = commands(count, args.noise, args.seed)
+        tokenizer = make_tokenizer(shown[:500], LADDER_WORDS)
+    else:
+        lake = {"size": args.size, "hole_probability": args.hole_probability}
+        shown, rate = demonstrations(count, lake, args.noise, args.seed)
+        tokenizer = make_tokenizer(shown[:500])
     tokens, labels = encode(tokenizer, shown)
     model = make_model(64 * math.ceil(len(tokenizer) / 64), args.seed, args)
     print(

@@ -131,6 +131,12 @@ class _Guard:
             )
         return step
 
+    async def end(self) -> Step | None:
+        """What an environment that judges the final state says once the turns are used up."""
+        if (end := getattr(self.env, "end", None)) is None:
+            return None
+        return await self._call("end", end, Step)
+
     async def close(self) -> None:
         await self._call("close", self.env.close, type(None))
 
@@ -241,6 +247,9 @@ class _Episode:
                 done = done or step.done
             if not done:
                 self._prepare_next(self.chat.observations(observed, closed))
+        if not done and (last := await self.guard.end()) is not None:
+            self.reward += last.reward
+            self.success = self.success or last.success
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())

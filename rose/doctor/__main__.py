@@ -67,7 +67,7 @@ def examine(c: Config, folder: Path) -> Iterator[Finding]:
     checks: list[Callable[[], list[Finding]]] = [
         lambda name=name: [machine.package(name)] for name in machine.PACKAGES
     ]
-    checks.append(lambda: machine.gpus(c))
+    checks += [lambda: machine.gpus(c), machine.sandboxes]
     if c.cluster.kind == "slurm":
         checks.append(lambda: slurm.examine(c, shared))
     else:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rose import sandbox
 from rose.config import Config, ConfigError
 from rose.doctor import devices
 from rose.doctor.finding import IMPORT_S, Ended, Finding, run
@@ -61,6 +62,23 @@ def file_system(folder: Path) -> Finding:
     if rate >= SLOW_MIB_PER_S:
         return Finding("ok", part, words)
     return Finding("warning", part, words, "weights and checkpoints will take their time")
+
+
+def sandboxes() -> list[Finding]:
+    """The backends of env=terminal, each tried by starting a sandbox. None of them is a warning
+    only, as no other environment needs one."""
+    found = sandbox.describe()
+    works = [each for each in found if not each.problem]
+    findings = []
+    for each in found:
+        part = f"sandboxes, {each.backend}"
+        if each.problem and not works:
+            findings.append(Finding("warning", part, each.problem, "env=terminal can't run here"))
+        elif not each.problem:
+            state = "warning" if each.lacking else "ok"
+            first = " (backend=auto takes it)" if each is works[0] else ""
+            findings.append(Finding(state, part, each.words + first, "; ".join(each.lacking)))
+    return findings
 
 
 def gpus(c: Config) -> list[Finding]:

@@ -385,6 +385,20 @@ def test_an_end_on_the_last_turn_is_no_truncation(run, tokenizer):
     assert not run(Walk(3), Script(tokenizer, STEP), max_turns=3).truncated
 
 
+class Judged(Walk):
+    """Says at the end of its turns what was reached."""
+
+    async def end(self):
+        return Step("", reward=0.25, done=True, success=True)
+
+
+def test_an_environment_may_judge_what_a_truncated_episode_has_reached(run, tokenizer):
+    trajectory = run(Judged(9), Script(tokenizer, STEP), max_turns=3)
+    assert (trajectory.truncated, trajectory.success, trajectory.reward) == (True, True, 1.75)
+    ended = run(Judged(3), Script(tokenizer, STEP), max_turns=3)
+    assert ended.reward == run(Walk(3), Script(tokenizer, STEP), max_turns=3).reward
+
+
 def test_a_turn_gets_at_most_what_is_left_of_the_context(run, chats, tokenizer):
     prompt = len(chats["tiny"].start([{"role": "user", "content": "walk"}], []))
     script = Script(tokenizer, STEP)

@@ -87,5 +87,8 @@ class Environment(Protocol):
     async def step(self, action: Action) -> Step:
         """Act. Raises only when the environment itself is broken."""
 
+    # Optional: `async def end(self) -> Step`, a last step when the turns or the context are used up
+    # before one is done, such as a verdict on the final state; its reward and success count.
+
     async def close(self) -> None:
         """Free everything; safe after a failed reset and when called twice."""

@@ -1,0 +1,64 @@
+"""Small shell tasks of three rungs that a seed draws: list a folder, print a file, replace a word.
+
+Each is one command, made of the words of the instruction, so that a model of half a million
+parameters can learn it. Scripts may import this: it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+NAMES = ("apple", "river", "stone", "cloud", "tiger", "lemon", "piano", "robot")
+COLOURS = ("red", "blue", "green", "black", "white", "pink", "gold", "grey")
+RUNGS = ("find", "print", "replace")
+SYSTEM = "You work in a shell. Do what is asked with one call of bash."
+
+
+@dataclass(frozen=True)
+class Rung:
+    """`command` solves it; `files` are there before, contents by path; `expected` is what must be
+    in the output (find, print) or in `target` afterwards (replace)."""
+
+    kind: str
+    instruction: str
+    command: str
+    files: dict[str, str]
+    target: str
+    expected: str
+
+
+def draw(seed: int, rungs: tuple[str, ...] = RUNGS) -> Rung:
+    rng = random.Random(seed)
+    kind = rng.choice(rungs)
+    name, (old, new) = rng.choice(NAMES), rng.sample(COLOURS, 2)
+    secret = f"{rng.getrandbits(40):010x}"
+    if kind == "find":
+        files = {f"{each}/{rng.getrandbits(40):010x}": "" for each in NAMES if each != name}
+        files[f"{name}/{secret}"] = ""
+        return Rung(kind, f"List {name}", f"ls {name}", files, "", secret)
+    if kind == "print":
+        files = {each: f"{rng.getrandbits(40):010x}\n" for each in NAMES if each != name}
+        files[name] = f"{secret}\n"
+        return Rung(kind, f"Print {name}", f"cat {name}", files, "", secret)
+    before = " ".join(rng.sample([*COLOURS, secret], len(COLOURS) + 1))
+    files = dict.fromkeys(NAMES, f"{before}\n")
+    command = f"sed -i s/{old}/{new}/ {name}"
+    instruction = f"Replace {old} by {new} in {name}"
+    changed = before.replace(old, new)
+    return Rung(kind, instruction, command, files, name, f"{changed}\n")
+
+
+def demonstrate(rung: Rung, noise: float, rng: random.Random) -> str:
+    """The command, each of its words drawn anew with probability `noise`."""
+
+    def word(right: str, others: tuple[str, ...]) -> str:
+        return rng.choice(others) if rng.random() < noise else right
+
+    if rung.kind != "replace":
+        verb, name = rung.command.split()
+        return f"{verb} {word(name, NAMES)}"
+    _, _, change, name = rung.command.split()
+    _, old, new, _ = change.split("/")
+    old, new, name = word(old, COLOURS), word(new, COLOURS), word(name, NAMES)
+    return f"sed -i s/{old}/{new}/ {name}"

@@ -1,0 +1,122 @@
+"""Task folders of terminal-bench and harbor, as far as they work without Docker.
+
+NAME/instruction.md, NAME/tests/test.sh (with what it needs beside it), NAME/environment/: files
+that are put into the working directory, but for Dockerfile; environment/rootfs is an unpacked root
+file system; without one the host's is used, read-only. NAME/task.toml, optional:
+`agent.timeout_sec`, `verifier.timeout_sec`, `environment.{workdir,cpus,memory_mb,storage_mb}`. The
+verdict is the number in /logs/verifier/reward.txt, or 1 for exit code 0. Left out: docker_image and
+building Dockerfiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rose.config import ConfigError
+
+SPLITS = ("train", "held_out")
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    folder: Path
+    instruction: str
+    image: str | None
+    workdir: str = "/app"
+    agent_s: float = TIMEOUT_S
+    verifier_s: float = TIMEOUT_S
+    limits: tuple[tuple[str, float], ...] = ()  # of rose.sandbox.Limits, as the task asks for them
+
+    def files(self) -> dict[str, bytes]:
+        """What is put into the working directory, by path."""
+        root = self.folder / "environment"
+        found = (p for p in sorted(root.rglob("*")) if p.is_file())
+        inside = {p.relative_to(root): p for p in found}
+        return {
+            str(name): path.read_bytes()
+            for name, path in inside.items()
+            if name.parts[0] not in ("rootfs", "Dockerfile")
+        }
+
+
+@functools.lru_cache(16)
+def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """(training, held-out) tasks of a folder: by its folders train and held_out, else by the hash
+    of their names. Raises `ConfigError` that names every broken task."""
+    root = Path(place)
+    if not root.is_dir():
+        raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
+    split = [(root / name).is_dir() for name in SPLITS]
+    folders = [root / name for name in SPLITS] if all(split) else [root]
+    broken: list[str] = []
+    read = [[_read(p, broken) for p in sorted(f.iterdir()) if p.is_dir()] for f in folders]
+    if broken:
+        shown = "; ".join(broken[:8]) + (f"; and {len(broken) - 8} more" if broken[8:] else "")
+        raise ConfigError(f"env.args.tasks={place!r}: {shown}")
+    if len(read) == 1:
+        by = [[t for t in read[0] if xxhash.xxh3_64_intdigest(t.name.encode()) % 8 != 0], []]
+        by[1] = [t for t in read[0] if t not in by[0]]
+        read = by
+    train, held_out = (tuple(tasks) for tasks in read)
+    if not train and not held_out:
+        raise ConfigError(f"env.args.tasks={place!r}: no task folders in it")
+    return train or held_out, held_out or train
+
+
+def _read(folder: Path, broken: list[str]) -> Task | None:
+    """A task, or None and why in `broken`."""
+    try:
+        return _task(folder)
+    except (ValueError, OSError) as error:
+        broken.append(f"task {folder.name}: {error}")
+        return None
+
+
+def _task(folder: Path) -> Task:
+    instruction = folder / "instruction.md"
+    if not instruction.is_file() or not instruction.read_text().strip():
+        raise ValueError("no instruction.md, or an empty one")
+    if not (folder / "tests/test.sh").is_file():
+        raise ValueError("no tests/test.sh")
+    toml = folder / "task.toml"
+    read: dict[str, Any] = tomllib.loads(toml.read_text()) if toml.is_file() else {}
+    environment = read.get("environment", {})
+    rootfs = folder / "environment/rootfs"
+    if not rootfs.is_dir():
+        if environment.get("docker_image"):
+            raise ValueError(
+                f"environment.docker_image={environment['docker_image']!r} is missing: without "
+                "Docker it must be unpacked in environment/rootfs"
+            )
+        if (folder / "environment/Dockerfile").is_file():
+            raise ValueError(
+                "environment/Dockerfile is not built here: its root file system must be "
+                "unpacked in environment/rootfs"
+            )
+    asked = {"memory_mib": "memory_mb", "disk_mib": "storage_mb", "cpus": "cpus"}
+    limits = {ours: environment[key] for ours, key in asked.items() if key in environment}
+    seconds = [read.get(part, {}).get("timeout_sec", TIMEOUT_S) for part in ("agent", "verifier")]
+    for value in (*limits.values(), *seconds):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"task.toml: {value!r} is no number above 0")
+    workdir = environment.get("workdir", "/app")
+    if not isinstance(workdir, str) or not workdir.startswith("/") or workdir == "/":
+        raise ValueError(f"task.toml: environment.workdir={workdir!r}: a path from the root")
+    return Task(
+        name=folder.name,
+        folder=folder,
+        instruction=instruction.read_text().strip(),
+        image=str(rootfs) if rootfs.is_dir() else None,
+        workdir=workdir,
+        agent_s=float(seconds[0]),
+        verifier_s=float(seconds[1]),
+        limits=tuple(limits.items()),
+    )

@@ -1,0 +1,178 @@
+"""A shell in a sandbox: the agent calls `bash`, hidden tests judge what it leaves behind.
+
+Tasks are folders (`_tasks`) or the rungs of a ladder for small models (`_ladder`). The tests run
+when the agent answers without a call, and when its turns are used up. Left out: checkpoints.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+from rose.agent.envs import _ladder, _tasks
+from rose.agent.envs.base import Action, Start, Step
+from rose.config import ConfigError
+from rose.sandbox import Limits, Sandbox, Spec
+from rose.sandbox.probe import AUTO, BACKENDS
+
+LADDER = "ladder"
+VERDICT = "/logs/verifier/reward.txt"
+SYSTEM = (
+    "You work in a shell on a Linux machine without network, in {}. Call bash to run commands; its "
+    "session keeps variables and the working directory. When the task is done, answer without a "
+    "call: then it is tested."
+)
+FILE_BYTES = 1 << 20
+
+
+def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {each: {"type": "string"} for each in arguments},
+        "required": list(arguments),
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+BASH = _tool("bash", "Run a shell command.", "command")
+EDIT = _tool("edit_file", "Replace old, which the file has once, by new.", "path", "old", "new")
+
+
+class Terminal:
+    """`tasks`: a folder of task folders, or "ladder" with these `rungs`. `edit_file` adds that
+    tool. A command may take `command_s` seconds and show `output_bytes`. Reward: the tests'
+    verdict; success is 1 or more. Raises `ConfigError`."""
+
+    requires_tool = False
+    paths = ("tasks",)
+
+    def __init__(
+        self,
+        tasks: str = LADDER,
+        rungs: list[str] = _ladder.RUNGS,
+        backend: str = AUTO,
+        edit_file: bool = False,
+        command_s: float = 30.0,
+        output_bytes: int = 4000,
+        memory_mib: int = 1024,
+        disk_mib: int = 256,
+        processes: int = 128,
+        cpus: float = 1.0,
+    ):
+        if backend not in (AUTO, *BACKENDS):
+            raise ConfigError(
+                f"env.args.backend={backend!r}: there are {AUTO}, {', '.join(BACKENDS)}"
+            )
+        if not rungs or isinstance(rungs, str) or set(rungs) - set(_ladder.RUNGS):
+            known = ", ".join(_ladder.RUNGS)
+            raise ConfigError(f"env.args.rungs={rungs!r}: a list of some of {known}")
+        if not isinstance(edit_file, bool):
+            raise ConfigError(f"env.args.edit_file={edit_file!r}: true or false")
+        sizes = {"memory_mib": memory_mib, "disk_mib": disk_mib, "processes": processes}
+        sizes |= {"cpus": cpus, "command_s": command_s, "output_bytes": output_bytes}
+        for key, value in sizes.items():
+            whole = int if key not in ("cpus", "command_s") else int | float
+            if isinstance(value, bool) or not isinstance(value, whole) or value <= 0:
+                raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
+        self.tasks = None if tasks == LADDER else _tasks.load(str(tasks))
+        self.rungs, self.backend, self.edit_file = tuple(rungs), backend, edit_file
+        self.command_s, self.output_bytes = float(command_s), output_bytes
+        self.limits = Limits(memory_mib, disk_mib, processes=processes, cpus=float(cpus))
+        self.box: Sandbox | None = None
+        self._task: _tasks.Task | None = None
+        self._rung: _ladder.Rung | None = None
+        self._until = 0.0
+        self._shown = ""  # the last command's output
+
+    async def reset(self, seed: int) -> Start:
+        await self.close()
+        if self.tasks is None:
+            self._rung = rung = _ladder.draw(seed, self.rungs)
+            spec, files = Spec(limits=self.limits), {n: t.encode() for n, t in rung.files.items()}
+            system, instruction, time_s = _ladder.SYSTEM, rung.instruction, _tasks.TIMEOUT_S
+        else:
+            self._task = task = random.Random(seed).choice(self.tasks[seed % 2])
+            limits = replace(self.limits, **dict(task.limits))
+            spec = Spec(image=task.image, workdir=task.workdir, limits=limits)
+            system, instruction = SYSTEM.format(task.workdir), task.instruction
+            files, time_s = task.files(), task.agent_s
+        self.box = await Sandbox.start(spec, self.backend)
+        for name, data in files.items():
+            await self.box.write_file(f"{spec.workdir}/{name}", data)
+        self._until, self._shown = time.monotonic() + time_s, ""
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
+        return Start(messages, [BASH, EDIT] if self.edit_file else [BASH])
+
+    async def step(self, action: Action) -> Step:
+        call = action.call
+        if call is None:
+            return await self.end()
+        tools = {"bash": BASH, "edit_file": EDIT} if self.edit_file else {"bash": BASH}
+        if call.name not in tools:
+            return Step(
+                f"There is no tool {call.name[:40]!r}, only {', '.join(tools)}.", invalid=True
+            )
+        wanted = tools[call.name]["function"]["parameters"]["required"]
+        given = call.arguments
+        if set(given) != set(wanted) or not all(isinstance(v, str) for v in given.values()):
+            words = f"{call.name} takes {', '.join(wanted)}: text."
+            return Step(words, invalid=True)
+        left = self._until - time.monotonic()
+        if left <= 0:
+            return await self.end()
+        if call.name == "edit_file":
+            return await self._edit(**given)
+        result = await self.box.run(given["command"], min(self.command_s, left), self.output_bytes)
+        self._shown = result.output
+        return Step(result.words())
+
+    async def _edit(self, path: str, old: str, new: str) -> Step:
+        try:
+            data = await self.box.read_file(path, FILE_BYTES)
+            count = data.count(old.encode(errors="replace")) if old else 0
+            if count != 1:
+                return Step(
+                    f"{path[:200]} has old {count} times; it must have it once.", invalid=True
+                )
+            made = data.replace(old.encode(), new.encode(errors="replace"))
+            await self.box.write_file(path, made)
+        except OSError as error:
+            return Step(f"{path[:200]}: {error.strerror}", invalid=True)
+        return Step("Done.")
+
+    async def end(self) -> Step:
+        """The verdict on what is there now, once; the agent loop calls it when the turns are used
+        up."""
+        if self._rung is not None:
+            reward = float(await self._climbed(self._rung))
+        else:
+            reward = await self._tested(self._task)
+        return Step("", reward=reward, done=True, success=reward >= 1)
+
+    async def _climbed(self, rung: _ladder.Rung) -> bool:
+        if not rung.target:
+            return rung.expected in self._shown
+        try:
+            data = await self.box.read_file(f"{self.box.spec.workdir}/{rung.target}")
+        except OSError:
+            return False
+        return data == rung.expected.encode()
+
+    async def _tested(self, task: _tasks.Task) -> float:
+        folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
+        done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
+        written = done.files.get(VERDICT)
+        if written is None:
+            return float(done.code == 0)
+        try:
+            return min(1.0, max(0.0, float(written)))
+        except ValueError:
+            return 0.0
+
+    async def close(self) -> None:
+        box, self.box, self._task, self._rung = self.box, None, None, None
+        if box is not None:
+            await box.close()

@@ -1,0 +1,135 @@
+"""What every backend of a sandbox takes and gives: limits, results, and the shell behind them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+MIB = 1 << 20
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Runs inside of the sandbox: commands end with NUL on standard input, their output goes to standard
+# output, and each one's exit code, ended by NUL, to standard error. Commands get none of the three.
+SESSION = """\
+exec 3<&0 4>&2 5>&1 0</dev/null 2>&1
+while IFS= builtin read -r -d '' __rose <&3; do
+  eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
+  builtin printf '%s\\0' "$?" >&4
+done
+"""
+COMMAND_BYTES = 64 * 1024  # of one command: bash reads it byte by byte
+
+
+class SandboxError(Exception):
+    """The sandbox can't be made, or is gone; the message names what and what would help."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one sandbox. Sizes in MiB; `disk_mib` bounds all files that it writes, and with
+    `namespaces` they are in memory. `cpus` may be a fraction."""
+
+    memory_mib: int = 1024
+    disk_mib: int = 256
+    files: int = 100_000
+    processes: int = 128
+    cpus: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the host, read-only, inside of the sandbox."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """`image`: the folder of a root file system, which stays as it is; None: the host's system
+    folders, read-only. `workdir` is made, and the session begins there."""
+
+    image: str | None = None
+    workdir: str = "/app"
+    mounts: tuple[Mount, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if self.image is not None and not os.path.isdir(self.image):
+            raise SandboxError(
+                f"image={self.image!r}: no such folder; give that of an unpacked root file system"
+            )
+        if not os.path.isabs(self.workdir) or os.path.normpath(self.workdir) == "/":
+            raise SandboxError(f"workdir={self.workdir!r}: a path from the root, below /")
+        for key, value in asdict(self.limits).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise SandboxError(f"limits.{key}={value!r}: a number above 0")
+
+    def variables(self) -> dict[str, str]:
+        """The environment of the sandbox's programs."""
+        fixed = {"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+        return {**fixed, "USER": "root", **self.environment}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did. `output`: its first `limit` bytes; `note`: in words, what was done about
+    it, "" when it just ran. `code` is None when it had to be stopped or its shell ended."""
+
+    output: str
+    code: int | None
+    note: str = ""
+    seconds: float = 0.0
+    restarted: bool = False  # the session is a new one: its variables are lost, files are kept
+
+    def words(self) -> str:
+        """For an agent: output, then what happened unless all went well."""
+        note = self.note or (f"exit code {self.code}" if self.code else "")
+        parts = (self.output.rstrip("\n"), f"[{note}]" if note else "")
+        return "\n".join(part for part in parts if part) or "[no output]"
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What a process outside of the session did: exit code (None: stopped at its deadline), the
+    beginning of its output, and the files that were asked for and are there."""
+
+    code: int | None
+    output: str
+    files: dict[str, bytes]
+
+
+class Shell(Protocol):
+    """One running sandbox of a backend. The three file descriptors are non-blocking; after
+    `restart` they are the same or new ones."""
+
+    keeps_files: bool  # of a session that is begun anew
+    commands: int  # write: commands, each ended by NUL
+    output: int  # read
+    codes: int  # read: exit codes, each ended by NUL
+
+    def on_end(self, callback: Any) -> None:
+        """`callback(words)` once when the session's bash has ended."""
+
+    async def restart(self, cwd: str | None) -> None:
+        """End every process of the sandbox and begin a new session. Raises `SandboxError`."""
+
+    async def stop_since(self, ticks: int) -> bool:
+        """End the processes, but for the session's bash, that were started since `ticks` (of
+        1 / SC_CLK_TCK s after boot). False if this backend can't."""
+
+    async def cwd(self) -> str | None: ...
+
+    async def read(self, path: str, limit: int) -> bytes:
+        """The beginning of the regular file `path`. Raises OSError."""
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Raises OSError."""
+
+    async def fresh(
+        self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
+    ) -> Fresh:
+        """Run `argv` beside the session, unseen by it, with `files` (a tar) in the folder `at`."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,157 @@
+"""Limits of a sandbox's memory, processes and CPU by control groups, v2 or v1, wherever this
+process may make some; none otherwise, which `lacking` names.
+
+A sandbox's group is called rose-PID-STARTED-N after its keeper, so that a later keeper finds those
+whose keeper is gone, ends what runs in them and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rose.sandbox.backend import MIB, Limits
+
+PERIOD_US = 100_000
+NAME = re.compile(r"rose-(\d+)-(\d+)-\d+")
+END_S = 5.0  # until a group's processes, which got SIGKILL, are gone
+CONTROLLERS = ("memory", "pids", "cpu")
+FILES = {  # controller -> the file of its limit, v1 and v2
+    "memory": ("memory.limit_in_bytes", "memory.max"),
+    "pids": ("pids.max", "pids.max"),
+    "cpu": ("cpu.cfs_quota_us", "cpu.max"),
+}
+
+
+def began(pid: int | str) -> int | None:
+    """Clock ticks after boot when a process was started; None if there is none, or only its
+    exit code is left."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Groups:
+    """One folder per hierarchy for each sandbox, below those that this process is in."""
+
+    def __init__(self, own: str = "/proc/self/cgroup", mounts: str = "/proc/self/mountinfo"):
+        self.parents: dict[Path, tuple[str, ...]] = {}  # folder -> its controllers
+        self.second: set[Path] = set()  # those of version 2
+        self.why: dict[str, str] = {}
+        self._find(own, mounts)
+
+    def _find(self, own: str, mounts: str) -> None:
+        """The folders where this process may make groups, and what is in the way elsewhere."""
+        mounted = {}
+        for line in Path(mounts).read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            if kind in ("cgroup", "cgroup2"):
+                root, at = before.split()[3:5]
+                mounted[kind, frozenset(options.split(","))] = (root, at)
+        for line in Path(own).read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            for (kind, options), (root, at) in mounted.items():
+                if (kind == "cgroup2") != (names == ""):
+                    continue
+                if names and not set(names.split(",")) <= options:
+                    continue
+                inside = path.removeprefix(root) if root != "/" else path
+                self._try(Path(at + inside), names, kind == "cgroup2")
+        for name in CONTROLLERS:
+            if not any(name in has for has in self.parents.values()):
+                self.why.setdefault(name, "this kernel or container has no such control group")
+
+    def _try(self, folder: Path, names: str, second: bool) -> None:
+        controllers = tuple(n for n in names.split(",") if n in CONTROLLERS)
+        if second:
+            there = (folder / "cgroup.controllers").read_text().split()
+            controllers = tuple(n for n in there if n in CONTROLLERS)
+        elif not controllers:
+            return
+        refused = None
+        if not os.access(folder, os.W_OK):
+            refused = f"{folder} is not writable"
+        elif second and controllers:
+            wanted = " ".join(f"+{name}" for name in controllers)
+            try:
+                (folder / "cgroup.subtree_control").write_text(wanted)
+            except OSError as error:
+                refused = f"{folder}/cgroup.subtree_control: {error.strerror}"
+        if refused:
+            remedy = "a delegated group helps: systemd-run --user --scope -p Delegate=yes COMMAND"
+            self.why.update(dict.fromkeys(controllers, f"{refused}; {remedy}"))
+            return
+        self.parents[folder] = controllers
+        if second:
+            self.second.add(folder)
+
+    @property
+    def lacking(self) -> dict[str, str]:
+        """Controllers that can't be used, and why."""
+        has = {name for names in self.parents.values() for name in names}
+        return {name: why for name, why in self.why.items() if name not in has}
+
+    def make(self, name: str, limits: Limits, pid: int) -> None:
+        """A group with these limits, into which `pid` goes. Raises OSError."""
+        values = {
+            "memory": str(limits.memory_mib * MIB),
+            "pids": str(limits.processes + 8),  # process 1 and checks, beside the agent's
+            "cpu": str(int(limits.cpus * PERIOD_US)),
+        }
+        for parent, controllers in self.parents.items():
+            folder, second = parent / name, parent in self.second
+            folder.mkdir(exist_ok=True)
+            for controller in controllers:
+                value = values[controller]
+                if second and controller == "cpu":
+                    value = f"{value} {PERIOD_US}"
+                (folder / FILES[controller][second]).write_text(value)
+        self.join(name, pid)
+
+    def join(self, name: str, pid: int) -> None:
+        for parent in self.parents:
+            (parent / name / "cgroup.procs").write_text(str(pid))
+
+    def remove(self, name: str) -> None:
+        """End what runs in the group and remove it; returns when it is gone or after `END_S`."""
+        for parent in self.parents:
+            _remove(parent / name)
+
+    def remove_stale(self) -> list[str]:
+        """Remove the groups whose keeper is gone; their names."""
+        found = set()
+        for parent in self.parents:
+            for folder in parent.glob("rose-*"):
+                name = NAME.fullmatch(folder.name)
+                if name and began(name[1]) != int(name[2]):
+                    _remove(folder)
+                    found.add(folder.name)
+        return sorted(found)
+
+
+def _remove(folder: Path) -> None:
+    until = time.monotonic() + END_S
+    while folder.exists():
+        for pid in _members(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # busy until its processes are gone
+            folder.rmdir()
+            return
+        if time.monotonic() > until:
+            return
+        time.sleep(0.002)
+
+
+def _members(folder: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        yield from map(int, (folder / "cgroup.procs").read_text().split())

@@ -1,0 +1,129 @@
+"""A program in the final state of a sandbox that none of the agent's processes can touch.
+
+It runs in the sandbox's root, network and limits, but in process and mount namespaces beside the
+agent's, not below them: they can't see, trace or end it, and see neither its files nor where it
+writes its verdict. Servers that the agent started go on. Left out: what the agent changed in the
+root itself, as its Python: a root without an image has these read-only, an image has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import select
+import signal
+import tarfile
+from pathlib import PurePosixPath
+from typing import Any, NoReturn
+
+from rose.sandbox import kernel
+from rose.sandbox.init import begin_program
+
+JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
+
+
+def run(spec: dict[str, Any], order: dict[str, Any], spaces: list[int], fds: list[int]) -> NoReturn:
+    """In a child of the keeper. `spaces`: the sandbox's namespaces `JOINED`; `fds`: the
+    program's files as a tar, its output, and where the result goes, as JSON: `code` and `files`,
+    or `failed`."""
+    files, output, to = fds
+    try:
+        with os.fdopen(files, "rb") as packed:
+            tar = packed.read()
+        for space in spaces:
+            kernel.join(space)
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+        kernel.unshare(kernel.NEWNS | kernel.NEWPID)
+        inner = os.fork()
+        if inner == 0:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            _serve(spec, order, tar, output, to)
+        os.close(output)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # changing users has unset it
+        poll = select.poll()
+        poll.register(os.pidfd_open(inner), select.POLLIN)
+        poll.register(to, 0)  # an error once the host has given up and closed its end
+        poll.poll()
+        os.kill(inner, signal.SIGKILL)
+        os.waitpid(inner, 0)
+    except OSError as error:
+        os.write(to, json.dumps({"failed": str(error)}).encode())
+    finally:
+        os._exit(0)
+
+
+def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int, to: int) -> None:
+    """Process 1 of the check's namespace."""
+    try:
+        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+        for folder in (order["at"], *{os.path.dirname(path) for path in order["collect"]}):
+            _own_folder(folder)
+        unpack(tar, order["at"])
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                begin_program(order["argv"], spec, spec["workdir"])
+            finally:
+                os._exit(127)
+        os.close(output)
+        code = None
+        while code is None:  # orphans of the program are reaped on the way
+            ended, status = os.waitpid(-1, 0)
+            code = os.waitstatus_to_exitcode(status) if ended == pid else None
+        answer: dict[str, Any] = {"code": code, "files": {}}
+        for path in order["collect"]:
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                answer["files"][path] = file.read(order["limit"]).decode("latin-1")
+    except Exception as error:  # whatever it is, the host must learn of it
+        answer = {"failed": f"{type(error).__name__}: {error}"}
+    with os.fdopen(to, "wb") as result:
+        result.write(json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _own_folder(folder: str) -> None:
+    """An empty tmpfs at `folder`; what the agent may have put there is not seen."""
+    if os.path.islink(folder) or os.path.isfile(folder):
+        os.unlink(folder)
+    os.makedirs(folder, exist_ok=True)
+    options = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", os.path.realpath(folder), "tmpfs", options, "mode=755,size=64m")
+
+
+def pack(folder: str) -> bytes:
+    """The regular files of `folder` as a tar."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for at, _, names in os.walk(folder):
+            for name in sorted(names):
+                path = os.path.join(at, name)
+                if os.path.isfile(path):
+                    inside = os.path.relpath(path, folder)
+                    info = tarfile.TarInfo(inside)
+                    with open(path, "rb") as file:
+                        data = file.read()
+                    info.size, info.mode = len(data), os.stat(path).st_mode & 0o777
+                    tar.addfile(info, io.BytesIO(data))
+    return made.getvalue()
+
+
+def unpack(tar: bytes, folder: str) -> None:
+    """What `pack` made: regular files only, below `folder`."""
+    with tarfile.open(fileobj=io.BytesIO(tar)) as packed:
+        for member in packed:
+            inside = PurePosixPath(member.name)
+            source = packed.extractfile(member) if member.isfile() else None
+            if source is None or inside.is_absolute() or ".." in inside.parts:
+                raise ValueError(f"a tar with more than files below its folder: {member.name!r}")
+            target = os.path.join(folder, member.name)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with open(target, "wb") as file:
+                file.write(source.read())
+            os.chmod(target, member.mode)

@@ -1,0 +1,288 @@
+"""Process 1 of a sandbox: builds its root, begins its session, opens files, reaps.
+
+It is forked by the keeper (keeper.py), talks to the host by one socket, and holds capabilities in
+the sandbox's user namespace that nothing else inside has: so no program of the agent can trace it,
+read its memory or open its files. The session's process is a child, not this one: a checkpoint
+takes the session and leaves process 1, and a restored session finds a new one.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import time
+from typing import Any, NoReturn
+
+from rose.sandbox import kernel
+from rose.sandbox.backend import MIB, SESSION
+
+MESSAGE_BYTES = 128 * 1024
+WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
+SESSION_FILES = "/run/rose"
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+KILL_ROUNDS = 200  # of 5 ms: a fork bomb takes some until its last process is gone
+BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since boot
+
+
+def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    to.sendmsg([json.dumps(message).encode()], rights)
+
+
+def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """One message and its file descriptors; None at the other side's end."""
+    data, fds, _, _ = socket.recv_fds(source, MESSAGE_BYTES, 8)
+    return (json.loads(data) if data else None), list(fds)
+
+
+def run(spec: dict[str, Any], base: str, lower: str, control: socket.socket) -> NoReturn:
+    """Build the sandbox and serve the host until it closes `control`; the other processes of the
+    namespace end with this one."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal without a handler
+        build(spec, base, lower)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        init = Init(spec, control)
+    except OSError as error:
+        send(control, {"failed": str(error)})
+        os._exit(1)
+    try:
+        init.serve()
+    finally:
+        os._exit(0)
+
+
+# --------------------------------------------------------------------------- the root file system
+
+
+def build(spec: dict[str, Any], base: str, lower: str) -> None:
+    """An overlay over `lower`, whose upper layer is a tmpfs of bounded size, becomes the root."""
+    limits, work = spec["limits"], f"{base}/{WORK}"
+    size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
+    kernel.mount("tmpfs", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+    for name in ("upper", "changes", "root"):
+        os.mkdir(f"{work}/{name}", 0o755)
+    root = f"{work}/root"
+    layers = f"lowerdir={lower},upperdir={work}/upper,workdir={work}/changes,userxattr"
+    kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, layers)
+    if spec["image"] is None:
+        for name in os.listdir(f"{base}/host"):
+            if os.path.exists(f"{base}/host/{name}/.rose-bound"):
+                kernel.bind(f"/{name}", f"{root}/{name}", read_only=True)
+        kernel.bind(f"{base}/host/etc", f"{root}/etc", read_only=True)
+    for each in spec["mounts"]:
+        os.makedirs(root + each["target"], exist_ok=True)
+        kernel.bind(each["source"], root + each["target"], read_only=True)
+    for name in ("dev", "proc", "tmp", "run", "root", spec["workdir"].lstrip("/")):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    os.chmod(f"{root}/tmp", 0o1777)
+    devices(f"{root}/dev")
+    kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+    session_files(root + SESSION_FILES)
+    kernel.raise_loopback()
+    socket.sethostname("sandbox")
+    kernel.change_root(root)
+
+
+def devices(folder: str) -> None:
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64m")
+    for name in DEVICES:
+        with open(f"{folder}/{name}", "w"):
+            pass
+        kernel.bind(f"/dev/{name}", f"{folder}/{name}")
+    for name in ("pts", "shm"):
+        os.mkdir(f"{folder}/{name}")
+    kernel.mount("devpts", f"{folder}/pts", "devpts", 0, "newinstance,ptmxmode=0666,mode=620")
+    os.symlink("pts/ptmx", f"{folder}/ptmx")
+    os.chmod(f"{folder}/shm", 0o1777)
+    for i, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{i}", f"{folder}/{name}")
+    os.symlink("/proc/self/fd", f"{folder}/fd")
+
+
+def session_files(folder: str) -> None:
+    """Pipes with names, so that the session has no file descriptor that reaches outside, which no
+    checkpoint could take; on a file system that the agent can't change."""
+    os.makedirs(folder)
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=64k")
+    for name in ("commands", "output", "codes"):
+        os.mkfifo(f"{folder}/{name}", 0o600)
+    with open(f"{folder}/session", "w") as file:
+        file.write(SESSION)
+    kernel.set_attributes(kernel.AT_FDCWD, folder, kernel.ATTR_RDONLY)
+
+
+# --------------------------------------------------------------------------- process 1
+
+
+class Init:
+    def __init__(self, spec: dict[str, Any], control: socket.socket) -> None:
+        self.spec, self.control = spec, control
+        self.session = 0  # process ids, of this namespace
+        names = ("commands", "output", "codes")
+        self.pipes = tuple(os.open(f"{SESSION_FILES}/{n}", os.O_RDWR) for n in names)
+        wake, self.woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.wake = wake
+        signal.set_wakeup_fd(self.woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        ends = tuple(
+            os.open(f"{SESSION_FILES}/{n}", os.O_RDWR | os.O_NONBLOCK)
+            for n in ("commands", "output", "codes")
+        )
+        send(self.control, {"ready": True}, ends)
+        for fd in ends:
+            os.close(fd)
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(self.wake, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if self.wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake, 4096)
+                self.reap()
+            if self.control.fileno() in ready:
+                order, _ = receive(self.control)
+                if order is None:
+                    return
+                self.handle(order)
+
+    def handle(self, order: dict[str, Any]) -> None:
+        try:
+            match order["do"]:
+                case "session":
+                    end_others(0)
+                    self.reap()
+                    self.session = self.begin_session(order["cwd"])
+                    answer: dict[str, Any] = {"pid": self.session}
+                case "stop":
+                    end_others(order["since"], spare=(self.session,))
+                    answer = {}
+                case "cwd":
+                    answer = {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
+                case "open":
+                    self.open(order["path"], order["write"])
+                    return  # the child answers
+                case other:
+                    raise ValueError(f"process 1 of a sandbox has no use for {other}")
+        except OSError as error:
+            answer = {"error": error.errno, "words": str(error)}
+        send(self.control, {"answer": answer})
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.session:
+                self.session = 0
+                code = os.waitstatus_to_exitcode(status)
+                send(self.control, {"ended": code})
+
+    def child(self) -> int:
+        """fork; in the child signals are a new process's."""
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("500")
+        return pid
+
+    def begin_session(self, cwd: str | None) -> int:
+        pid = self.child()
+        if pid:
+            return pid
+        try:
+            for fd, pipe in enumerate(self.pipes):
+                os.dup2(pipe, fd)
+            begin_program(
+                ["/bin/bash", "--norc", "--noprofile", f"{SESSION_FILES}/session"],
+                self.spec,
+                cwd or self.spec["workdir"],
+            )
+        finally:
+            os._exit(127)
+
+    def open(self, path: str, write: bool) -> None:
+        """By a child that may do what the session may, and no more."""
+        if self.child():
+            return
+        try:
+            kernel.confine(False)
+            flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            if write:
+                os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
+                fd = os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            else:
+                fd = os.open(path, flags | os.O_RDONLY)
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_dev == os.stat("/proc").st_dev:
+                raise OSError(22, f"not a regular file: {path!r}")
+            send(self.control, {"answer": {}}, (fd,))
+        except (OSError, ValueError) as error:
+            code = getattr(error, "errno", None) or 22
+            send(self.control, {"answer": {"error": code, "words": str(error)}})
+        finally:
+            os._exit(0)
+
+
+def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
+    """This process becomes `argv`, with the limits, without what only process 1 may have."""
+    os.setsid()
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    try:
+        os.chdir(cwd)
+    except OSError:
+        os.chdir("/")
+    os.umask(0o022)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, files), files))
+    processes = spec["limits"]["processes"]
+    resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "memory" in spec["lacking"]:  # no bound for all of them, so one for each
+        data = spec["limits"]["memory_mib"] * MIB
+        resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+    kernel.confine(True)
+    os.execve(argv[0], argv, spec["variables"])
+
+
+def end_others(since: int, spare: tuple[int, ...] = ()) -> None:
+    """Kill every process of the namespace that was started at `since` (clock ticks after boot) or
+    later, but for this one and `spare`; returns when they are gone, or after `KILL_ROUNDS`."""
+    for _ in range(KILL_ROUNDS):
+        if since == 0 and not spare:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        found = [pid for pid, began in started() if began >= since and pid not in spare]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def started() -> list[tuple[int, int]]:
+    """(process, clock ticks after boot at its start) of each living one but this."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    found.append((int(name), int(fields[BEGAN_FIELD])))
+    return found

@@ -1,0 +1,380 @@
+"""The process that makes an environment host's sandboxes and tidies up after them.
+
+    python -m rose.sandbox.keeper SOCKET        a file descriptor; `namespaces.Keeper` starts it
+
+It is small and has one thread, so that it can fork each sandbox in a millisecond. All mounts are
+made in its own and the sandboxes' mount namespaces: they vanish with the processes, whatever kills
+them. When the host is gone, its socket ends, and so do the sandboxes; when the keeper is killed,
+so are they, by the parent-death signal. What could stay behind, control groups, the next keeper
+removes. With root, a sandbox's users are mapped to a range of host users that nobody else has;
+without, its only user is this one, in a user namespace of the keeper's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+from typing import Any
+
+from rose.sandbox import check, kernel
+from rose.sandbox.backend import Limits
+from rose.sandbox.cgroups import Groups, began
+from rose.sandbox.init import WORK, receive, run, send
+
+FIRST_USER = 1_593_835_520  # of the range 524288 to 1879048191 that systemd leaves to containers
+USERS = 65_536
+PLACES = ("/media", "/mnt", "/srv", "/opt")  # the first empty one gets a tmpfs, seen here only
+NEW = (
+    kernel.NEWUSER
+    | kernel.NEWNS
+    | kernel.NEWPID
+    | kernel.NEWNET
+    | kernel.NEWUTS
+    | kernel.NEWIPC
+    | kernel.NEWCGROUP
+)
+# Of the host's /etc: what programs need, and nothing that tells of the site.
+ETC = [
+    "alternatives",
+    "bash.bashrc",
+    "ca-certificates",
+    "ca-certificates.conf",
+    "debian_version",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "locale.alias",
+    "localtime",
+    "magic",
+    "mime.types",
+    "os-release",
+    "profile",
+    "protocols",
+    "python3",
+    "python3.*",
+    "redhat-release",
+    "services",
+    "shells",
+    "ssl",
+    "terminfo",
+]
+MADE = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+SWITCHES = {
+    "/proc/sys/user/max_user_namespaces": "0",
+    "/proc/sys/kernel/unprivileged_userns_clone": "0",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
+}
+SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+
+class Keeper:
+    def __init__(self, host: socket.socket) -> None:
+        self.host = host
+        self.groups = Groups()
+        self.removed = self.groups.remove_stale()
+        self.map = self._own_namespaces()
+        self.base = self._own_files()
+        self.name = f"rose-{os.getpid()}-{began(os.getpid())}"
+        self.made = 0
+        self.images: dict[str, str] = {}
+        self.sandboxes: dict[int, tuple[int, list[int], dict[str, Any]]] = {}  # pid of process 1:
+        # number, its namespaces (file descriptors), spec
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+
+    def _own_namespaces(self) -> str:
+        """Mounts of its own, by root's rights or in a user namespace; how sandboxes map users."""
+        try:
+            kernel.unshare(kernel.NEWNS)
+        except PermissionError:
+            user, group = os.geteuid(), os.getegid()
+            kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
+            write_maps("self", f"0 {user} 1", f"0 {group} 1", groups=False)
+            users = "0 0 1"
+        else:
+            users = f"0 {FIRST_USER} {USERS}"
+        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        return users
+
+    @property
+    def root(self) -> bool:
+        return self.map != "0 0 1"
+
+    def _own_files(self) -> str:
+        """A tmpfs with the lower layer of sandboxes without an image, seen by nobody else."""
+        place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
+        kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+        for name in (WORK, "images", "host", "host/etc"):
+            os.mkdir(f"{place}/{name}", 0o755)
+        host = f"{place}/host"
+        for name in SYSTEM:
+            if os.path.islink(f"/{name}"):
+                os.symlink(os.readlink(f"/{name}"), f"{host}/{name}")
+            elif os.path.isdir(f"/{name}"):
+                os.mkdir(f"{host}/{name}")
+                os.mkdir(f"{host}/{name}/.rose-bound")
+        for pattern in ETC:
+            for path in glob.glob(f"/etc/{pattern}"):
+                target = f"{host}{path}"
+                with contextlib.suppress(OSError, shutil.Error):  # what this user may not read
+                    if os.path.isdir(path):
+                        shutil.copytree(path, target, symlinks=True, ignore=_private)
+                    else:
+                        shutil.copyfile(path, target)
+        for name, text in MADE.items():
+            with open(f"{host}/etc/{name}", "w") as file:
+                file.write(text)
+        return place
+
+    def serve(self) -> None:
+        send(
+            self.host, {"root": self.root, "lacking": self.groups.lacking, "removed": self.removed}
+        )
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.host, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+                self.reap()
+            if self.host.fileno() in ready:
+                order, fds = receive(self.host)
+                if order is None:
+                    break
+                self.handle(order, fds)
+        for pid in self.sandboxes:
+            os.kill(pid, signal.SIGKILL)
+        for number, _, _ in self.sandboxes.values():
+            self.groups.remove(f"{self.name}-{number}")
+
+    def handle(self, order: dict[str, Any], fds: list[int]) -> None:
+        if "check" in order:
+            self.begin_check(order, fds)
+        else:
+            control = socket.socket(fileno=fds[0])
+            order["lacking"] = list(self.groups.lacking)
+            try:
+                said = {"pid": self.begin(order, control)}
+            except OSError as error:
+                said = {"failed": str(error)}
+            with contextlib.suppress(OSError):  # the host has given it up already
+                send(control, said)
+            control.close()
+            return
+        for fd in fds:
+            os.close(fd)
+
+    def begin(self, spec: dict[str, Any], control: socket.socket) -> int:
+        """A sandbox's process 1, which waits until its group and its new parent are in place."""
+        lower = self.lower(spec["image"])
+        go, mapped = os.pipe(), os.pipe()
+        ours, said = socket.socketpair()
+        first = os.fork()
+        if first == 0:
+            try:
+                new_child()
+                kernel.unshare(NEW)
+                spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
+                socket.send_fds(said, [b"u"], spaces)
+                os.read(mapped[0], 1)
+                with contextlib.suppress(PermissionError):  # without root they stay, unmapped
+                    os.setgroups([])
+                os.setresgid(0, 0, 0)
+                os.setresuid(0, 0, 0)
+                second = os.fork()
+                if second == 0:
+                    close_but(go[0], control.fileno())
+                    if os.read(go[0], 1) != b"g":
+                        os._exit(1)
+                    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                    run(spec, self.base, lower, control)
+                said.send(str(second).encode())
+            except OSError as error:
+                said.send(str(error).encode())
+            finally:
+                os._exit(0)
+        said.close()
+        words, spaces = b"", []
+        try:
+            words, spaces, _, _ = socket.recv_fds(ours, 4096, len(check.JOINED))
+            if words == b"u":
+                write_maps(str(first), self.map, self.map, groups=self.root)
+                os.write(mapped[1], b"m")
+                words = ours.recv(4096)
+            os.close(mapped[1])
+            os.waitpid(first, 0)  # process 1 dies with its parent, which is this one from here on
+            if not words.isdigit():
+                raise OSError(words.decode() or "its first process ended")
+            return self.admit(int(words), spaces, spec, go[1])
+        except OSError:
+            for fd in spaces:
+                os.close(fd)
+            raise
+        finally:
+            ours.close()
+            for fd in (*go, mapped[0]):
+                os.close(fd)
+
+    def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int) -> int:
+        self.made += 1
+        try:
+            self.groups.make(f"{self.name}-{self.made}", Limits(**spec["limits"]), pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            self.groups.remove(f"{self.name}-{self.made}")
+            raise
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
+            file.write("-900")  # the agent's processes go first; rootless may not lower it
+        self.sandboxes[pid] = (self.made, spaces, spec)
+        os.write(go, b"g")
+        return pid
+
+    def lower(self, image: str | None) -> str:
+        """The lower layer: with root, an image's files seem to be owned by the sandbox's users."""
+        if image is None:
+            return f"{self.base}/host"
+        if not self.root:
+            return image
+        if image not in self.images:
+            target = f"{self.base}/images/{len(self.images)}"
+            os.mkdir(target)
+            namespace = user_namespace(self.map)
+            try:
+                kernel.mount_shifted(image, target, namespace)
+            finally:
+                os.close(namespace)
+            self.images[image] = target
+        return self.images[image]
+
+    def begin_check(self, order: dict[str, Any], fds: list[int]) -> None:
+        number, spaces, spec = self.sandboxes.get(order["check"], (0, [], {}))
+        if number == 0:
+            with contextlib.suppress(OSError):
+                os.write(fds[2], json.dumps({"failed": "the sandbox is gone"}).encode())
+            return
+        held, go = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                new_child()
+                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                close_but(held, *spaces, *fds)
+                os.read(held, 1)
+                check.run(spec, order, spaces, fds)
+            finally:
+                os._exit(1)
+        try:
+            self.groups.join(f"{self.name}-{number}", pid)
+            os.write(go, b"g")
+        except OSError as error:  # the sandbox ended just now
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.write(fds[2], json.dumps({"failed": str(error)}).encode())
+        os.close(held)
+        os.close(go)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.sandboxes:
+                number, spaces, _ = self.sandboxes.pop(pid)
+                for fd in spaces:
+                    os.close(fd)
+                self.groups.remove(f"{self.name}-{number}")
+
+
+def new_child() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def close_but(*kept: int) -> None:
+    """Close what a child inherited: another sandbox's namespaces would live as long as it does."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
+def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:
+    if not groups:
+        with open(f"/proc/{process}/setgroups", "w") as file:
+            file.write("deny")
+    for name, text in (("uid_map", users), ("gid_map", groups_map)):
+        with open(f"/proc/{process}/{name}", "w") as file:
+            file.write(text)
+
+
+def user_namespace(users: str) -> int:
+    """A file descriptor of a user namespace that maps as `users` says; no process is left in it."""
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.unshare(kernel.NEWUSER)
+            os.write(ready[1], b"r")
+            os.read(go[0], 1)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    write_maps(str(pid), users, users, groups=True)
+    made = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    os.write(go[1], b"g")
+    os.waitpid(pid, 0)
+    for fd in (*ready, *go):
+        os.close(fd)
+    return made
+
+
+def _private(folder: str, names: list[str]) -> list[str]:
+    """What must not be copied from /etc/ssl and the like."""
+    return [n for n in names if n == "private" or not os.access(f"{folder}/{n}", os.R_OK)]
+
+
+def switched_off() -> str:
+    """The settings of this machine that keep users without root from namespaces, if there are."""
+    for path, value in SWITCHES.items():
+        with contextlib.suppress(OSError), open(path) as file:
+            if file.read().strip() == value:
+                name = path.removeprefix("/proc/sys/").replace("/", ".")
+                return f"; {name}={value} keeps user namespaces from users without root"
+    return ""
+
+
+def main() -> None:
+    host = socket.socket(fileno=int(sys.argv[1]))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes five
+    try:
+        keeper = Keeper(host)
+    except OSError as error:
+        send(host, {"failed": f"{error}{switched_off()}"})
+        return
+    keeper.serve()
+
+
+if __name__ == "__main__":
+    main()

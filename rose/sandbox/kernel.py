@@ -1,0 +1,233 @@
+"""System calls of Linux that Python's library lacks: namespaces, mounts, capabilities, seccomp.
+
+Numbers are those of x86-64 and arm64, which share them from 424 on (asm-generic/unistd.h). Every
+function raises `OSError` with the call's name. seccomp's filter is made by libseccomp, which
+systemd brings to every distribution; nothing else is needed. Left out: other systems.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import socket
+import struct
+
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
+try:
+    SECCOMP = ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    SECCOMP.seccomp_init.restype = ctypes.c_void_p
+except OSError:
+    SECCOMP = None
+
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_REC, MS_PRIVATE = 16384, 1 << 18
+MNT_DETACH = 2
+
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
+AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 1, 4
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_IDMAP = 1, 2, 4, 0x00100000
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+PR_SET_CHILD_SUBREAPER = 36
+CAP_LAST = 63
+CAP_VERSION_3 = 0x20080522
+# CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT: what installing
+# and running programs takes; they count inside of the sandbox's user namespace only
+KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10, 18)
+
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+
+# What an agent's programs have no use for and kernels have had holes in: the lists of Docker and
+# Flatpak. They get EPERM; clone3 gets ENOSYS, so that libc uses clone, whose flags can be filtered.
+REFUSED = [
+    "acct",
+    "add_key",
+    "bpf",
+    "create_module",
+    "delete_module",
+    "finit_module",
+    "fsconfig",
+    "fsmount",
+    "fsopen",
+    "fspick",
+    "init_module",
+    "io_uring_enter",
+    "io_uring_register",
+    "io_uring_setup",
+    "ioperm",
+    "iopl",
+    "kcmp",
+    "kexec_file_load",
+    "kexec_load",
+    "keyctl",
+    "lookup_dcookie",
+    "mount",
+    "mount_setattr",
+    "move_mount",
+    "move_pages",
+    "name_to_handle_at",
+    "open_by_handle_at",
+    "open_tree",
+    "perf_event_open",
+    "pivot_root",
+    "quotactl",
+    "reboot",
+    "request_key",
+    "setns",
+    "settimeofday",
+    "swapoff",
+    "swapon",
+    "syslog",
+    "umount",
+    "umount2",
+    "unshare",
+    "userfaultfd",
+    "vhangup",
+]
+ACT_ALLOW, ACT_ERRNO = 0x7FFF0000, 0x00050000
+CMP_MASKED_EQ = 7
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put keys into a terminal's input
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    _check(LIBC.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def join(namespace: int) -> None:
+    """Into a namespace, of which this is a file descriptor."""
+    _check(LIBC.setns(namespace, 0), "setns")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    done = LIBC.mount(
+        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _check(done, f"mount {kind or 'bind'} {source} on {target} ({options})")
+
+
+def unmount(target: str) -> None:
+    _check(LIBC.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def bind(source: str, target: str, read_only: bool = False) -> None:
+    """A recursive bind mount; `read_only` with all that is mounted below it (Linux 5.12)."""
+    mount(source, target, "", MS_BIND | MS_REC)
+    if read_only:
+        set_attributes(AT_FDCWD, target, ATTR_RDONLY | ATTR_NOSUID, recursive=True)
+
+
+def set_attributes(
+    at: int, path: str, attributes: int, user_namespace: int = 0, recursive: bool = False
+) -> None:
+    value = struct.pack("QQQQ", attributes, 0, 0, user_namespace)
+    flags = (AT_RECURSIVE if recursive else 0) | (0 if path else AT_EMPTY_PATH)
+    done = LIBC.syscall(
+        ctypes.c_long(MOUNT_SETATTR), at, path.encode(), flags, value, ctypes.c_size_t(len(value))
+    )
+    _check(done, f"mount_setattr({path}, {attributes:#x})")
+
+
+def mount_shifted(source: str, target: str, user_namespace: int) -> None:
+    """`source` on `target`, read-only, its files' owners shifted as that user namespace (a file
+    descriptor) maps them: an idmapped mount, Linux 5.12."""
+    flags = OPEN_TREE_CLONE | os.O_CLOEXEC
+    tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, source.encode(), flags)
+    _check(tree, f"open_tree({source})")
+    try:
+        attributes = ATTR_IDMAP | ATTR_RDONLY | ATTR_NODEV
+        set_attributes(tree, "", attributes, user_namespace)
+        moved = LIBC.syscall(
+            ctypes.c_long(MOVE_MOUNT), tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH
+        )
+        _check(moved, f"move_mount to {target}")
+    finally:
+        os.close(tree)
+
+
+def change_root(folder: str) -> None:
+    """`folder`, a mount point, becomes the root; what was mounted before is gone from here."""
+    os.chdir(folder)
+    _check(LIBC.syscall(ctypes.c_long(PIVOT_ROOT), b".", b"."), f"pivot_root({folder})")
+    unmount(".")
+    os.chdir("/")
+
+
+def prctl(option: int, value: int) -> None:
+    _check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option}, {value})")
+
+
+def raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh22x", b"lo", 0)
+        request = fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)
+        flags = struct.unpack_from("h", request, 16)[0] | IFF_UP
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags))
+
+
+def confine(filter_calls: bool) -> None:
+    """This process and its children lose all capabilities but `KEPT_CAPABILITIES`, gain none by
+    any program, and with `filter_calls` are refused the system calls in `REFUSED`. For good."""
+    for capability in range(CAP_LAST):
+        if capability not in KEPT_CAPABILITIES and LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+            break  # beyond the last one that this kernel knows
+    kept = sum(1 << capability for capability in KEPT_CAPABILITIES)
+    header = struct.pack("Ii", CAP_VERSION_3, 0)
+    low, high = kept & 0xFFFFFFFF, kept >> 32
+    data = struct.pack("6I", low, low, 0, high, high, 0)
+    _check(LIBC.capset(header, data), "capset")
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    if filter_calls and SECCOMP is not None:
+        _filter_calls()
+
+
+class _Compare(ctypes.Structure):
+    _fields_ = [
+        ("arg", ctypes.c_uint),
+        ("op", ctypes.c_int),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+    ]
+
+
+def _filter_calls() -> None:
+    context = ctypes.c_void_p(SECCOMP.seccomp_init(ctypes.c_uint32(ACT_ALLOW)))
+    if not context:
+        raise OSError(errno.ENOMEM, "seccomp_init failed")
+
+    def refuse(name: str, code: int = errno.EPERM, *compare: tuple[int, int]) -> None:
+        number = SECCOMP.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this machine has no such call
+            return
+        rules = (_Compare * len(compare))(
+            *(_Compare(arg, CMP_MASKED_EQ, mask, mask) for arg, mask in compare)
+        )
+        done = SECCOMP.seccomp_rule_add_array(
+            context, ctypes.c_uint32(ACT_ERRNO | code), number, len(compare), rules
+        )
+        if done < 0:
+            raise OSError(-done, f"seccomp rule for {name}")
+
+    for name in REFUSED:
+        refuse(name)
+    refuse("clone", errno.EPERM, (0, NEWUSER))
+    refuse("clone3", errno.ENOSYS)
+    for request in (TIOCSTI, TIOCLINUX):
+        refuse("ioctl", errno.EPERM, (1, request))
+    done = SECCOMP.seccomp_load(context)
+    SECCOMP.seccomp_release(context)
+    if done < 0:
+        raise OSError(-done, "seccomp_load failed")

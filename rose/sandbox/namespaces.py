@@ -1,0 +1,300 @@
+"""The backend `namespaces`, on the host's side: its keeper, and the sandboxes that it made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rose.sandbox.backend import Fresh, SandboxError, Spec
+from rose.sandbox.init import receive, send
+
+NAME = "namespaces"
+START_S = 30.0  # of the keeper and of a sandbox, on a busy machine
+ORDER_S = 30.0  # what process 1 does takes milliseconds
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class _Line:
+    """One side of a socket to a keeper or a process 1: answers come in the order of the orders."""
+
+    def __init__(self, end: socket.socket, on_event: Callable[[dict[str, Any] | None], None]):
+        end.setblocking(False)
+        self.end, self._on_event = end, on_event
+        self._waiting: deque[asyncio.Future] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self._read)
+        self.open = True
+
+    def _read(self) -> None:
+        try:
+            message, fds = receive(self.end)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, fds = None, []
+        if message is None:
+            self.close()
+            self._on_event(None)
+        elif "answer" in message and self._waiting:
+            future = self._waiting.popleft()
+            if future.done():
+                _close(fds)
+            else:
+                future.set_result((message["answer"], fds))
+        elif "answer" in message:
+            _close(fds)
+        else:
+            self._on_event(message | ({"fds": fds} if fds else {}))
+
+    def order(self, message: dict[str, Any]) -> asyncio.Future:
+        """(answer, file descriptors)"""
+        future = self._loop.create_future()
+        if not self.open:
+            future.set_exception(SandboxError("the sandbox's first process has ended"))
+            return future
+        self._waiting.append(future)
+        send(self.end, message)
+        return future
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._loop.remove_reader(self.end)
+            self.end.close()
+            for future in self._waiting:
+                if not future.done():
+                    future.set_exception(SandboxError("the sandbox's first process has ended"))
+            self._waiting.clear()
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Keeper:
+    """One for a process; `close` ends it with all of its sandboxes."""
+
+    def __init__(self, process: subprocess.Popen, end: socket.socket, found: dict[str, Any]):
+        self.process, self.end = process, end
+        self.root: bool = found["root"]
+        self.lacking: dict[str, str] = found["lacking"]  # limits that can't be set, and why
+
+    @classmethod
+    def start(cls) -> Keeper:
+        """Raises `SandboxError` with what this machine refuses."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # no site packages: the standard library is all that it needs, and starts twice as fast
+        argv = [sys.executable, "-S", "-m", "rose.sandbox.keeper", str(theirs.fileno())]
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+        process = subprocess.Popen(
+            argv,
+            env={"PYTHONPATH": PACKAGE_ROOT, "PATH": os.environ.get("PATH", "")},
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            cwd="/",
+        )
+        theirs.close()
+        ours.settimeout(START_S)
+        try:
+            found, _ = receive(ours)
+        except TimeoutError:
+            found = {"failed": f"its keeper did not answer within {START_S:g} s"}
+        if found is None or "failed" in found:
+            process.kill()
+            process.wait()
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().splitlines()
+            ours.close()
+            errors.close()
+            raise SandboxError(found["failed"] if found else last[-1] if last else "no keeper")
+        errors.close()
+        ours.setblocking(False)
+        return cls(process, ours, found)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    async def begin(self, spec: Spec) -> Namespaces:
+        """Raises `SandboxError`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        order = asdict(spec) | {"variables": spec.variables()}
+        made = Namespaces(self, ours)
+        try:
+            send(self.end, order, (theirs.fileno(),))
+        except OSError as error:
+            made.line.close()
+            raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
+        finally:
+            theirs.close()
+        try:
+            await asyncio.wait_for(made.ready(), START_S)
+            await made.restart(None)
+        except TimeoutError:
+            await made.close()
+            raise SandboxError(f"a sandbox was not ready within {START_S:g} s") from None
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    def close(self) -> None:
+        self.end.close()
+        try:
+            self.process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Namespaces:
+    """A sandbox: what is said to its process 1, and the pipes of its session (`backend.Shell`)."""
+
+    keeps_files = True
+
+    def __init__(self, keeper: Keeper, control: socket.socket) -> None:
+        self._keeper = keeper
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._gone = asyncio.Event()
+        self._on_end: Callable[[str], None] = lambda words: None
+        self.pid = 0  # of process 1, as the host sees it
+        self.commands = self.output = self.codes = -1
+        self.line = _Line(control, self._event)
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        self._on_end = callback
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._ready)
+
+    def _event(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            self._gone.set()
+            self._fail("the sandbox ended while it was made")
+            self._on_end("the sandbox's first process has ended")
+        elif "failed" in message:
+            self._fail(message["failed"])
+        elif "ready" in message:
+            self.commands, self.output, self.codes = message["fds"]
+            if self.pid and not self._ready.done():
+                self._ready.set_result(None)
+        elif "pid" in message:
+            self.pid = message["pid"]
+            if self.commands >= 0 and not self._ready.done():
+                self._ready.set_result(None)
+        elif "ended" in message:
+            self._on_end("")
+
+    def _fail(self, words: str) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(SandboxError(f"backend {NAME}: {words}"))
+
+    async def _order(self, **message: Any) -> tuple[dict[str, Any], list[int]]:
+        try:
+            answer, fds = await asyncio.wait_for(self.line.order(message), ORDER_S)
+        except TimeoutError:
+            raise SandboxError(
+                f"the sandbox's first process did not {message['do']} within {ORDER_S:g} s"
+            ) from None
+        if "error" in answer:
+            raise OSError(answer["error"], answer["words"])
+        return answer, fds
+
+    async def restart(self, cwd: str | None) -> None:
+        for fd in (self.commands, self.output, self.codes):
+            with contextlib.suppress(BlockingIOError):
+                while os.read(fd, 1 << 16):
+                    pass
+        try:
+            await self._order(do="session", cwd=cwd)
+        except OSError as error:
+            raise SandboxError(f"no new shell could be started: {error}") from None
+
+    async def stop_since(self, ticks: int) -> bool:
+        await self._order(do="stop", since=ticks)
+        return True
+
+    async def cwd(self) -> str | None:
+        try:
+            return (await self._order(do="cwd"))[0]["cwd"]
+        except OSError:
+            return None
+
+    async def read(self, path: str, limit: int) -> bytes:
+        _, (fd,) = await self._order(do="open", path=path, write=False)
+        with os.fdopen(fd, "rb") as file:
+            return file.read(limit)
+
+    async def write(self, path: str, data: bytes) -> None:
+        _, (fd,) = await self._order(do="open", path=path, write=True)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+
+    async def fresh(
+        self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
+    ) -> Fresh:
+        order = {"check": self.pid, "argv": argv, "at": at, "collect": collect, "limit": limit}
+        with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as printed:
+            packed.write(files)
+            packed.flush()
+            packed.seek(0)
+            result, end = os.pipe()
+            try:
+                send(self._keeper.end, order, (packed.fileno(), printed.fileno(), end))
+            except OSError as error:
+                os.close(result)
+                raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
+            finally:
+                os.close(end)
+            try:
+                said = await asyncio.wait_for(_until_end(result), wait_s)
+            except TimeoutError:
+                said = b""
+            printed.seek(0)
+            output = printed.read(limit).decode(errors="replace")
+        answer = json.loads(said) if said else {"code": None, "files": {}}
+        if "failed" in answer:
+            raise SandboxError(f"backend {NAME}: {answer['failed']}")
+        read = {path: text.encode("latin-1") for path, text in answer["files"].items()}
+        return Fresh(answer["code"], output, read)
+
+    async def close(self) -> None:
+        """Process 1 ends when its line does, and every other process with it."""
+        self.line.close()
+        _close([fd for fd in (self.commands, self.output, self.codes) if fd >= 0])
+        self.commands = self.output = self.codes = -1
+
+
+async def _until_end(fd: int) -> bytes:
+    """All that is written to a pipe; closes it."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    parts: list[bytes] = []
+
+    def read() -> None:
+        data = os.read(fd, 1 << 16)
+        parts.append(data)
+        if not data and not done.done():
+            done.set_result(None)
+
+    loop.add_reader(fd, read)
+    try:
+        await done
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+    return b"".join(parts)

@@ -1,0 +1,192 @@
+"""Sandboxes of other programs (gvisor.py, apptainer.py): a session on three pipes, and each file or
+check by a program beside it.
+
+Weaker than `namespaces` in two things: a late command takes its shell with it, and a check runs
+where the agent's processes could see it, so these are ended first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from rose import processes
+from rose.sandbox.backend import Fresh, SandboxError, Spec
+
+START_S = 60.0
+FILE_S = 30.0
+END_S = 10.0
+
+
+class Program(Protocol):
+    """The commands of one sandbox, whose files are in `folder`."""
+
+    NAME: str
+    PROGRAM: str
+    keeps_files: bool  # when its session is begun anew
+
+    @staticmethod
+    def prepare(spec: Spec, folder: Path) -> None: ...
+
+    @staticmethod
+    def begin(spec: Spec, folder: Path) -> list[list[str]]:
+        """Commands before the session, each to its end."""
+
+    @staticmethod
+    def session(spec: Spec, folder: Path) -> list[str]: ...
+
+    @staticmethod
+    def beside(spec: Spec, folder: Path, argv: list[str]) -> list[str]: ...
+
+    @staticmethod
+    def end(folder: Path) -> list[list[str]]: ...
+
+
+class Piped:
+    """One running sandbox (`backend.Shell`)."""
+
+    def __init__(self, program: type[Program], spec: Spec) -> None:
+        self.program, self.spec, self.keeps_files = program, spec, program.keeps_files
+        self.folder = Path(tempfile.mkdtemp(prefix="rose-sandbox-"))
+        self._process: asyncio.subprocess.Process | None = None
+        self._on_end: Callable[[str], None] = lambda words: None
+        self.commands = self.output = self.codes = -1
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        self._on_end = callback
+
+    async def begin(self) -> Piped:
+        """Raises `SandboxError`."""
+        if shutil.which(self.program.PROGRAM) is None:
+            await self.close()
+            raise SandboxError(f"{self.program.PROGRAM} is not installed")
+        try:
+            await asyncio.to_thread(self.program.prepare, self.spec, self.folder)
+            await self._begin_session()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _begin_session(self) -> None:
+        for argv in self.program.begin(self.spec, self.folder):
+            code, _, words = await self._run(argv, b"", START_S)
+            if code:
+                raise SandboxError(f"{shlex.join(argv)}: {words.strip()[-500:]}")
+        ours = [os.pipe() for _ in range(3)]
+        ends = (ours[0][0], ours[1][1], ours[2][1])
+        host = os.getpid()
+        self._process = await asyncio.create_subprocess_exec(
+            *self.program.session(self.spec, self.folder),
+            stdin=ends[0],
+            stdout=ends[1],
+            stderr=ends[2],
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(host),
+        )
+        for fd in ends:
+            os.close(fd)
+        self.commands, self.output, self.codes = ours[0][1], ours[1][0], ours[2][0]
+        os.write(self.commands, b":\0")
+        words = await asyncio.to_thread(_until_nul, self.codes)
+        for fd in (self.commands, self.output, self.codes):
+            os.set_blocking(fd, False)
+        if words != b"0\0":
+            raise SandboxError(f"{self.program.PROGRAM}: {words.decode(errors='replace')[-500:]}")
+        process = self._process
+        asyncio.ensure_future(process.wait()).add_done_callback(
+            lambda _: self._on_end("") if self._process is process else None
+        )
+
+    async def _run(self, argv: list[str], data: bytes, wait_s: float) -> tuple[int, bytes, str]:
+        """Exit code, standard output and standard error. Raises `TimeoutError`."""
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(data), wait_s)
+        except TimeoutError:
+            process.kill()
+            raise
+        return process.returncode or 0, out, err.decode(errors="replace")
+
+    async def _inside(self, script: str, data: bytes, wait_s: float) -> tuple[int, bytes, str]:
+        argv = ["/bin/bash", "-c", script]
+        return await self._run(self.program.beside(self.spec, self.folder, argv), data, wait_s)
+
+    async def restart(self, cwd: str | None) -> None:
+        await self._end_session()
+        await self._begin_session()
+
+    async def stop_since(self, ticks: int) -> bool:
+        return False  # a container's programs are not seen from here by their start
+
+    async def cwd(self) -> str | None:
+        return None
+
+    async def read(self, path: str, limit: int) -> bytes:
+        script = f"test -f {shlex.quote(path)} && head -c {limit} -- {shlex.quote(path)}"
+        code, data, words = await self._inside(script, b"", FILE_S)
+        if code:
+            raise OSError(5, words.strip() or f"not a regular file: {path!r}")
+        return data
+
+    async def write(self, path: str, data: bytes) -> None:
+        quoted = shlex.quote(path)
+        script = f'mkdir -p "$(dirname -- {quoted})" && cat > {quoted}'
+        code, _, words = await self._inside(script, data, FILE_S)
+        if code:
+            raise OSError(5, words.strip())
+
+    async def fresh(
+        self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
+    ) -> Fresh:
+        """Raises `SandboxError`."""
+        folders = " ".join(shlex.quote(os.path.dirname(path)) for path in collect)
+        script = (
+            f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
+            f"done 2>/dev/null; rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
+            f"{folders} && tar x -C {shlex.quote(at)} && cd {shlex.quote(self.spec.workdir)} && "
+            f"exec {shlex.join(argv)} </dev/null 2>&1"
+        )
+        try:
+            code, out, words = await self._inside(script, files, wait_s)
+        except TimeoutError:
+            return Fresh(None, "", {})
+        read = {}
+        for path in collect:
+            with contextlib.suppress(OSError):
+                read[path] = await self.read(path, limit)
+        return Fresh(code, (out or words.encode())[:limit].decode(errors="replace"), read)
+
+    async def _end_session(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for argv in self.program.end(self.folder):
+            with contextlib.suppress(TimeoutError, FileNotFoundError):
+                await self._run(argv, b"", END_S)
+        for fd in (self.commands, self.output, self.codes):
+            if fd >= 0:
+                os.close(fd)
+        self.commands = self.output = self.codes = -1
+
+    async def close(self) -> None:
+        await self._end_session()
+        await asyncio.to_thread(shutil.rmtree, self.folder, True)
+
+
+def _until_nul(fd: int) -> bytes:
+    words = b""
+    while not words.endswith(b"\0") and (data := os.read(fd, 4096)):
+        words += data
+    return words

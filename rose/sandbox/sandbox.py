@@ -1,0 +1,224 @@
+"""One isolated bash session: commands with deadlines and output limits, files, and a check.
+
+    async with await Sandbox.start(Spec()) as box:
+        result = await box.run("ls; cd /tmp", wait_s=10)
+
+Whatever a command does to its sandbox, `run` returns a `Result` that says so in words;
+`SandboxError` means that the sandbox itself is gone. Of an event loop; not for two tasks at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+from rose.sandbox.backend import COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
+from rose.sandbox.check import pack
+from rose.sandbox.probe import announce, begin
+
+OUTPUT_BYTES = 16 * 1024
+FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
+READ_BYTES = 1 << 16
+GRACE_S = 1.0  # for the shell to notice that what it ran is gone
+STOP_EVERY_S = 0.1
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+RESTARTED = "a new one was begun: variables and background processes are lost, files are "
+
+
+class Sandbox:
+    """`on_turn`, if set, is awaited after each command, when the shell waits for the next one: the
+    time at which a checkpoint is consistent."""
+
+    def __init__(self, shell: Shell, spec: Spec, backend: str) -> None:
+        self.shell, self.spec, self.backend = shell, spec, backend
+        self.on_turn: Callable[[Result], Awaitable[None]] | None = None
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        shell.on_end(self._end)
+        self._closed = False
+
+    @classmethod
+    async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
+        """Raises `SandboxError`, with what each backend lacks here."""
+        shell, name = await begin(spec, backend)
+        announce(name)
+        return cls(shell, spec, name)
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End everything in it; its files are gone. Safe when called twice."""
+        if not self._closed:
+            self._closed = True
+            await self.shell.close()
+
+    async def run(self, command: str, wait_s: float, limit: int = OUTPUT_BYTES) -> Result:
+        """Run `command` in the session, for `wait_s` seconds at most; `limit`: bytes of output that
+        are kept. Raises `SandboxError`."""
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        data = command.encode(errors="replace")
+        if b"\0" in data or len(data) > COMMAND_BYTES:
+            words = f"not run: a command has at most {COMMAND_BYTES} bytes, and no NUL"
+            return Result("", None, words)
+        turn = _Turn(self.shell, limit)
+        began = time.monotonic()
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
+        turn.begin(data + b"\0")
+        try:
+            await asyncio.wait(
+                {turn.done, self._ended}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            note, restarted = await self._settle(turn, ticks, wait_s)
+        finally:
+            turn.end()
+        if turn.dropped:
+            cut = f"output cut: the first {limit} of {limit + turn.dropped} bytes are shown"
+            note = "; ".join(filter(None, (note, cut)))
+        code = turn.code if not note or turn.stopped is None else None
+        if code == 137 and not note:
+            note = f"exit code 137: killed; the sandbox has {self.spec.limits.memory_mib} MiB"
+        elif code and turn.dropped:
+            note += f"; exit code {code}"
+        seconds = time.monotonic() - began
+        output = bytes(turn.output).decode(errors="replace")
+        result = Result(output, code, note, seconds, restarted)
+        if self.on_turn is not None:
+            await self.on_turn(result)
+        return result
+
+    async def _settle(self, turn: _Turn, ticks: int, wait_s: float) -> tuple[str, bool]:
+        """Bring the session back to where it takes a command: what was done in words, and whether
+        it is a new one."""
+        if turn.done.done() and turn.stopped is None:
+            return "", False
+        if self._ended.done():
+            if self._ended.result():
+                raise SandboxError(self._ended.result())
+            await self._restart(None)
+            return f"the shell ended; {self._restarted}", True
+        words = turn.stopped or f"stopped: not done after {wait_s:g} s"
+        turn.stopped = words
+        until = time.monotonic() + GRACE_S
+        while turn.code is None and time.monotonic() < until and not self._ended.done():
+            if not await self.shell.stop_since(ticks):
+                break
+            waiting = {turn.coded, self._ended}
+            await asyncio.wait(waiting, timeout=STOP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+        if turn.code is not None:
+            return words, False
+        await self._restart(await self.shell.cwd())
+        return f"{words}; its shell had to be ended, {self._restarted}", True
+
+    @property
+    def _restarted(self) -> str:
+        return RESTARTED + ("kept" if self.shell.keeps_files else "lost, too")
+
+    async def _restart(self, cwd: str | None) -> None:
+        old, self._ended = self._ended, asyncio.get_running_loop().create_future()
+        await self.shell.restart(cwd)
+        if not old.done():
+            # the end of the session that was replaced arrives before the answer of `restart`
+            self._ended = asyncio.get_running_loop().create_future()
+
+    def _end(self, words: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(words)
+
+    async def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
+        """The first `limit` bytes. Raises OSError, as a program of the agent would get it."""
+        return await self.shell.read(path, limit)
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """Whole; folders on the way are made. Raises OSError."""
+        await self.shell.write(path, data)
+
+    async def check(
+        self,
+        argv: list[str],
+        folder: str,
+        at: str = "/tests",
+        collect: tuple[str, ...] = (),
+        wait_s: float = 60.0,
+        limit: int = OUTPUT_BYTES,
+    ) -> Fresh:
+        """Run `argv` (a path first) on the sandbox's present state, with a copy of the host's
+        `folder` at `at`; the agent's processes can touch neither. `collect`: files to bring back,
+        each in a folder that only the check sees. Raises `SandboxError`."""
+        tar = await asyncio.to_thread(pack, folder)
+        return await self.shell.fresh(argv, tar, at, list(collect), limit, wait_s)
+
+
+class _Turn:
+    """One command on its way: reads what it prints and its exit code."""
+
+    def __init__(self, shell: Shell, limit: int) -> None:
+        self.shell, self.limit = shell, limit
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self.loop.create_future()  # ended, or to be stopped
+        self.coded: asyncio.Future[None] = self.loop.create_future()
+        self.output, self.dropped = bytearray(), 0
+        self.code: int | None = None
+        self.stopped: str | None = None  # why
+        self._codes = b""
+
+    def begin(self, data: bytes) -> None:
+        self._left = data
+        self._fds = (self.shell.commands, self.shell.output, self.shell.codes)
+        self.loop.add_reader(self._fds[1], self._read)
+        self.loop.add_reader(self._fds[2], self._read_code)
+        self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            self._left = self._left[os.write(self._fds[0], self._left) :]
+        if self._left:
+            self.loop.add_writer(self._fds[0], self._write)
+        else:
+            self.loop.remove_writer(self._fds[0])
+
+    def _read(self) -> bool:
+        """Whether there may be more."""
+        try:
+            data = os.read(self._fds[1], READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:  # a pipe whose other end is closed
+            self.loop.remove_reader(self._fds[1])
+            return False
+        kept = data[: max(0, self.limit - len(self.output))]
+        self.output += kept
+        self.dropped += len(data) - len(kept)
+        if self.dropped > FLOOD_BYTES and not self.done.done():
+            self.stopped = f"stopped: it printed more than {FLOOD_BYTES >> 20} MiB"
+            self.done.set_result(None)
+        return True
+
+    def _read_code(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self._fds[2], READ_BYTES)
+            self._codes += data
+            if not data:
+                self.loop.remove_reader(self._fds[2])
+        code, end, _ = self._codes.partition(b"\0")
+        if not end or self.code is not None:
+            return
+        # a program of the agent's may have written there; then the number is of its own making
+        self.code = int(code) if code.isdigit() and len(code) < 4 else 255
+        budget = FLOOD_BYTES
+        while budget > 0 and self._read():  # what was printed before the end is in the pipe
+            budget -= READ_BYTES
+        self.coded.set_result(None)
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def end(self) -> None:
+        for fd in self._fds[1:]:
+            self.loop.remove_reader(fd)
+        self.loop.remove_writer(self._fds[0])

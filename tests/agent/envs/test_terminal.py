@@ -1,0 +1,176 @@
+"""env=terminal: task folders, the ladder, and verdicts on what an episode leaves behind."""
+
+import ast
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rose.agent import envs
+from rose.agent.envs import _ladder, _tasks
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.terminal import Terminal
+from rose.config import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+import make_repair_tasks
+
+
+def bash(command):
+    return Action("", ToolCall("bash", {"command": command}))
+
+
+def play(seed, *commands, action=None, **args):
+    """The steps of one episode that ends without a call."""
+
+    async def go():
+        env = Terminal(**args)
+        try:
+            start = await env.reset(seed)
+            steps = [await env.step(bash(each)) for each in commands]
+            return start, [*steps, await env.step(action or Action("done"))]
+        finally:
+            await env.close()
+
+    return asyncio.run(go())
+
+
+def task(root: Path, name: str, test: str = "exit 0\n", toml: str = "", instruction: str = "Do."):
+    folder = root / name
+    (folder / "tests").mkdir(parents=True)
+    (folder / "environment").mkdir()
+    (folder / "instruction.md").write_text(instruction)
+    (folder / "tests/test.sh").write_text(test)
+    (folder / "task.toml").write_text(toml)
+    return folder
+
+
+# --------------------------------------------------------------------------- the ladder
+
+
+def test_a_rungs_command_solves_it_and_another_does_not():
+    for kind in _ladder.RUNGS:
+        rung = _ladder.draw(6, (kind,))
+        start, steps = play(6, rung.command, rungs=[kind])
+        assert start.messages[-1]["content"] == rung.instruction
+        assert steps[-1].done and steps[-1].success and steps[-1].reward == 1
+        _, steps = play(6, "true", rungs=[kind])
+        assert steps[-1].done and not steps[-1].success and steps[-1].reward == 0
+
+
+def test_the_demonstrator_is_right_without_noise():
+    rng = random.Random(1)
+    for seed in range(50):
+        rung = _ladder.draw(seed)
+        assert _ladder.demonstrate(rung, 0.0, rng) == rung.command
+
+
+# --------------------------------------------------------------------------- task folders
+
+
+def test_every_broken_task_is_named_before_anything_starts(tmp_path):
+    task(tmp_path, "fine")
+    task(tmp_path, "silent", instruction=" \n")
+    (task(tmp_path, "untested") / "tests/test.sh").unlink()
+    task(tmp_path, "imaged", toml='[environment]\ndocker_image = "debian:12"\n')
+    (task(tmp_path, "built") / "environment/Dockerfile").write_text("FROM x\nRUN y\n")
+    task(tmp_path, "timed", toml="[agent]\ntimeout_sec = -1\n")
+    task(tmp_path, "torn", toml="[agent\n")
+    raw = yaml.safe_load((REPOSITORY / "conf/env/terminal.yaml").read_text())
+    from rose import config
+
+    raw["args"]["tasks"] = str(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        envs.check(config.Env(**raw))
+    words = str(error.value)
+    assert words.startswith(f"env.args.tasks={str(tmp_path)!r}: ")
+    for expected in (
+        "task silent: no instruction.md, or an empty one",
+        "task untested: no tests/test.sh",
+        "task imaged: environment.docker_image='debian:12' is missing",
+        "task built: environment/Dockerfile is not built here",
+        "task timed: task.toml: -1 is no number above 0",
+        "task torn: ",
+    ):
+        assert expected in words
+    assert "fine" not in words.replace("task fine", "")
+
+
+def test_no_tasks_and_bad_arguments_are_named(tmp_path):
+    for args, words in (
+        ({"tasks": str(tmp_path)}, "no task folders in it"),
+        ({"tasks": "/nowhere"}, "no such folder"),
+        ({"rungs": ["climb"]}, "a list of some of find, print, replace"),
+        ({"backend": "docker"}, "there are auto, namespaces"),
+        ({"cpus": 0}, r"env\.args\.cpus=0: a number above 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Terminal(**args)
+
+
+def test_tasks_are_split_and_none_is_in_both(tmp_path):
+    for i in range(40):
+        task(tmp_path, f"task-{i}")
+    train, held_out = _tasks.load(str(tmp_path))
+    assert len(train) + len(held_out) == 40 and held_out
+    assert not {t.name for t in train} & {t.name for t in held_out}
+
+
+def test_the_verdict_is_the_number_that_the_tests_write(tmp_path):
+    limits = "[environment]\nworkdir = '/work'\nmemory_mb = 300\n"
+    folder = task(tmp_path, "half", "cat state > /logs/verifier/reward.txt; exit 1", limits)
+    (folder / "environment/state").write_text("0.25\n")
+    assert play(2, "pwd; ls", tasks=str(tmp_path))[1][-2].observation == "/work\nstate"
+    for written, reward in (("0.5", 0.5), ("7", 1.0), ("x", 0.0)):
+        _, steps = play(2, f"echo {written} > state", tasks=str(tmp_path))
+        assert steps[-1].reward == reward and steps[-1].success == (reward == 1)
+    _, steps = play(2, "rm state; echo 1 > /logs/verifier/reward.txt", tasks=str(tmp_path))
+    assert steps[-1].reward == 0
+
+
+def test_a_file_is_edited_where_the_text_stands_once():
+    def edit(old, new, path="/app/apple"):
+        return Action("", ToolCall("edit_file", {"path": path, "old": old, "new": new}))
+
+    rung = _ladder.draw(6, ("replace",))
+
+    async def go():
+        env = Terminal(rungs=["replace"], edit_file=True)
+        start = await env.reset(6)
+        assert [t["function"]["name"] for t in start.tools] == ["bash", "edit_file"]
+        _, before, after, _ = rung.command.split()[2].split("/")
+        missing = await env.step(edit("no such word", "x"))
+        assert missing.invalid and "has old 0 times" in missing.observation
+        nowhere = await env.step(edit("a", "b", "/app/none"))
+        assert nowhere.invalid and "No such file" in nowhere.observation
+        assert (await env.step(edit(before, after, f"/app/{rung.target}"))).observation == "Done."
+        assert (await env.end()).success
+        await env.close()
+
+    asyncio.run(go())
+
+
+# --------------------------------------------------------------------------- repair tasks
+
+
+def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp_path):
+    out = tmp_path / "tasks"
+    make_repair_tasks.main(["--out", str(out), "--count", "3", "--held-out", "1", "--seed", "3"])
+    train, held_out = _tasks.load(str(out))
+    assert (len(train), len(held_out)) == (2, 1)
+    broken = [
+        next(p for p in t.folder.glob("environment/*.py") if not p.name.startswith("test_"))
+        for t in (*train, *held_out)
+    ]
+    whole = {p.read_text() for p in out.glob("*/*/solution/solve.sh")}
+    assert len({ast.dump(ast.parse(p.read_text())) for p in broken}) == 3 and len(whole) > 1
+    chosen = random.Random(4).choice(train)
+    solution = (chosen.folder / "solution/solve.sh").read_text()
+    assert play(4, "true", tasks=str(out))[1][-1].reward == 0
+    _, steps = play(4, "python3 test_*.py", solution, "python3 test_*.py", tasks=str(out))
+    assert "exit code 1" in steps[0].observation and "not" in steps[0].observation
+    assert steps[2].observation == "[no output]" and steps[-1].success

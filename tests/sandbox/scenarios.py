@@ -1,0 +1,249 @@
+"""What sandboxes must withstand, with the kernel's real features, as whichever user runs this.
+
+    python tests/sandbox/scenarios.py fast|slow [NAME ...]
+
+Each scenario gets running sandboxes and asserts. Standard library only: another user may have no
+other Python than the system's.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+
+from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
+
+LONG_S = 60.0  # a deadline that no test waits for
+SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
+GOES_ON = "echo alive; echo $((6 * 7))"
+
+
+async def still_alive(box):
+    result = await box.run(GOES_ON, LONG_S)
+    assert result.output == "alive\n42\n" and result.code == 0, result
+
+
+# --------------------------------------------------------------------------- fast
+
+
+async def the_session_keeps_its_state(box):
+    await box.run("export A=1; f() { echo f$A; }; cd /tmp; umask 027", LONG_S)
+    result = await box.run("f; pwd; umask; exit_code() { return 7; }; exit_code", LONG_S)
+    assert result.output == "f1\n/tmp\n0027\n" and result.code == 7
+    assert (await box.run("cat; echo 'a\nb' \"c\"; # words", LONG_S)).output == "a\nb c\n"
+    assert (await box.run("if", LONG_S)).code != 0  # no shell's end
+    await still_alive(box)
+
+
+async def a_hook_is_called_when_the_shell_waits(box):
+    seen = []
+
+    async def hook(result):
+        seen.append((result.code, await box.read_file("/tmp/turn")))
+
+    box.on_turn = hook
+    await box.run("echo 1 > /tmp/turn", LONG_S)
+    await box.run("echo 2 > /tmp/turn; false", LONG_S)
+    assert seen == [(0, b"1\n"), (1, b"2\n")]
+    box.on_turn = None
+
+
+async def an_ended_shell_is_replaced(box):
+    for ending in ("exit 3", "kill -9 $$", "exec true", "set -e; false"):
+        result = await box.run(f"cd /app; echo kept > file; {ending}", LONG_S)
+        assert result.restarted and "the shell ended" in result.words(), (ending, result)
+        assert (await box.run("cat /app/file", LONG_S)).output == "kept\n"
+
+
+async def a_late_command_is_stopped_and_the_session_goes_on(box):
+    await box.run("A=kept", LONG_S)
+    result = await box.run("echo begun; sleep 1000; echo $A", 0.1)
+    assert result.output.startswith("begun\n") and result.code is None
+    assert not result.restarted and result.note == "stopped: not done after 0.1 s"
+    assert (await box.run("echo $A", LONG_S)).output == "kept\n"
+
+
+async def output_is_cut(box):
+    result = await box.run("head -c 100000 /dev/zero | tr '\\0' x", LONG_S, limit=10)
+    assert result.output == "x" * 10 and result.code == 0
+    assert result.note == "output cut: the first 10 of 100000 bytes are shown"
+    await still_alive(box)
+
+
+async def the_disk_has_a_bound(box):
+    result = await box.run("head -c 100M /dev/zero > /app/big", LONG_S)
+    assert result.code and "No space left on device" in result.output
+    try:
+        await box.write_file("/app/other", bytes(1 << 20))
+    except OSError as error:
+        assert "No space" in str(error)
+    else:
+        raise AssertionError("a full disk took a file")
+    await box.run("rm -f /app/big /app/other", LONG_S)
+    await still_alive(box)
+
+
+async def the_host_is_not_seen(box):
+    secret = tempfile.NamedTemporaryFile(prefix="secret")  # noqa: SIM115 (lives as long as this)
+    secret.write(b"x")
+    seen = await box.run(f"cat {secret.name} /etc/shadow /root/.bashrc /proc/1/environ", LONG_S)
+    assert seen.code and seen.output.count("No such file") == 3 and "denied" in seen.output
+    processes = await box.run("ls -d /proc/[0-9]* | wc -l", LONG_S)
+    assert int(processes.output) < 8
+    for path in ("/proc/1/mem", "/proc/sys/kernel/core_pattern", "/usr/bin/env", "/etc/passwd"):
+        assert (await box.run(f"echo x > {path}", LONG_S)).code, path
+    for what in ("mount -t tmpfs x /tmp", "unshare -U true", "unshare -n true", "umount /dev"):
+        assert (await box.run(what, LONG_S)).code, what
+    assert (await box.run("mknod /tmp/disk b 254 0", LONG_S)).code
+
+
+async def there_is_no_network_but_loopback(box):
+    open_it = "import socket; socket.create_connection(({!r}, {}), 2)"
+    with_server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = with_server.sockets[0].getsockname()[1]
+    for host, at in (("127.0.0.1", port), ("1.1.1.1", 53)):
+        result = await box.run(f'python3 -c "{open_it.format(host, at)}"', LONG_S)
+        assert result.code == 1 and ("refused" in result.output or "unreach" in result.output)
+    with_server.close()
+    listening = "import socket; s = socket.create_server(('127.0.0.1', 80)); print(s.getsockname())"
+    assert "80" in (await box.run(f'python3 -c "{listening}"', LONG_S)).output
+
+
+async def files_are_read_and_written(box):
+    await box.write_file("/app/deep/er/file", b"\x00\xff")
+    assert await box.read_file("/app/deep/er/file") == b"\x00\xff"
+    await box.run("mkfifo /app/pipe; ln -s /etc/shadow /app/link", LONG_S)
+    for path in ("/app/pipe", "/app/link", "/app/none", "/proc/1/mem", "/dev/zero", "/app", "a\0"):
+        try:
+            await box.read_file(path)
+        except OSError:
+            continue
+        raise AssertionError(f"{path} was read")
+    assert await box.read_file("/etc/hostname") == b"sandbox\n"
+
+
+async def two_sandboxes_share_nothing(box):
+    async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
+        await box.run("echo mine > /tmp/mine; (sleep 1000 &) ", LONG_S)
+        result = await other.run("ls /tmp /app /root; ls -d /proc/[0-9]* | wc -l", LONG_S)
+        assert "mine" not in result.output
+        await other.run("kill -9 -1; kill -9 $$", LONG_S)
+        assert (await box.run("pgrep -c sleep", LONG_S)).output == "1\n"
+
+
+async def a_check_is_beyond_reach(box):
+    """The agent's background process can neither see nor end it, nor plant what it reads."""
+    hunt = "while :; do pkill -9 -f check.sh; echo 1 > /logs/verifier/reward.txt; sleep .01; done"
+    await box.run(
+        f"mkdir -p /logs/verifier /tests; echo planted > /tests/check.sh; {hunt} 2>/dev/null &",
+        LONG_S,
+    )
+    await box.run(
+        "python3 -m http.server -b 127.0.0.1 8000 >/dev/null 2>&1 & cd /app; echo done > state",
+        LONG_S,
+    )
+    program = "sleep 0.2; cat state; seen=(/proc/[0-9]*); echo ${#seen[@]}; pwd; ls /logs/verifier; echo 0 > /logs/verifier/reward.txt; sleep 0.1"
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/check.sh", "w") as file:
+            file.write(program)
+        argv, verdict = ["/bin/bash", "/tests/check.sh"], "/logs/verifier/reward.txt"
+        done = await box.check(argv, folder, collect=(verdict,), wait_s=LONG_S)
+        assert done.code == 0 and done.files == {verdict: b"0\n"}, done
+        assert done.output.split() == ["done", "2", "/app"], done
+        with open(f"{folder}/check.sh", "w") as file:
+            file.write("echo begun; sleep 1000")
+        late = await box.check(argv, folder, collect=(verdict,), wait_s=0.3)
+        assert late.code is None and late.output == "begun\n" and not late.files
+
+
+# --------------------------------------------------------------------------- slow
+
+
+async def a_fork_bomb_stays_inside(box):
+    result = await box.run(":(){ :|:& };:; sleep 1000", 1.0)
+    assert result.code is None and "stopped" in result.words()
+    for _ in range(50):  # until the last one is gone
+        left = await box.run("echo /proc/[0-9]*", LONG_S)
+        if len(left.output.split()) < 8:
+            break
+        await box.run("kill -9 -1", LONG_S)
+    await still_alive(box)
+
+
+async def everything_may_be_removed(box):
+    result = await box.run("rm -rf --no-preserve-root / 2>&1 | head -3; echo done", LONG_S)
+    assert result.output.endswith("done\n")
+    await still_alive(box)
+    assert os.path.exists("/usr/bin/env") and os.path.exists("/etc/passwd")
+
+
+async def endless_output_is_stopped(box):
+    result = await box.run("yes", LONG_S)
+    assert "it printed more than 64 MiB" in result.words() and len(result.output) == 16384
+    await still_alive(box)
+
+
+async def a_loop_of_the_shell_itself_is_ended(box):
+    result = await box.run("cd /app; echo x > y; while :; do :; done", 0.2)
+    assert result.restarted and "its shell had to be ended" in result.words()
+    assert (await box.run("pwd; cat y", LONG_S)).output == "/app\nx\n"
+
+
+async def memory_has_a_bound(box):
+    result = await box.run("python3 -c 'bytearray(400 << 20)'; echo $?", LONG_S)
+    assert result.output.strip().endswith("137") or "MemoryError" in result.output
+    await still_alive(box)
+
+
+async def an_image_can_be_changed_and_stays_as_it_is(box):
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as image:
+        os.chmod(image, 0o755)
+        os.makedirs(f"{image}/etc")
+        for name in ("bin", "sbin", "lib", "lib64"):
+            os.symlink(f"usr/{name}", f"{image}/{name}")
+        with open(f"{image}/etc/motd", "w") as file:
+            file.write("hello\n")
+        spec = Spec(image=image, mounts=(Mount("/usr", "/usr"),), workdir="/work")
+        async with await Sandbox.start(spec, "namespaces") as inside:
+            result = await inside.run("cat /etc/motd; pwd; rm -r /etc; ls /etc", LONG_S)
+            assert result.output.startswith("hello\n/work\n") and "No such file" in result.output
+        assert os.path.exists(f"{image}/etc/motd")
+
+
+async def sixty_four_run_at_once(box):
+    boxes = await asyncio.gather(
+        *(Sandbox.start(Spec(limits=SMALL), "namespaces") for _ in range(64))
+    )
+    results = await asyncio.gather(
+        *(each.run(f"echo {i} > /tmp/i; cat /tmp/i", LONG_S) for i, each in enumerate(boxes))
+    )
+    assert [result.output for result in results] == [f"{i}\n" for i in range(64)]
+    for each in boxes:
+        await each.close()
+
+
+FAST = [f for f in list(globals().values()) if getattr(f, "__code__", None)]
+SLOW = FAST[(cut := [f.__name__ for f in FAST].index("a_fork_bomb_stays_inside")) :]
+FAST = [f for f in FAST[:cut] if f is not still_alive]
+
+
+async def main(names: list[str]) -> None:
+    from rose.sandbox.probe import close, keeper
+
+    print("root" if keeper().root else "rootless", keeper().lacking)
+    for scenario in FAST if names[0] == "fast" else SLOW:
+        if names[1:] and scenario.__name__ not in names[1:]:
+            continue
+        began = time.monotonic()
+        async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as box:
+            await scenario(box)
+        print(f"passed {scenario.__name__} {time.monotonic() - began:.3f}", flush=True)
+    close()
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(sys.argv[1:]))
+    except SandboxError as error:
+        sys.exit(f"SandboxError: {error}")

@@ -1,0 +1,374 @@
+"""Sandboxes with the kernel's real features, as this user and as one without any right."""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, apptainer, check, gvisor, probe
+from rose.sandbox.cgroups import Groups, began
+from rose.sandbox.piped import Piped
+
+sys.path.insert(0, str(Path(__file__).parent))
+import scenarios
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+NOBODY = 65534
+DEADLINE_S = 120.0
+
+
+def other_user() -> dict:
+    """How a program is started as a user without rights, if this is root."""
+    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+
+
+@pytest.fixture
+def readable():
+    """A copy of rose.sandbox and of the scenarios that every user may read."""
+    folder = Path(tempfile.mkdtemp(prefix="rose-sandbox-test-", dir="/var/tmp"))
+    (folder / "rose").mkdir()
+    shutil.copytree(REPOSITORY / "rose/sandbox", folder / "rose/sandbox")
+    for path in (REPOSITORY / "rose/__init__.py", REPOSITORY / "rose/processes.py"):
+        shutil.copy(path, folder / "rose")
+    shutil.copy(HERE / "scenarios.py", folder)
+    subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def python_of(options: dict) -> str:
+    """A Python that this user may run: the environment's may lie in another's home."""
+    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        try:
+            done = subprocess.run(
+                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"],
+                capture_output=True,
+                text=True,
+                **options,
+            )
+        except OSError:
+            continue
+        if done.stdout == "True\n":
+            return path
+    raise AssertionError("no Python 3.11 that a user without rights may run")
+
+
+def play(folder: Path, options: dict, *argv: str) -> str:
+    done = subprocess.run(
+        [python_of(options), "scenarios.py", *argv],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+QUICK = [
+    "the_session_keeps_its_state",
+    "a_hook_is_called_when_the_shell_waits",
+    "an_ended_shell_is_replaced",
+    "a_late_command_is_stopped_and_the_session_goes_on",
+    "output_is_cut",
+    "the_disk_has_a_bound",
+    "the_host_is_not_seen",
+    "files_are_read_and_written",
+]
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """One event loop, and so one keeper, for the module."""
+    with asyncio.Runner() as runner:
+        yield runner
+        runner.run(_close())
+
+
+async def _close():
+    probe.close()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_sandbox(loop, name):
+    async def go():
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+            await getattr(scenarios, name)(box)
+
+    loop.run(go())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", ["this", "other"])
+def test_all_scenarios_as_this_user_and_without_rights(readable, user):
+    options = other_user() if user == "other" else {}
+    for kind in ("fast", "slow"):
+        said = play(readable, options, kind)
+        names = scenarios.FAST if kind == "fast" else scenarios.SLOW
+        assert said.count("\npassed") == len(names) > 5
+        kind_of_user = "root" if os.geteuid() == 0 and user == "this" else "rootless"
+        assert said.startswith(kind_of_user)
+
+
+# --------------------------------------------------------------------------- what stays behind
+
+
+def bearing(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] and process.info["cmdline"][0] == mark:
+            found.append(process.pid)
+    return found
+
+
+def until(happened, what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < end, f"{what}: not within {DEADLINE_S:g} s"
+        time.sleep(0.02)
+
+
+def groups_of(keeper: int) -> list[Path]:
+    return [g for parent in Groups().parents for g in parent.glob(f"rose-{keeper}-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["host", "keeper", "both"])
+def test_nothing_stays_behind_whoever_is_killed(killed):
+    mark = f"rose-{secrets.token_hex(8)}"
+    mounts = Path("/proc/self/mountinfo").read_text()
+    host = subprocess.Popen(
+        [sys.executable, HERE / "killed.py", mark],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    try:
+        keeper, count = map(int, host.stdout.readline().split())
+        until(lambda: len(bearing(mark)) == 2 * count, "background processes")
+        assert Path("/proc/self/mountinfo").read_text() == mounts
+        if os.geteuid() == 0:
+            assert groups_of(keeper)
+        if killed == "both":
+            os.kill(keeper, signal.SIGSTOP)  # so that it can't tidy up
+        if killed != "keeper":
+            host.kill()
+        if killed != "host":
+            os.kill(keeper, signal.SIGKILL)
+        until(lambda: not bearing(mark), "the end of the sandboxes' processes")
+        until(
+            lambda: not psutil.pid_exists(keeper) or psutil.Process(keeper).status() == "zombie",
+            "the keeper's end",
+        )
+    finally:
+        host.kill()
+        host.wait()
+    if killed == "host":
+        assert not groups_of(keeper)
+    made = probe.Keeper.start()  # the next one cleans up
+    made.close()
+    assert not groups_of(keeper)
+
+
+# --------------------------------------------------------------------------- pure parts
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
+        ({"workdir": "app"}, "workdir='app': a path from the root"),
+        ({"workdir": "/"}, "workdir='/': a path from the root"),
+        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a number above 0"),
+        ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
+    ],
+)
+def test_a_bad_spec_is_named(wrong, words):
+    with pytest.raises(SandboxError, match=words):
+        Spec(**wrong)
+
+
+def test_an_unknown_backend_is_named(loop):
+    with pytest.raises(SandboxError, match="backend='docker': there are auto, namespaces, gvisor"):
+        loop.run(Sandbox.start(Spec(), "docker"))
+
+
+def second_version(tmp_path: Path, controllers: str) -> Groups:
+    """A tree like that of a delegated cgroup v2, which this machine may not have."""
+    group = tmp_path / "fs/job"
+    group.mkdir(parents=True)
+    (group / "cgroup.controllers").write_text(controllers)
+    (group / "cgroup.subtree_control").write_text("")
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "mounts").write_text(f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
+    return Groups(str(tmp_path / "own"), str(tmp_path / "mounts"))
+
+
+def test_limits_of_cgroup_v2(tmp_path):
+    groups = second_version(tmp_path, "cpu io memory pids\n")
+    assert groups.lacking == {}
+    assert (tmp_path / "fs/job/cgroup.subtree_control").read_text() == "+cpu +memory +pids"
+    groups.make("rose-1-2-3", Limits(memory_mib=64, processes=20, cpus=0.5), pid=77)
+    made = tmp_path / "fs/job/rose-1-2-3"
+    read = {path.name: path.read_text() for path in made.iterdir()}
+    assert read == {
+        "memory.max": str(64 << 20),
+        "pids.max": "28",
+        "cpu.max": "50000 100000",
+        "cgroup.procs": "77",
+    }
+
+
+def test_a_missing_controller_is_named(tmp_path):
+    groups = second_version(tmp_path, "cpu\n")
+    assert set(groups.lacking) == {"memory", "pids"}
+
+
+def test_only_groups_whose_keeper_is_gone_are_removed(tmp_path):
+    groups = second_version(tmp_path, "pids\n")
+    alive = f"rose-{os.getpid()}-{began(os.getpid())}-1"
+    for name in (alive, f"rose-{os.getpid()}-1-1", "rose-notours", "other"):
+        (tmp_path / "fs/job" / name).mkdir()
+    assert groups.remove_stale() == [f"rose-{os.getpid()}-1-1"]
+    assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == {
+        alive,
+        "rose-notours",
+        "other",
+    }
+
+
+def test_what_is_packed_is_unpacked_and_nothing_leaves_its_folder(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/run.sh").write_bytes(b"\x00x")
+    (tmp_path / "a/b/run.sh").chmod(0o755)
+    check.unpack(check.pack(str(tmp_path / "a")), str(tmp_path / "out"))
+    made = tmp_path / "out/b/run.sh"
+    assert made.read_bytes() == b"\x00x" and made.stat().st_mode & 0o777 == 0o755
+    bad = check.pack(str(tmp_path / "a")).replace(b"b/run.sh", b"../run.s")
+    with pytest.raises(Exception, match="below its folder|checksum"):
+        check.unpack(bad, str(tmp_path / "out"))
+
+
+# --------------------------------------------------------------------------- other backends
+
+
+SPEC = Spec(workdir="/work", mounts=(Mount("/data", "/mnt/data"),), environment={"A": "b c"})
+
+
+def test_gvisors_bundle(tmp_path):
+    gvisor.Runsc.prepare(SPEC, tmp_path)
+    read = json.loads((tmp_path / "bundle/config.json").read_text())
+    assert read["process"]["cwd"] == "/work" and "A=b c" in read["process"]["env"]
+    assert read["process"]["noNewPrivileges"] and "CAP_SYS_ADMIN" not in str(read)
+    data = next(m for m in read["mounts"] if m["destination"] == "/mnt/data")
+    assert data["source"] == "/data" and data["options"] == ["rbind", "ro"]
+    assert read["linux"]["resources"]["memory"]["limit"] == 1 << 30
+    assert {n["type"] for n in read["linux"]["namespaces"]} >= {"network", "pid"}
+    argv = gvisor.Runsc.session(SPEC, tmp_path)
+    assert argv[-4:] == ["run", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
+    assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
+
+
+def test_apptainers_commands(tmp_path):
+    start, made = apptainer.Apptainer.begin(SPEC, tmp_path)
+    assert start[:3] == ["apptainer", "instance", "start"] and start[-1] == tmp_path.name
+    text = " ".join(start)
+    for option in ("--containall", "--network=none", "--bind /data:/mnt/data:ro", "--env A=b c"):
+        assert option in text
+    assert f"--overlay {tmp_path}/overlay" in text
+    assert made[-3:] == ["/bin/mkdir", "-p", "/work"]
+    assert apptainer.Apptainer.session(SPEC, tmp_path)[:3] == [
+        "apptainer",
+        "exec",
+        f"instance://{tmp_path.name}",
+    ]
+
+
+def test_a_backend_that_is_not_installed_is_named(loop, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name, program in (("gvisor", "runsc"), ("apptainer", "apptainer")):
+        with pytest.raises(SandboxError, match=f"{program} is not installed"):
+            loop.run(Sandbox.start(Spec(), name))
+
+
+class Plain:
+    """bash without walls: what `Piped` makes of a program's commands, without the program."""
+
+    NAME, PROGRAM, keeps_files = "plain", "bash", True
+
+    @staticmethod
+    def prepare(spec, folder):
+        (folder / "work").mkdir()
+
+    @staticmethod
+    def begin(spec, folder):
+        return []
+
+    @staticmethod
+    def session(spec, folder):
+        return [
+            "/bin/bash",
+            "--norc",
+            "--noprofile",
+            "-c",
+            f"cd {folder}/work\n{scenarios_session()}",
+        ]
+
+    @staticmethod
+    def beside(spec, folder, argv):
+        return ["/usr/bin/env", "-C", f"{folder}/work", *argv]
+
+    @staticmethod
+    def end(folder):
+        return []
+
+
+def scenarios_session():
+    from rose.sandbox.backend import SESSION
+
+    return SESSION
+
+
+def test_a_session_on_three_pipes(loop):
+    async def go():
+        shell = await Piped(Plain, Spec()).begin()
+        async with Sandbox(shell, Spec(), "plain") as box:
+            await box.run("A=1; echo x > file", DEADLINE_S)
+            assert (await box.run("echo $A; cat file; false", DEADLINE_S)).output == "1\nx\n"
+            late = await box.run("while :; do :; done", 0.1)
+            assert late.restarted and "its shell had to be ended" in late.words()
+            assert (await box.run("cat file; exit 1", DEADLINE_S)).restarted
+            assert await box.read_file("file") == b"x\n"
+            await box.write_file("deep/er", b"\x00")
+            assert await box.read_file("deep/er") == b"\x00"
+            with pytest.raises(OSError):
+                await box.read_file("none")
+
+    loop.run(go())
+
+
+@pytest.mark.slow
+def test_doctor_names_every_backend():
+    found = {each.backend: each for each in probe.describe()}
+    assert set(found) == set(probe.BACKENDS) and found["namespaces"].problem == ""
+    assert re.search("with root|user namespace", found["namespaces"].words)
+    for name, program in (("gvisor", "runsc"), ("apptainer", "apptainer")):
+        if shutil.which(program) is None:
+            assert found[name].problem == f"{program} is not installed"
+        else:
+            assert found[name].problem == ""
+    assert probe.choose() == "namespaces"
