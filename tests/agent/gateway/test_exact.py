@@ -2,7 +2,6 @@
 log-probabilities are those of transformers."""
 
 import asyncio
-import re
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import anthropic
 import msgspec
 import numpy as np
 import openai
+import printed
 import pytest
 import torch
 import yaml
@@ -160,17 +160,10 @@ def test_calls_at_once_are_exact(world):
     check(world[3], branches)
 
 
-def printed_agent(folder):
-    """The agent of docs/agents.md, in a file."""
-    text = (REPOSITORY / "docs" / "agents.md").read_text()
-    path = folder / "lake_agent.py"
-    path.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
-    return path
-
-
 def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
     loop, chat, policy, reference = world
-    agent = Agent(function=f"{printed_agent(tmp_path)}:play")
+    printed.write("agents.md", tmp_path)
+    agent = Agent(function=f"{tmp_path}/lake_agent.py:play")
 
     async def run():
         gateway = Gateway("tiny")
