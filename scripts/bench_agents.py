@@ -1,12 +1,12 @@
-"""What the gateway costs, FrozenLake by ROSE's own loop and by agents that call the gateway over HTTP
-on one engine; and what slow rewards cost inside an environment and in the pool of reward workers.
+"""What the gateway costs: FrozenLake by ROSE's own loop and by agents that call the gateway over
+HTTP, on one engine; and what slow rewards cost in an environment and in the pool of reward workers.
 
     python scripts/bench_agents.py [--parts tiny smollm2 rewards] [--agents 64] [--rounds 3]
 
-tiny and smollm2, the models: three ways take turns for `--rounds` rounds on the same seeds, `--agents` trajectories at once: the
-loop; the gateway with coroutines of this process as agents (raw HTTP, so that it is the gateway's
-cost and not a client library's); the gateway with a forked process for each trajectory, as
-env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
+tiny and smollm2, the models: three ways take turns for `--rounds` rounds on the same seeds,
+`--agents` trajectories at once: the loop; the gateway with coroutines of this process as agents
+(raw HTTP, so that it is the gateway's cost and not a client library's); the gateway with a forked
+process for each trajectory, as env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
 what a call takes beside its turn, of one agent alone and of all at once, from the request's first
 byte to the answer's last. The model plays freely, so turns differ a little from round to round.
 
