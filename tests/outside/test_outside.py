@@ -90,7 +90,7 @@ def test_the_conf_file_may_lie_in_a_folder_of_the_users(launch, tmp_path, as_fla
     mine.mkdir(parents=True)
     text = (SOURCE / "rose_dark" / "conf" / "env" / "dark_lake.yaml").read_text()
     (mine / "harder.yaml").write_text(
-        text.replace("dark_lake", "rose_dark.lake:DarkLake").replace("size: 4", "size: 5")
+        text.replace("dark_lake", "rose_dark.lake:DarkLake").replace("size: 3", "size: 5")
     )
     folder = str(mine.parent)
     where = ["--config-dir", folder] if as_flag else [f"hydra.searchpath=[file://{folder}]"]
@@ -123,12 +123,12 @@ def test_a_folder_that_is_not_there_is_named(launch):
             ["env.name=rose_dark.lke:DarkLake"],
             ["importing rose_dark.lke failed: ModuleNotFoundError", "looked in"],
         ),
-        (["env.name=rose_dark.plain:Plain"], ["size=4: rose_dark.plain:Plain takes no"]),
+        (["env.name=rose_dark.plain:Plain"], ["size=3: rose_dark.plain:Plain takes no"]),
         (
             ["env.name=rose_dark.plain:Plain", "~env.args.size", "~env.args.holes"],
             ["is no environment, it lacks requires_tool, reset, step, close"],
         ),
-        (["env.args.size=1"], ["env.args.size=1, holes=3: too few cells"]),
+        (["env.args.size=1"], ["env.args.size=1, holes=2: too few cells"]),
         (["algorithm.name=plane"], ["no such algorithm", "plain of rose-dark"]),
         (["algorithm.name=rose_dark.first:First"], ["must be a dataclass"]),
         (["+algorithm.args.scal=2"], ["plain has no such argument; it has scale"]),
