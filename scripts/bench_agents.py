@@ -1,14 +1,19 @@
-"""What the gateway costs: FrozenLake by ROSE's own loop, and by agents that call the gateway over
-HTTP, on one engine, in one run.
+"""What the gateway costs: FrozenLake by ROSE's own loop and by agents that call the gateway over
+HTTP, on one engine; and what slow rewards cost in an environment and in the pool of reward workers.
 
-    python scripts/bench_agents.py [--model tiny|smollm2] [--agents 64] [--episodes 256] [--rounds 3]
+    python scripts/bench_agents.py [--parts tiny smollm2 rewards] [--agents 64] [--rounds 3]
 
-Three ways take turns for `--rounds` rounds on the same seeds, `--agents` trajectories at once: the
-loop; the gateway with coroutines of this process as agents (raw HTTP, so that it is the gateway's
-cost and not a client library's); the gateway with a forked process for each trajectory, as
-env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
+tiny and smollm2, the models: three ways take turns for `--rounds` rounds on the same seeds,
+`--agents` trajectories at once: the loop; the gateway with coroutines of this process as agents
+(raw HTTP, so that it is the gateway's cost and not a client library's); the gateway with a forked
+process for each trajectory, as env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
 what a call takes beside its turn, of one agent alone and of all at once, from the request's first
 byte to the answer's last. The model plays freely, so turns differ a little from round to round.
+
+rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
+each trajectory's end inside the environment, in asyncio's own threads (`asyncio.to_thread`); with 2
+s in `reward=function`. Printed: the median step after the first, and how much of what the delay
+costs inside the environment is hidden by the pool.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,15 +47,22 @@ from rose import config, models
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.agent import Agent
-from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.base import Action, Step, ToolCall
 from rose.agent.envs.frozen_lake import FrozenLake
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.session import Session
 from rose.agent.loop import run_trajectory
+from rose.observe.metrics import read_metrics, rows_of
+from rose.reward.episode import Episode
 
-TURNS, NEW = 10, 16
+NEW = 16  # tokens of a turn
 SAMPLING = p.Sampling(NEW)
+# of each model: turns of a trajectory, trajectories of a round, GiB of KV cache for 64 at once
+SIZES = {"tiny": (10, 256, 0.25), "smollm2": (3, 64, 1.5)}
+DELAY_S = 2.0
+STEPS = 4
+DEADLINE_S = 600.0
 Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
 
 
@@ -77,12 +90,31 @@ class Engine:
         )
 
 
-async def converse(seed: int, ask: Callable[[dict], Awaitable[dict]]) -> None:
+class SlowLake(FrozenLake):
+    """Takes `DELAY_S` for the reward, when an episode ends."""
+
+    turns = 0
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        self.turns += 1
+        if step.done or self.turns == SIZES["tiny"][0]:
+            await asyncio.to_thread(time.sleep, DELAY_S)
+        return step
+
+
+def slow_score(episode: Episode) -> float:
+    """For `reward=function`."""
+    time.sleep(DELAY_S)
+    return episode.reward
+
+
+async def converse(seed: int, turns: int, ask: Callable[[dict], Awaitable[dict]]) -> None:
     """FrozenLake over chat completions: `ask` posts a body and returns the answer's."""
     lake = FrozenLake()
     start = await lake.reset(seed)
     messages = list(start.messages)
-    for _ in range(TURNS):
+    for _ in range(turns):
         answer = await ask({"model": "m", "messages": messages, "tools": start.tools})
         if "choices" not in answer:  # the context is full
             break
@@ -115,15 +147,19 @@ def solve(task: dict) -> float:
         with urllib.request.urlopen(request) as got:
             return json.load(got)
 
-    asyncio.run(converse(task["seed"], ask))
+    asyncio.run(converse(task["seed"], int(os.environ["BENCH_TURNS"]), ask))
     return 0.0
 
 
 class Bench:
-    def __init__(self, engine: Any, chat: ChatFormat, context: int, gateway: Gateway) -> None:
+    def __init__(
+        self, engine: Any, chat: ChatFormat, context: int, gateway: Gateway, turns: int
+    ) -> None:
         self.engine, self.chat, self.context, self.gateway = Engine(engine), chat, context, gateway
-        self.limits = config.Env("frozen_lake", {}, TURNS, NEW, 120.0, 1)
-        self.agent = Agent(function=f"{Path(__file__).resolve()}:solve")
+        self.limits = config.Env("frozen_lake", {}, turns, NEW, 300.0, 1)
+        os.environ["BENCH_TURNS"] = str(turns)
+        function = f"{Path(__file__).resolve()}:solve"
+        self.agent = Agent(function=function, environment=["BENCH_TURNS"])
         self.beside: list[float] = []  # of each call, seconds beside its turn
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
@@ -154,7 +190,7 @@ class Bench:
                 self.beside.append(time.perf_counter() - began - turn_s)
                 return answer
 
-            await converse(start.env_seed, ask)
+            await converse(start.env_seed, self.limits.max_turns, ask)
         session.history.branches()
         self.gateway.dismiss(session)
 
@@ -187,28 +223,32 @@ class Bench:
         }
 
 
-async def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     from rose.engine.vllm_engine import Engine as Vllm
 
     def read(name: str, kind: Any) -> Any:
         return msgspec.convert(yaml.safe_load((REPOSITORY / "conf" / name).read_text()), kind)
 
-    model = read(f"model/{args.model}.yaml", config.Model)
-    rollout = msgspec.structs.replace(read("rollout/cpu.yaml", config.Rollout), max_sequences=64)
+    turns, episodes, kv_gib = SIZES[name]
+    model = read(f"model/{name}.yaml", config.Model)
+    rollout = msgspec.structs.replace(
+        read("rollout/cpu.yaml", config.Rollout), max_sequences=64, kv_cache_gib=kv_gib, threads=2
+    )
     folder = models.resolve(model)
     engine = await Vllm.start(folder, rollout, model)
     gateway = Gateway("bench")
     await gateway.open("127.0.0.1")
     try:
-        bench = Bench(engine, ChatFormat.of(folder, model), model.max_context, gateway)
+        chat = ChatFormat.of(folder, model)
+        bench = Bench(engine, chat, model.max_context, gateway, turns)
         ways = {"loop": bench.own_loop, "http": bench.over_http, "process": bench.by_process}
-        for name, play in ways.items():  # caches and imports
-            await bench.run(play, f"warm-{name}", 8, 8)
+        for way, play in ways.items():  # caches and imports
+            await bench.run(play, f"warm-{way}", 8, 8)
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
-            for name, play in ways.items():
-                made = await bench.run(play, f"{name}{number}", args.episodes, args.agents)
-                found.setdefault(name, []).append(made)
+            for way, play in ways.items():
+                made = await bench.run(play, f"{way}{number}", episodes, args.agents)
+                found.setdefault(way, []).append(made)
             alone = await bench.run(bench.over_http, f"alone{number}", 8, 1)
             found.setdefault("alone", []).append(alone)
         return found
@@ -217,20 +257,9 @@ async def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]
         await engine.shutdown()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
-    parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--episodes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
-        os.environ["TMPDIR"] = scratch
-        found = asyncio.run(measure(args))
-    table = Table("way", "turns/s", "tokens/s", "of the loop's", "ms a call beside its turn")
-    for name, rounds in found.items():
+def show(name: str, found: dict[str, list[dict[str, float]]]) -> None:
+    table = Table(name, "turns/s", "tokens/s", "of the loop's", "ms a call beside its turn")
+    for way, rounds in found.items():
         turns, tokens, beside = (
             statistics.median(each[key] for each in rounds) for key in ("turns", "tokens", "beside")
         )
@@ -238,10 +267,64 @@ def main() -> int:
             each["tokens"] / base["tokens"]
             for each, base in zip(rounds, found["loop"], strict=True)
         )
-        shown = "" if name == "alone" else f"{ratio:.2f}"
+        shown = "" if way == "alone" else f"{ratio:.2f}"
         ms = "" if beside != beside else f"{beside:.1f}"
-        table.add_row(name, f"{turns:.1f}", f"{tokens:.0f}", shown, ms)
+        table.add_row(way, f"{turns:.1f}", f"{tokens:.0f}", shown, ms)
     Console().print(table)
+
+
+def step_s(scratch: str, name: str, *overrides: str) -> float:
+    """Median seconds of a step of a run, the first left out."""
+    command = [
+        sys.executable,
+        str(REPOSITORY / "launch.py"),
+        f"output_dir={scratch}",
+        f"name={name}",
+        f"trainer.steps={STEPS}",
+        "eval.episodes=0",
+        "observe.report=false",
+        "observe.terminal=false",
+        "env.step_timeout_s=120",
+        *overrides,
+    ]
+    paths = f"{REPOSITORY}:{Path(__file__).parent}"
+    subprocess.run(
+        command, check=True, timeout=DEADLINE_S, env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    rows = rows_of(read_metrics(Path(scratch) / name), "step")
+    return statistics.median(row["time_step"] for row in rows[1:])
+
+
+def rewards(scratch: str) -> None:
+    at_once = ("reward.min_workers=2", "reward.per_worker=32")
+    path = f"reward.args.path={Path(__file__).resolve()}:slow_score"
+    none = step_s(scratch, "none")
+    inside = step_s(scratch, "inside", "env.name=bench_agents:SlowLake")
+    pool = step_s(scratch, "pool", "reward=function", path, *at_once)
+    table = Table("rewards of 2 s", "step (s)", "hidden")
+    for name, seconds in (("none", none), ("inside", inside), ("pool", pool)):
+        hidden = f"{(inside - seconds) / (inside - none):.0%}" if name == "pool" else ""
+        table.add_row(name, f"{seconds:.2f}", hidden)
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = [*SIZES, "rewards"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
+        os.environ["TMPDIR"] = scratch
+        for part in args.parts:
+            if part == "rewards":
+                rewards(scratch)
+            else:
+                show(part, asyncio.run(measure(part, args)))
     return 0
 
 

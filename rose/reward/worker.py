@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -30,8 +31,10 @@ MARGIN_S = (
 )
 
 
-async def serve(scorer: Scorer, host: str, port: int, hello: Hello) -> None:
-    """Until the connection ends."""
+async def serve(scorer: Scorer, host: str, port: int, hello: Hello, at_once: int) -> None:
+    """Until the connection ends. Plain functions run in `at_once` threads: asyncio's own would be
+    six on two cores, and what waits for one would use its limit up."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(at_once))
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(frames.frame(msgspec.msgpack.encode(hello)))
     running: set[asyncio.Task] = set()
@@ -97,7 +100,7 @@ def main() -> None:
         )
     host, _, port = args.pool.rpartition(":")
     hello = Hello(args.token.read_text().strip(), args.number)
-    asyncio.run(serve(scorer, host, int(port), hello))
+    asyncio.run(serve(scorer, host, int(port), hello, settings.per_worker))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""A whole run on an agent that knows nothing of ROSE: the one printed in docs/agents.md."""
+"""Whole runs as docs/agents.md prints them, made shorter: an agent that knows nothing of ROSE, and
+prompts with a reward file. (Its package is installed and trained on by tests/outside.)"""
 
-import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import printed
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from job import REPOSITORY, Job
+from job import Job
 
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
@@ -17,16 +19,27 @@ from rose.observe.metrics import read_metrics, rows_of
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def among_the_printed_files(tmp_path, monkeypatch):
+    printed.write("agents.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_prompts_are_trained_on_with_a_reward_file(tmp_path):
+    subprocess.run([sys.executable, "beside.py"], check=True, timeout=60)
+    run = [*printed.overrides("agents.md", "beside"), "trainer.steps=1", "eval.episodes=8"]
+    job = Job(tmp_path, *run)
+    assert job.wait() == 0, job.said + job.logs()
+    assert "Held-out tasks" in job.said and "95% interval" in job.said
+    trained = [t for group in replay.load(job.run, 1) for t in group]
+    assert len(trained) == 16 and {t.reward for t in trained} <= {0.0, 1.0}
+    assert job.faults() == []
+
+
 def test_an_unchanged_agent_is_trained_and_does_not_notice_that_an_engine_died(tmp_path):
-    text = (REPOSITORY / "docs" / "agents.md").read_text()
-    agent = tmp_path / "lake_agent.py"
-    agent.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     job = Job(
         tmp_path,
-        "env=agent",
-        f"env.args.function={agent}:play",
-        "env.max_new_tokens=16",
-        "env.max_turns=10",
+        *printed.overrides("agents.md", "lake_agent"),
         "trainer.steps=2",
         "trainer.batch_size=64",
         "rollout.workers=2",

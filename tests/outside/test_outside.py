@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import printed
 import pytest
 
 from rose import config, front
@@ -14,8 +15,8 @@ from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SOURCE = Path(__file__).parent / "rose_guess"
-OPTIONS = ("hydra.searchpath=[pkg://rose_guess.conf]", "algorithm=plain", "scheduler/routing=first")
+SOURCE = Path(__file__).parent / "rose_dark"
+OPTIONS = ("hydra.searchpath=[pkg://rose_dark.conf]", "algorithm=plain", "scheduler/routing=first")
 SMALL = (
     "trainer.steps=1",
     "trainer.batch_size=8",
@@ -24,13 +25,13 @@ SMALL = (
     "rollout.kv_cache_gib=0.1",
     "eval.episodes=4",
     "env.members.lake.max_turns=3",
-    "env.members.guess.max_turns=3",
+    "env.members.dark.max_turns=3",
     "observe.terminal=false",
 )
 MIXED = (
     "env=mixture",
-    "+env@env.members.guess=guess_number",
-    "+env.members.guess.weight=1",
+    "+env@env.members.dark=dark_lake",
+    "+env.members.dark.weight=1",
     "+env@env.members.lake=frozen_lake",
     "+env.members.lake.weight=1",
 )
@@ -78,7 +79,7 @@ def test_all_ranks_of_a_run_find_what_the_package_has(installed, tmp_path):
     (step,) = rows_of(read_metrics(run), "step")
     assert step["version"] == 1 and step["invalid_calls"] >= 0
     found = {t.domain for group in replay.load(run, 1) for t in group}
-    assert found == {"guess", "lake"}
+    assert found == {"dark", "lake"}
     again = config.load(run / "config.json")
     assert (again.algorithm.name, again.scheduler.routing.name) == ("plain", "first")
 
@@ -87,9 +88,9 @@ def test_all_ranks_of_a_run_find_what_the_package_has(installed, tmp_path):
 def test_the_conf_file_may_lie_in_a_folder_of_the_users(launch, tmp_path, as_flag):
     mine = tmp_path / "mine" / "env"
     mine.mkdir(parents=True)
-    text = (SOURCE / "rose_guess" / "conf" / "env" / "guess_number.yaml").read_text()
+    text = (SOURCE / "rose_dark" / "conf" / "env" / "dark_lake.yaml").read_text()
     (mine / "harder.yaml").write_text(
-        text.replace("guess_number", "rose_guess.game:GuessNumber").replace("100", "1000")
+        text.replace("dark_lake", "rose_dark.lake:DarkLake").replace("size: 3", "size: 5")
     )
     folder = str(mine.parent)
     where = ["--config-dir", folder] if as_flag else [f"hydra.searchpath=[file://{folder}]"]
@@ -98,6 +99,10 @@ def test_the_conf_file_may_lie_in_a_folder_of_the_users(launch, tmp_path, as_fla
     assert code == 2 and "env.max_turn=3: no such key; did you mean env.max_turns" in said
     code, said = launch(*where, "env=hardr", "cluster.dry_run=true")
     assert code == 2 and "env=hardr: no such option; did you mean harder" in said
+
+
+def test_the_printed_command_is_accepted(launch):
+    assert launch(*printed.overrides("agents.md", "dark_lake"), "cluster.dry_run=true")[0] == 0
 
 
 def test_a_folder_that_is_not_there_is_named(launch):
@@ -109,31 +114,31 @@ def test_a_folder_that_is_not_there_is_named(launch):
     "overrides, words",
     [
         (
-            ["env.name=guess_numbr"],
-            ["no such environment", "frozen_lake", "guess_number of rose-guess (rose_guess.game:"],
+            ["env.name=dark_lak"],
+            ["no such environment", "frozen_lake", "dark_lake of rose-dark (rose_dark.lake:"],
         ),
         (["env.name=sys:Foo"], ["env.name='sys:Foo': sys has no class Foo"]),
-        (["env.name=rose_guess.game:Guess"], ["game.py has no class Guess", "GuessNumber"]),
+        (["env.name=rose_dark.lake:Dark"], ["lake.py has no class Dark", "DarkLake"]),
         (
-            ["env.name=rose_guess.gme:GuessNumber"],
-            ["importing rose_guess.gme failed: ModuleNotFoundError", "looked in"],
+            ["env.name=rose_dark.lke:DarkLake"],
+            ["importing rose_dark.lke failed: ModuleNotFoundError", "looked in"],
         ),
-        (["env.name=rose_guess.plain:Plain"], ["largest=100: rose_guess.plain:Plain takes no"]),
+        (["env.name=rose_dark.plain:Plain"], ["size=3: rose_dark.plain:Plain takes no"]),
         (
-            ["env.name=rose_guess.plain:Plain", "~env.args.largest"],
+            ["env.name=rose_dark.plain:Plain", "~env.args.size", "~env.args.holes"],
             ["is no environment, it lacks requires_tool, reset, step, close"],
         ),
-        (["env.args.largest=1"], ["env.args.largest=1: an integer from 2"]),
-        (["algorithm.name=plane"], ["no such algorithm", "plain of rose-guess"]),
-        (["algorithm.name=rose_guess.first:First"], ["must be a dataclass"]),
+        (["env.args.size=1"], ["env.args.size=1, holes=2: too few cells"]),
+        (["algorithm.name=plane"], ["no such algorithm", "plain of rose-dark"]),
+        (["algorithm.name=rose_dark.first:First"], ["must be a dataclass"]),
         (["+algorithm.args.scal=2"], ["plain has no such argument; it has scale"]),
         (["algorithm.args.scale=x"], ["algorithm.args.scale='x': expected `float`"]),
-        (["scheduler.routing.name=last"], ["no such routing policy", "first of rose-guess"]),
-        (["scheduler.order.name=rose_guess.first:First"], ["is no order policy, it lacks key"]),
+        (["scheduler.routing.name=last"], ["no such routing policy", "first of rose-dark"]),
+        (["scheduler.order.name=rose_dark.first:First"], ["is no order policy, it lacks key"]),
     ],
 )
 def test_what_is_not_there_is_refused_with_what_was_looked_for_and_where(launch, overrides, words):
-    code, said = launch(*OPTIONS, "env=guess_number", *overrides)
+    code, said = launch(*OPTIONS, "env=dark_lake", *overrides)
     assert code == 2 and all(word in said for word in words), said
 
 

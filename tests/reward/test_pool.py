@@ -130,6 +130,19 @@ def test_workers_come_by_demand_within_the_bounds_and_leave(world):
 
 
 @pytest.mark.slow
+def test_a_worker_computes_as_many_plain_scores_at_once_as_it_is_given(world):
+    made = world("reward.max_workers=1", "reward.per_worker=40")
+
+    async def body(pool):
+        scores = [made.score(pool, f"t{number}", "waits") for number in range(40)]
+        await until(lambda: all(made.tries(f"t{number}") for number in range(40)))
+        (made.folder / "go").touch()
+        await asyncio.gather(*scores)
+
+    made.run(body)
+
+
+@pytest.mark.slow
 def test_an_answer_is_scored_once_and_survives_its_worker(world):
     w = world("reward.max_workers=2")
 

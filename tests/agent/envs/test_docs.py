@@ -1,12 +1,12 @@
-"""The worked example of docs/environments.md is what a reader types in: it must run as it
-stands."""
+"""What the docs say of environments holds, and the package of docs/agents.md is the one that
+tests/outside installs."""
 
 import asyncio
 import re
 from pathlib import Path
 
+import printed
 import pytest
-import yaml
 
 from rose import config
 from rose.agent import envs
@@ -14,65 +14,55 @@ from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-TEXT = (REPOSITORY / "docs" / "environments.md").read_text()
-PACKAGE = REPOSITORY / "tests" / "outside" / "rose_guess"
+PACKAGE = REPOSITORY / "tests" / "outside" / "rose_dark"
 
 
-@pytest.fixture
-def example(monkeypatch):
-    """The example's configuration; its package is on the path."""
+def dark(size: int = 4, holes: int = 3) -> config.Env:
+    return config.Env("rose_dark.lake:DarkLake", {"size": size, "holes": holes}, 10, 16, 10.0, 1)
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(PACKAGE))
-    raw = yaml.safe_load(block("yaml"))
-    yield config.Env(**(raw | {"name": "rose_guess.game:GuessNumber"}))
-
-
-def block(language: str) -> str:
-    return re.search(rf"```{language}\n(.*?)```", TEXT, re.S)[1]
 
 
 def test_the_example_is_the_package_that_the_tests_install():
-    assert block("toml") == (PACKAGE / "pyproject.toml").read_text()
-    assert block("python") == (PACKAGE / "rose_guess" / "game.py").read_text()
-    conf = PACKAGE / "rose_guess" / "conf"
-    assert block("yaml") == (conf / "env" / "guess_number.yaml").read_text()
+    """Whose pyproject.toml has an algorithm and a policy besides."""
+    shown = {k: v for k, v in printed.files("agents.md").items() if k.startswith("rose_dark/")}
+    assert len(shown) == 3
+    for path, content in shown.items():
+        assert (PACKAGE.parent / path).read_text().startswith(content)
 
 
-def test_the_example_is_found_checked_and_played(example):
-    envs.check(example)
-    env = envs.build(example)
+def test_the_example_is_found_checked_and_played():
+    """Whoever turns to the goal when it is beside, and else walks over ice, finds it."""
+    envs.check(dark(holes=0))
+    env = envs.build(dark(size=2, holes=0))
 
-    async def bisect():
-        await env.reset(4)
-        low, high = 1, 100
-        for _ in range(example.max_turns):
-            step = await env.step(Action("", ToolCall("guess", {"number": (low + high) // 2})))
+    async def play(seed):
+        seen = (await env.reset(seed)).messages[-1]["content"]
+        for _ in range(3):
+            moves = {kind: move for move, kind in re.findall(r"(\w+) (\w+)", seen)}
+            call = ToolCall("move", {"direction": moves.get("G", moves.get("F"))})
+            step = await env.step(Action("", call))
             if step.done:
                 return step
-            low, high = (
-                ((low + high) // 2 + 1, high)
-                if step.observation == "higher"
-                else (low, (low + high) // 2 - 1)
-            )
+            seen = step.observation
 
-    step = asyncio.run(bisect())
-    assert (step.reward, step.success) == (1.0, True)
+    for seed in range(8):
+        step = asyncio.run(play(seed))
+        assert (step.reward, step.success) == (1.0, True)
 
 
-def test_the_example_says_what_is_wrong_with_a_call_or_an_argument(example):
-    env = envs.build(example)
+def test_the_example_says_what_is_wrong_with_a_call_or_an_argument():
+    env = envs.build(dark())
     asyncio.run(env.reset(1))
-    for call in (None, ToolCall("fly", {}), ToolCall("guess", {"number": "5"})):
+    for call in (None, ToolCall("fly", {}), ToolCall("move", {"direction": ["up"]})):
         assert asyncio.run(env.step(Action("", call))).invalid
-    with pytest.raises(ConfigError, match=r"env\.args\.largest=1: "):
-        envs.check(
-            config.Env(
-                **(
-                    {key: getattr(example, key) for key in example.__struct_fields__}
-                    | {"args": {"largest": 1}}
-                )
-            )
-        )
+    with pytest.raises(ConfigError, match=r"env\.args\.size=1, holes=3: "):
+        envs.check(dark(size=1))
 
 
 def test_the_table_lists_every_environment():
-    assert set(re.findall(r"^\| `(\w+)` \|", TEXT, re.M)) == set(envs.names())
+    text = (REPOSITORY / "docs" / "environments.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == set(envs.names())

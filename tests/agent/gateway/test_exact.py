@@ -2,7 +2,6 @@
 log-probabilities are those of transformers."""
 
 import asyncio
-import re
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import anthropic
 import msgspec
 import numpy as np
 import openai
+import printed
 import pytest
 import torch
 import yaml
@@ -161,14 +161,6 @@ def test_calls_at_once_are_exact(world):
     check(world[3], branches)
 
 
-def printed_agent(folder):
-    """The agent of docs/agents.md, in a file."""
-    text = (REPOSITORY / "docs" / "agents.md").read_text()
-    path = folder / "lake_agent.py"
-    path.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
-    return path
-
-
 def played(world, agent, **changed):
     """Three episodes of it."""
     loop, chat, policy, _ = world
@@ -196,7 +188,8 @@ def played(world, agent, **changed):
 
 
 def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
-    agent = Agent(function=f"{printed_agent(tmp_path)}:play")
+    printed.write("agents.md", tmp_path)
+    agent = Agent(function=f"{tmp_path}/lake_agent.py:play")
     for trajectory in played(world, agent, max_turns=12):
         assert trajectory.reward in (0.0, 1.0) and trajectory.turns >= 1
         check_one = [s for s in trajectory.samples() if s.response_tokens > 10]
