@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes a virtual environment for a package whose pins conflict with ROSE's, and prints its Python:
-#     make_foreign_venv.sh openenv       from requirements/openenv.txt, whose packages are all named, in the user's cache
-# One that is there already is kept: its folder's name has the hash of the lock. Nothing of ROSE is in it.
+#     make_foreign_venv.sh NAME          openenv or verifiers, from requirements/NAME.txt, whose packages are all named
+# It lies in the user's cache. One that is there already is kept: its folder's name has the hash of the lock. Nothing of ROSE is in it.
 set -eu
 lock=$(dirname "$0")/../requirements/$1.txt
 cache=${ROSE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rose}/venvs
