@@ -1,5 +1,45 @@
-"""The layout of a payload (docs/format.md): its header, where each stream of bits starts, and the
-choice of Rice parameters."""
+"""The layout of a payload: its header, where each stream of bits starts, and the choice of Rice
+parameters. docs/format.md has the overview and an example.
+
+Integers are little-endian. A varint is an unsigned LEB128 integer in its shortest form. Bit i of a
+payload is bit i mod 8 (0: the least significant) of byte i div 8; a number in a stream of bits has
+its least significant bit first. Of n values, each a bit pattern of `width` bytes:
+
+    byte 0, 1    0x52, version 2
+    byte 2, 3    kind (0 unchanged, 1 delta, 2 planes, 3 raw), width (2 bfloat16, 4 float32)
+    byte 4 ...   varint n, then the kind's own fields
+
+Zeros fill the header, and the body behind it, up to a multiple of 8 bytes. Malformed is another
+length than the header gives, or a set bit between the header's fields and the body.
+
+- Unchanged: no fields, no body.
+- Raw: the body is the n patterns.
+- Planes: varint c; the body is one Zstandard frame (RFC 8878) of c bytes that states its content's
+  size, n * width: the lowest byte of every value, then the next of every value, up to the highest.
+- Delta: varints c (how many of the n values changed) and b (how many of the c differences are
+  large: not 1 or -1), then k, u, e, f of each of three rows of numbers. Malformed: not b <= c <= n.
+
+With w = 8 * width and x a pattern as a signed integer, order(x) is x if x >= 0, else
+x xor (2^(w-1) - 1), its own inverse. A difference is order(new) - order(old) modulo 2^w, in
+-2^(w-1) ... 2^(w-1) - 1. Deltas of the same block compose without values: differences at equal
+positions add up modulo 2^w, and a sum of zero is no change. A delta's streams follow one another
+without gaps:
+
+1. the c signs, 1 bit each: 1 if the difference is negative;
+2. which of the n values changed;
+3. which of the c differences are large;
+4. the magnitude of each large difference, less 2; at most 2^(w-1) - 2.
+
+In 2 and 3, p are the ascending positions of the chosen items, or of the others if more than half
+are chosen; the numbers are the gaps p[i] - p[i-1] - 1, with p[-1] = -1. Malformed: a position at
+or beyond the row's end.
+
+A row of m numbers v (2, 3, 4) is Golomb-Rice coded (Golomb 1966; Rice 1979) in three streams. With
+q = v >> k: unary, u bits: min(q, 15) zeros and a one for each; remainders, m * k bits: the k lowest
+bits of each; escapes, e * f bits: q - 15 in f bits for each of the e numbers with q >= 15.
+Malformed: k + f > 31, e > m, u outside m ... 16 * m, not m ones, a last bit that is not one, a
+quotient above 15, not e escapes, a number above its most. An encoder may take any k.
+"""
 
 from __future__ import annotations
 
