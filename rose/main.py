@@ -86,25 +86,22 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 
 def make_broadcast(config: cfg.Config, world, run_dir: Path):
     """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are
-    neither."""
+    neither, and where transfer.broadcast is none."""
     from rose.transfer import broadcast
 
     ranks = layout(config)
     trainers, rollouts = (
         [r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT)
     )
-    # What is sent is differences, which are wanted in host memory: over NCCL they would go through
-    # both GPUs, for a CUDA context and a communicator per trainer rank on each engine's device.
-    kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
-    return broadcast.make_broadcast(
-        kind,
+    if config.transfer.broadcast == "none" or world.Get_rank() not in (*trainers, *rollouts):
+        return None
+    return broadcast.Broadcast(
         world,
         trainers,
         rollouts,
         config.transfer.load_timeout_s,
         run_dir,
         int(config.transfer.mirror_gib * 2**30),  # the kernel's limit would end the whole job
-        config.cluster.interface,
     )
 
 

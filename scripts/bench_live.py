@@ -43,14 +43,13 @@ from typing import NamedTuple
 
 import numpy as np
 from bench_coserving_client import Request, replay
-from bench_coserving_engines import free_port, plugin_folder
 from csv_tables import merge
-from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop, wait_for_calm
+from harness import configured, free_port, stop
+from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, wait_for_calm
 from rich.console import Console
 from rich.table import Table
 
 from rose import config as cfg
-from rose import front
 from rose.models import resolve
 from rose.processes import die_with_parent
 from rose.sim import traces
@@ -113,7 +112,7 @@ class Device:
                 stdout=log,
                 cwd=REPOSITORY,
                 stderr=subprocess.STDOUT,
-                env=environment(folder),
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
             )
@@ -166,16 +165,6 @@ class Measured(NamedTuple):
     tpot_p99_s: float
 
 
-def rollout_model(overrides: list[str]) -> Path:
-    """The run's own, which the online servers serve, too."""
-    tree = front.compose(REPOSITORY / "conf", overrides)[0]
-    return resolve(cfg.from_dict(tree).model)
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}"}
-
-
 def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
     """Of a device of this quota."""
     file, quota = folder / "profile.json", Quota("profile", options.quota)
@@ -200,7 +189,7 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=REPOSITORY,
-        env=environment(folder),
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     said = []
     for line in process.stdout:
@@ -388,7 +377,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rose-bench-live-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        model = rollout_model(overrides)
+        # the run's own, which the online servers serve, too
+        model = resolve(configured(*overrides).model)
         file = folder / "profile.json"
         if not file.exists():
             wait_for_calm(console.print)

@@ -22,7 +22,8 @@ import aiohttp
 import msgspec
 import numpy as np
 from gpu_check_frame import REPOSITORY, Check, Report
-from gpu_check_model import compose, folder
+from gpu_check_model import folder
+from harness import configured
 
 GIB = 2**30
 LOOK_S = 0.02
@@ -145,7 +146,8 @@ def profile(report: Report) -> None:
         *overrides(report),
     ]
     began = time.monotonic()
-    done = subprocess.run(words, cwd=REPOSITORY, env=_environment(report), stdin=subprocess.DEVNULL)
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(
             f"rose.lending.profile ended with {done.returncode}; its words are in the log"
@@ -169,16 +171,6 @@ def profile(report: Report) -> None:
     )
 
 
-def _environment(report: Report) -> dict[str, str]:
-    """vLLM finds ROSE's plugin, whether or not ROSE is installed."""
-    from bench_coserving_engines import plugin_folder
-
-    given = filter(
-        None, [str(REPOSITORY), str(plugin_folder(report.folder)), os.environ.get("PYTHONPATH")]
-    )
-    return os.environ | {"PYTHONPATH": os.pathsep.join(given)}
-
-
 # --------------------------------------------------------------------------- an online server and a
 # rollout engine
 
@@ -188,7 +180,6 @@ def coserving(report: Report) -> None:
     if not path.exists():
         report.say("no profile yet: it is measured")
         profile(report)
-    os.environ.update(_environment(report))
     asyncio.run(_coserving(report, json.loads(path.read_text())))
 
 
@@ -330,12 +321,8 @@ class Both:
 
 
 async def _coserving(report: Report, measured: dict[str, Any]) -> None:
-    from rose import config as configuration
-
     sizes = report.sizes
-    config = configuration.from_dict(
-        compose(*overrides(report), "model.source=folder", f"model.path={folder(report)}")
-    )
+    config = configured(*overrides(report), "model.source=folder", f"model.path={folder(report)}")
     both = Both(report, config, measured)
     try:
         await both.start()

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -30,6 +31,33 @@ class Failed(SystemExit):
 def configured(*overrides: str) -> cfg.Config:
     """conf/ with these overrides, checked as a run's."""
     return cfg.from_dict(front.compose(REPOSITORY / "conf", list(overrides))[0])
+
+
+def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
+    """`defaults` with what key=value words give, of the same types; --help prints `doc`. Raises
+    `Failed` naming the word that is wrong."""
+    if {"-h", "--help"} & set(words):
+        print(doc)
+        raise SystemExit(0)
+    given = dict(defaults)
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or key not in defaults:
+            raise Failed(f"{word!r}: no such option; there are {'=, '.join(defaults)}=")
+        kind = type(defaults[key])
+        try:
+            given[key] = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            raise Failed(f"{word!r}: {text!r} is no {kind.__name__}") from None
+    return given
+
+
+def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
+    """The words of a comma-separated option; all of `known` if it is empty. Raises `Failed`."""
+    found = [word for word in text.split(",") if word]
+    if unknown := set(found) - set(known):
+        raise Failed(f"{key}={text}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return found or list(known)
 
 
 def free_port() -> int:

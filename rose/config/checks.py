@@ -335,11 +335,6 @@ def _check_machine(c: Config, need: Need) -> None:
         f"{c.trainer.ranks} trainer + "
         f"{engines} rollout); raise it or run fewer",
     )
-    need(
-        c.transfer.broadcast != "nccl" or c.cluster.gpus > 0,
-        "transfer.broadcast",
-        "nccl needs GPUs, and cluster.gpus=0; auto takes what there is",
-    )
     _check_mpi(c.cluster.mpi, need)
     if (asks := c.scheduler.provisioning.name) in ASK_FOR_JOBS and c.mode == "train":
         need(
@@ -409,11 +404,6 @@ def _check_colocation(c: Config, need: Need) -> None:
         "cluster.kind",
         "colocate=true shares the devices of one machine: cluster=gpus or "
         "local, inside one node's allocation as slurm/one_node.sbatch makes it",
-    )
-    need(
-        c.transfer.broadcast != "nccl",
-        "transfer.broadcast",
-        "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi",
     )
 
 

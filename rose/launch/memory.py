@@ -32,7 +32,7 @@ size tp:
 - weights: b P / tp
 - activations of max_batched_tokens: b T' (2 h + 3 i / tp) and logits of max_sequences, in the
   dtype, in fp32 and sorted
-- CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
+- CUDA graphs, unless enforce_eager
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at
   least one device, so tp > kv_heads replicates
 Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
@@ -183,15 +183,12 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     firm = items["weights"]
     if c.cluster.gpus and not r.enforce_eager:
         items["CUDA graphs"] = GRAPHS_GIB
-    second = RUNTIME_GIB if c.cluster.gpus and c.transfer.broadcast == "nccl" else 0.0
     if r.kv_cache_gib is not None:
         cache = r.kv_cache_gib
     elif c.cluster.gpus and c.cluster.gpu_memory_gib:
         cache = max(0.0, c.cluster.gpu_memory_gib * r.gpu_memory_utilization - sum(items.values()))
     else:
         cache = 0.0  # unknown: no budget is named
-    if second:
-        items["trainers' NCCL"] = second
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
     host = {

@@ -5,9 +5,8 @@
 
 One rollout rank per node receives, and writes what `rose.transfer.mirror` describes. Each trainer
 rank has a communicator with these alone. A file is a header (its length and name) and pieces, each
-an MPI_Ibcast, or pieces over NCCL (`rose.transfer.broadcast_nccl`). Receivers take
-the trainer ranks' files in the order of their indices, version after version: NCCL wants the
-collectives of several communicators in one order at all ranks of a GPU.
+an MPI_Ibcast. Receivers take the trainer ranks' files in the order of their indices, version after
+version.
 
 A trainer rank's `send` returns at once; a thread calls MPI until the file has left, as MPI moves
 large messages only when it is called. A receiver polls from its event loop. Whoever is late costs
@@ -27,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -46,13 +44,7 @@ _GROUP_TAG = 77  # of MPI_Comm_create_group, and on for each trainer rank
 _FIRST_PAUSE_S, _IDLE_PAUSE_S = 0.0003, 0.002
 # Pieces that were given up, with their memory, until the process ends: MPI can't cancel them, and
 # reads or writes them whenever a late rank joins in.
-_GIVEN_UP: list[tuple[Transit, np.ndarray]] = []
-
-
-class Transit(Protocol):
-    """Something under way: an `MPI.Request`, or one that looks like it."""
-
-    def Test(self) -> bool: ...
+_GIVEN_UP: list[tuple[MPI.Request, np.ndarray]] = []
 
 
 class Broadcast:
@@ -111,20 +103,9 @@ class Broadcast:
         if self.root is None:
             where = texts[first[texts[rank].partition("\n")[0]]].partition("\n")[2]
             self.mirror = Mirror(Path(where), len(trainers), limit_bytes)
-        self._pieces = None  # what carries files' pieces, if not MPI
         self._before: threading.Thread | None = None  # of the file before the last
         self._sending: threading.Thread | None = None  # of the last
         self._failed = ""
-
-    def use_torch(self, device, interface: str | None = None) -> None:
-        """Files' pieces travel over torch.distributed from now on: NCCL, with this rank's GPU
-        `device` (a `torch.device`). Collective over all trainer and rollout ranks."""
-        from rose.transfer.broadcast_nccl import TorchPieces
-
-        sends = self.root is not None
-        self._pieces = TorchPieces(
-            self._group, self._comms, sends, self.deadline_s, WINDOW, PIECE, device, interface
-        )
 
     # ----------------------------------------------------------------- a trainer rank's side
 
@@ -165,16 +146,15 @@ class Broadcast:
             header = np.frombuffer(_HEADER.pack(_MAGIC, buffer.size, name.encode()), np.uint8)
             end = time.monotonic() + self.deadline_s
             for part in (header.copy(), buffer):
-                for _ in self._move(self.root, part, part.size, end, part is buffer):
+                for _ in self._move(self.root, part, part.size, end):
                     time.sleep(_FIRST_PAUSE_S)
-        except Exception as error:  # MPI's or torch's too, whichever carries the pieces
+        except Exception as error:  # MPI's, too
             self._failed = str(error)
             print(
                 f"trainer rank {self.root}: broadcast of {name}: {error}; engines read this "
                 "version and later ones from the store's files",
                 flush=True,
             )
-            self._abort_pieces()
 
     # ----------------------------------------------------------------- a rollout rank's side
 
@@ -192,27 +172,24 @@ class Broadcast:
         try:
             while True:
                 for root in self._comms:
-                    await self._take(root, header, header.size, float("inf"), False)
+                    await self._take(root, header, header.size, float("inf"))
                     name, nbytes = _read_header(header)
                     buffer = self.mirror.open(name, nbytes)
                     refused = buffer is None
                     if refused:  # it must pass through all the same
                         buffer = np.empty(min(nbytes, WINDOW * PIECE), np.uint8)
                     end = time.monotonic() + self.deadline_s
-                    await self._take(root, buffer, nbytes, end, True)
+                    await self._take(root, buffer, nbytes, end)
                     if not refused:
                         self.mirror.finish(name)
         except Exception as error:  # as in `_send`; the rank and its engine go on
             why = f"broadcast of {name} by trainer rank {root}: {error}"
             print(f"{why}; engines of this node read the store's files", flush=True)
             self.mirror.give_up(why)
-            await asyncio.to_thread(self._abort_pieces)
 
-    async def _take(
-        self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
-    ) -> None:
+    async def _take(self, root: int, buffer: np.ndarray, nbytes: int, end: float) -> None:
         pause = _FIRST_PAUSE_S
-        for moved in self._move(root, buffer, nbytes, end, body):
+        for moved in self._move(root, buffer, nbytes, end):
             pause = _FIRST_PAUSE_S if moved else min(pause * 1.5, _IDLE_PAUSE_S)
             await asyncio.sleep(0 if moved else pause)
 
@@ -222,20 +199,18 @@ class Broadcast:
 
     # ----------------------------------------------------------------- how a buffer travels
 
-    def _move(
-        self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
-    ) -> Iterator[bool]:
+    def _move(self, root: int, buffer: np.ndarray, nbytes: int, end: float) -> Iterator[bool]:
         """Move `nbytes` from or into the buffer, again from its start where it is smaller; yields
         between two looks whether something moved. Raises `TransferError` when it is not done at
         the time `end`, of `time.monotonic()`."""
-        under_way: deque[tuple[Transit, np.ndarray]] = deque()
+        under_way: deque[tuple[MPI.Request, np.ndarray]] = deque()
         at = 0
         try:
             while at < nbytes or under_way:
                 while at < nbytes and len(under_way) < WINDOW:
                     low = at % buffer.size
                     piece = buffer[low : low + min(PIECE, nbytes - at)]
-                    under_way.append((self._start(root, piece, at // PIECE % WINDOW, body), piece))
+                    under_way.append((self._comms[root].Ibcast([piece, MPI.BYTE], 0), piece))
                     at += piece.size
                 moved = under_way[0][0].Test()
                 if moved:
@@ -248,20 +223,6 @@ class Broadcast:
                 yield moved
         finally:  # also when the caller was cancelled
             _GIVEN_UP.extend(under_way)
-
-    def _start(self, root: int, piece: np.ndarray, slot: int, body: bool) -> Transit:
-        if body and self._pieces is not None:
-            return self._pieces.start(root, piece, slot)
-        return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
-
-    def _abort_pieces(self) -> None:
-        """This rank takes no further part. Torch would end the process for pieces that stay under
-        way."""
-        try:
-            if self._pieces is not None:
-                self._pieces.abort()
-        except Exception as error:
-            print(f"broadcast: its process groups were not aborted: {error}", flush=True)
 
 
 def _communicator(world: MPI.Comm, ranks: list[int], tag: int) -> MPI.Comm:
@@ -291,39 +252,3 @@ def _read_header(header: np.ndarray) -> tuple[str, int]:
             f"{magic!r} and {text!r}"
         )
     return text, nbytes
-
-
-def make_broadcast(
-    kind: str,
-    world: MPI.Comm,
-    trainers: Sequence[int],
-    rollouts: Sequence[int],
-    deadline_s: float,
-    run_dir: Path,
-    limit_bytes: int,
-    interface: str | None = None,
-) -> Broadcast | None:
-    """This rank's end of the broadcast `kind`, "mpi", "nccl" or "none" (transfer.broadcast);
-    `interface` (cluster.interface) is for NCCL's. Null for "none", without rollout ranks, and on a
-    rank that is neither trainer nor rollout.
-
-    Collective over those ranks, and only those. Raises `TransferError` on another kind, and for
-    "nccl" where this process sees no GPU.
-    """
-    if kind not in ("mpi", "nccl", "none"):
-        raise TransferError(f"transfer.broadcast={kind!r}; known are 'mpi', 'nccl' and 'none'")
-    me = world.Get_rank()
-    if kind == "none" or not rollouts or me not in (*trainers, *rollouts):
-        return None
-    if kind == "mpi":
-        return Broadcast(world, trainers, rollouts, deadline_s, run_dir, limit_bytes)
-    import torch
-
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise TransferError(
-            f"transfer.broadcast='nccl': MPI rank {me} has no GPU, or a torch without NCCL; "
-            "'mpi' needs neither"
-        )
-    made = Broadcast(world, trainers, rollouts, deadline_s, run_dir, limit_bytes)
-    made.use_torch(torch.device("cuda", torch.cuda.current_device()), interface)
-    return made

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from rose import protocol as p
 from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
-from rose.transfer.broadcast import make_broadcast
+from rose.transfer.broadcast import Broadcast
 from rose.transfer.mirror import Mirror
 
 BROADCASTS = int(sys.argv[1])
@@ -107,7 +107,7 @@ world = MPI.COMM_WORLD
 mpi_process.unname(world)
 rank = world.Get_rank()
 box, run_dir = Mailbox(world), Path(f"traffic-{os.getppid()}")
-broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S, run_dir, 1 << 30) if rank else None
+broadcast = Broadcast(world, [1], [2], DEADLINE_S, run_dir, 1 << 30) if rank else None
 if rank == 0:
     asyncio.run(flood())
 elif rank == 1:

@@ -21,7 +21,7 @@ from rose import protocol as p
 from rose.comm import mpi_process
 from rose.comm.mailbox import Mailbox
 from rose.transfer import mirror as mirrors
-from rose.transfer.broadcast import PIECE, WINDOW, Broadcast, make_broadcast
+from rose.transfer.broadcast import PIECE, WINDOW, Broadcast
 from rose.transfer.errors import TransferError
 
 case, folder = sys.argv[1], Path(sys.argv[2])
@@ -105,14 +105,10 @@ async def receive(broadcast: Broadcast, roots: int, refused: tuple[int, ...] = (
         task.cancel()
 
 
-def exchange(roots: int, shared: bool = False, over_torch: bool = False) -> None:
+def exchange(roots: int, shared: bool = False) -> None:
     """Every byte at every rollout rank; the memory of the second takes no file of over a piece."""
     full = None if shared else 1
     broadcast = make(roots, 60, shared)
-    if over_torch:
-        import torch
-
-        broadcast.use_torch(torch.device("cpu"))
     if broadcast.root is not None:
         send(broadcast)
         return
@@ -181,14 +177,11 @@ mirrors.BEGINS_S = mirrors.ARRIVES_S = 60.0  # nobody says here when a version w
 random.seed(world.Get_rank())
 match case if world.Get_rank() else "outside":
     case "outside":
-        assert make_broadcast("mpi", world, [1], [2], 5, folder, LIMIT) is None
         echo()
     case "exchange":
         exchange(2)
     case "shared":
         exchange(2, shared=True)
-    case "gloo":
-        exchange(2, over_torch=True)
     case "deaf":
         LIMIT = 1 << 30
         deaf_receiver()
