@@ -83,8 +83,9 @@ def of_run(run: Path, steps: int) -> list[list[Block]]:
     from rose.transfer.receive import materialise
 
     before, found = None, []
-    for version in last_versions(run, steps + 1):
-        now = {name: patterns(t) for name, t in materialise(run / "weights", version).items()}
+    store, versions = last_versions(run, steps + 1)
+    for version in versions:
+        now = {name: patterns(t) for name, t in materialise(store, version).items()}
         if before is not None:
             found.append(
                 [

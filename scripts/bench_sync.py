@@ -78,8 +78,9 @@ def steps_of(run: Path, count: int, folder: Path) -> Steps:
     from rose.transfer.receive import materialise
 
     files, digests = [], []
-    for version in last_versions(run, count + 1):
-        tensors = materialise(run / "weights", version)
+    store, versions = last_versions(run, count + 1)
+    for version in versions:
+        tensors = materialise(store, version)
         files.append(folder / f"{run.name}-{version}.safetensors")
         save_file(tensors, files[-1])
         digests.append(digest(tensors))

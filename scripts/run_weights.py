@@ -18,20 +18,19 @@ from rose.transfer import codec
 Patterns = np.ndarray  # (n,) uint16 or uint32
 
 
-def last_versions(run: Path, count: int) -> list[int]:
-    """The last `count` versions of a run's store, of which each follows the one before. Raises
-    `Failed` where it has fewer."""
+def last_versions(run: Path, count: int) -> tuple[Path, list[int]]:
+    """A run's store, of its last attempt, and its last `count` versions, of which each follows the
+    one before. Raises `Failed` where it has fewer."""
     from rose.transfer.versions import readable
 
-    found = readable(run / "weights")
-    if found != list(range(found[-1] - len(found) + 1, found[-1] + 1)) if found else True:
-        raise Failed(f"{run}/weights: no versions one after the other; {found or 'none'} are there")
-    if len(found) < count:
+    stores = sorted((run / "weights").glob("attempt-*"))
+    found = readable(stores[-1]) if stores else []
+    if len(found) < count or found[-1] - found[-count] != count - 1:
         raise Failed(
-            f"{run}/weights has versions {found}; {count} are needed: fewer --steps, or a run with "
-            "a larger transfer.keep_versions"
+            f"{run}/weights has versions {found or 'none'}; {count}, one after the other, are "
+            "needed: fewer --steps, or a run with a larger transfer.keep_versions"
         )
-    return found[-count:]
+    return stores[-1], found[-count:]
 
 
 def patterns(tensor) -> Patterns:

@@ -33,7 +33,8 @@ def run(tmp_path):
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_bytes(msgspec.json.encode(config))
-    store = run_weights.Whole(tmp_path / "run" / "weights", tensors, shape)
+    attempt = tmp_path / "run" / "weights" / "attempt-001"
+    store = run_weights.Whole(attempt, tensors, shape)
     store.publish(0)
     for name, tensor in tensors.items():
         moved = torch.rand(tensor.shape) < 0.1
@@ -56,9 +57,11 @@ def test_every_encoding_is_synced_and_verified(run, tmp_path, capsys):
 
 
 def test_a_run_with_too_few_versions_is_refused(run, tmp_path):
-    with pytest.raises(Failed, match=r"versions \[0, 1\]; 3 are needed: fewer --steps"):
+    with pytest.raises(
+        Failed, match=r"versions \[0, 1\]; 3, one after the other, are needed: fewer"
+    ):
         run_weights.last_versions(run, 3)
-    with pytest.raises(Failed, match="none are there"):
+    with pytest.raises(Failed, match="versions none; 2"):
         run_weights.last_versions(tmp_path, 2)
 
 
