@@ -204,35 +204,17 @@ def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[
     """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one
     seed."""
     base = composed(setting, overrides)
-    points = (
-        [("as it is", 1.0, base)]
-        + [
-            (
-                name,
-                factor,
-                composed(
-                    setting,
-                    [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"],
-                ),
-            )
-            for index, (name, keys) in enumerate(SENSITIVITY.items())
-            for factor in FACTORS
-        ]
-        + [
-            (
-                f"{name}: {value:g}",
-                1.0,
-                composed(
-                    setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]
-                ),
-            )
-            for name, (key, tried) in VALUES.items()
-            for value in tried
-        ]
-    )
-    outcomes = outcomes_of([c for *_, c in points], processes)
-    rows = []
-    for name, factor, c in points:
+    points: list[tuple[str, float, list[str]]] = [("as it is", 1.0, [])]
+    for name, keys in SENSITIVITY.items():
+        points += [(name, factor, times(base, keys, factor)) for factor in FACTORS]
+    for name, (key, tried) in VALUES.items():
+        points += [(f"{name}: {value:g}", 1.0, [f"{key}={value:g}"]) for value in tried]
+    configs = [
+        composed(setting, [*overrides, *words, f"name={setting}-{number}"])
+        for number, (*_, words) in enumerate(points)
+    ]
+    outcomes, rows = outcomes_of(configs, processes), []
+    for (name, factor, _), c in zip(points, configs, strict=True):
         systems = by_system([o for o in outcomes if o.point == c.name])
         mine = values(systems["rose"], "trajectories_s")
         rows.append(
