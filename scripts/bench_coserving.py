@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 from bench_coserving_bench import CALM, PLAN, TRIES, Bench, Options
-from bench_coserving_tables import ALONE, Alone, Run, Slo, flat, shown, table
+from bench_coserving_tables import ALONE, Alone, Run, Slo, shown, table
 from csv_tables import write_csv
 from harness import Failed, keyed, listed
 from rich.console import Console
@@ -98,7 +98,7 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone) -> list[dict]:
         "runs": [dataclasses.asdict(run) for run in runs],
     }
     (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
-    write_csv(out / "bench_coserving.csv", flat(rows))
+    write_csv(out / "bench_coserving.csv", rows)
     return rows
 
 
