@@ -151,28 +151,17 @@ class Server(Process):
     ) -> None:
         self.port, self.served = port or free_port(), "s"
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--served-model-name",
-            self.served,
-            "--enforce-eager",
-            "--disable-uvicorn-access-log",
-            "--generation-config",
-            "vllm",
-        ]
-        command += [
-            part
-            for key, value in args.items()
-            for part in (f"--{key.replace('_', '-')}", str(value))
-        ]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        args = {
+            "model": model,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "served_model_name": self.served,
+            "generation_config": "vllm",
+        } | args
+        for key, value in args.items():
+            command += [f"--{key.replace('_', '-')}", str(value)]
+        command += ["--enforce-eager", "--disable-uvicorn-access-log"]
         super().__init__(guard, name, command, folder / f"{name}.log", env)
 
     def ready(self) -> None:

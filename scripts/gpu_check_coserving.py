@@ -37,21 +37,29 @@ class Pages(msgspec.Struct):
 
 
 class Pair(msgspec.Struct):
-    rollout: str  # file of conf/rollout
-    dtype: str
-    profile: str | None  # a file of an earlier call; null: it is measured
-    profile_s: float  # of measuring, behind the start of both engines
-    kv_gib: float  # of the device, for both engines
-    context: int
-    turns: int  # of R at a time
-    turn: tuple[int, int]  # prompt and new tokens of one
-    clients: int  # of S at a time
-    request: tuple[int, int]
-    phase_s: float  # R alone; both; R again after it was stopped
-    slo: list[float]  # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
-    within: float  # the targets' share of online requests, at least
+    rollout: str = "gpu"  # file of conf/rollout
+    dtype: str = "bfloat16"
+    profile: str | None = None  # a file of an earlier call; null: it is measured
+    profile_s: float = 15.0  # of measuring, behind the start of both engines
+    kv_gib: float = 8.0  # of the device, for both engines
+    context: int = 2048
+    turns: int = 64  # of R at a time
+    turn: tuple[int, int] = (512, 256)  # prompt and new tokens of one
+    clients: int = 8  # of S at a time
+    request: tuple[int, int] = (512, 32)
+    phase_s: float = 5.0  # R alone; both; R again after it was stopped
+    # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
+    slo: tuple[float, ...] = (0.5, 1.0, 0.1, 0.2)
+    within: float = 0.5  # the targets' share of online requests, at least
     # of what R had mapped, the share that the device has again when it is stopped, at least
-    given_back: float
+    given_back: float = 0.9
+
+
+GPU = Pair()
+CPU = Pair(
+    *("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 4)),
+    *(1.5, (2.0, 5.0, 0.5, 1.0), 0.2),
+)
 
 
 def pool(report: Report) -> None:
@@ -463,38 +471,6 @@ def _used() -> int | None:
     return total - free
 
 
-GPU = Pair(
-    "gpu",
-    "bfloat16",
-    None,
-    15.0,
-    8.0,
-    2048,
-    64,
-    (512, 256),
-    8,
-    (512, 32),
-    5.0,
-    [0.5, 1.0, 0.1, 0.2],
-    0.5,
-    0.9,
-)
-CPU = Pair(
-    "cpu",
-    "float32",
-    None,
-    6.0,
-    0.0625,
-    512,
-    4,
-    (32, 32),
-    2,
-    (32, 4),
-    1.5,
-    [2.0, 5.0, 0.5, 1.0],
-    0.2,
-    0.9,
-)
 CHECKS = (
     Check(
         "pool",

@@ -155,18 +155,11 @@ def _driver(report: Report) -> None:
             source="of its memory",
             remedy="another process holds memory there: nvidia-smi names it",
         )
-    mode = (
-        ""
-        if shutil.which("nvidia-smi") is None
-        else subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=SMI_S,
-        )
-        .stdout.split("\n")[0]
-        .strip()
-    )
+    asked = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    mode = ""
+    if shutil.which(asked[0]):
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_S)
+        mode = done.stdout.partition("\n")[0].strip()
     if mode:
         report.figure(
             "compute mode",
