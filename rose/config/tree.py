@@ -222,7 +222,7 @@ class Transfer(Section):
     keep_versions: Count  # that readers may still be on their way to
     # degrees of servers, rollout.tensor_parallel aside, that read only their part
     tensor_parallel: list[Count]
-    broadcast: Literal["mpi", "none"]  # to dedicated ranks
+    broadcast: Literal["auto", "mpi", "none"]  # to dedicated ranks; auto: mpi
     # What requests do that run when new weights come. Null only until the tree is checked: keep
     # with asynchronous batching, as making every context's KV cache anew costs a prefill of all of
     # them per version; else recompute.
