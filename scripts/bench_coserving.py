@@ -31,13 +31,10 @@ import sys
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
 from bench_coserving_bench import CALM, PLAN, TRIES, Bench, Options
-from bench_coserving_engines import Failed
-from bench_coserving_tables import ALONE, Alone, Run, Slo, flat, shown, table
+from bench_coserving_tables import ALONE, Alone, Run, Slo, shown, table
 from csv_tables import write_csv
+from harness import Failed, keyed, listed
 from rich.console import Console
 
 LATE_S = 0.02  # of the client at P99: more is said
@@ -45,27 +42,9 @@ LATE_S = 0.02  # of the client at P99: more is said
 
 def parse(argv: list[str]) -> Options:
     """Options as key=value. Raises `Failed` naming the one that is wrong."""
-    options = Options()
-    known = {
-        field.name: type(getattr(options, field.name)) for field in dataclasses.fields(options)
-    }
-    for word in argv:
-        key, _, text = word.partition("=")
-        if key not in known or "=" not in word:
-            raise Failed(
-                f"{word!r}: no such option; there are {', '.join(f'{name}=' for name in known)}"
-            )
-        try:
-            value = known[key](text)
-        except ValueError:
-            raise Failed(f"{word!r}: {text!r} is no {known[key].__name__}") from None
-        setattr(options, key, value)
-    for name in options.scenarios.split(","):
-        if name not in PLAN:
-            raise Failed(
-                f"scenarios={options.scenarios}: no scenario {name!r}; there are {', '.join(PLAN)}"
-            )
-    if ALONE not in options.scenarios.split(","):
+    options = Options(**keyed(argv, __doc__, **vars(Options())))
+    names = listed("scenarios", options.scenarios, PLAN)
+    if ALONE not in names:
         raise Failed(
             f"scenarios={options.scenarios}: {ALONE} is needed, all others are compared with it"
         )
@@ -119,7 +98,7 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone) -> list[dict]:
         "runs": [dataclasses.asdict(run) for run in runs],
     }
     (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
-    write_csv(out / "bench_coserving.csv", flat(rows))
+    write_csv(out / "bench_coserving.csv", rows)
     return rows
 
 

@@ -17,31 +17,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import numpy as np
-import yaml
 from bench_coserving_client import Request, replay
-from bench_coserving_engines import (
-    Failed,
-    Guard,
-    Operator,
-    Process,
-    Rollouts,
-    Server,
-    busy_s,
-    confine,
-    plugin_folder,
-)
+from bench_coserving_engines import Guard, Operator, Process, Rollouts, Server, busy_s, confine
 from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
+from harness import REPOSITORY, Failed, configured
 from live_runs import Stolen, wait_for_calm
 
-from rose import config
 from rose.lending import board
 from rose.lending.vllm import device
 from rose.models import cache_dir
 from rose.sim import traces
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 # scenario -> (server, rollout side)
 PLAN = {
     "alone": ("plain", None),
@@ -189,30 +176,20 @@ class Bench:
         return made
 
     def _environment(self) -> dict[str, str]:
-        """Of every engine. All have the plugin, so that they differ in nothing but their
-        schedulers."""
-        return {
-            "VLLM_RPC_BASE_PATH": str(self.folder),  # sockets, which a killed engine leaves
-            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(self.folder)}",
-        }
+        """Of every engine."""
+        return {"VLLM_RPC_BASE_PATH": str(self.folder)}  # sockets, which a killed engine leaves
 
     def _lends(self) -> dict[str, str]:
         """What the engines of a lent device are told. It is described, and said to be lent, at the
         first call."""
         if self.operator is None:
-            options, profile = self.options, self.profile()
-            given = yaml.safe_load((REPOSITORY / "conf/serving/borrow.yaml").read_text())
-            given["online"] |= {
-                "model": str(model(options.model, 0)),
-                "max_context": MAX_CONTEXT,
-                "dtype": "float32",
-                "max_sequences": MAX_SEQUENCES,
-                "max_batched_tokens": MAX_BATCHED,
-                "kv_cache_gib": options.kv_mib / 2**10,
-                "slo": {f"{name}_s": seconds for name, seconds in vars(self.slo).items()},
-            }
-            given["lending"]["profile"] = str(profile)
-            serving = msgspec.convert(given, config.Serving)
+            profile = self.profile()
+            slo = ", ".join(f"{name}_s: {seconds}" for name, seconds in vars(self.slo).items())
+            serving = configured(
+                *self._online(),
+                f"serving.online.slo={{{slo}}}",
+                f"serving.lending.profile={profile}",
+            ).serving
             self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
             self._stack.callback(self.operator.close)
             self._lent = device.describe(
@@ -220,6 +197,18 @@ class Bench:
             )
             self.operator.start()
         return self._lent
+
+    def _online(self) -> list[str]:
+        """Of the server's configuration."""
+        given = {
+            "model": model(self.options.model, 0),
+            "dtype": "float32",
+            "max_context": MAX_CONTEXT,
+            "kv_cache_gib": self.options.kv_mib / 2**10,
+            "max_sequences": MAX_SEQUENCES,
+            "max_batched_tokens": MAX_BATCHED,
+        }
+        return [f"serving.online.{key}={value}" for key, value in given.items()]
 
     def profile(self) -> Path:
         """Of this device and these models; measured, once, on the device's core, with all else
@@ -236,30 +225,16 @@ class Bench:
 
     def _measure_profile(self, file: Path) -> None:
         options = self.options
-        gib = options.kv_mib / 2**10
-        given = {
-            "out": file,
-            "seconds": PROFILE_S,
-            "model": model(options.rollout_model, 1),
-            "model.max_context": MAX_CONTEXT,
-            "rollout.max_sequences": options.concurrency,
-            "rollout.kv_cache_gib": gib,
-            "cluster.gpus": 0,
-            "serving.online.model": model(options.model, 0),
-            "serving.online.dtype": "float32",
-            "serving.online.max_context": MAX_CONTEXT,
-            "serving.online.kv_cache_gib": gib,
-            "serving.online.max_sequences": MAX_SEQUENCES,
-            "serving.online.max_batched_tokens": MAX_BATCHED,
-        }
         command = [
-            "taskset",
-            "-c",
-            str(options.device),
-            sys.executable,
-            "-m",
-            "rose.lending.profile",
-            *(f"{key}={value}" for key, value in given.items()),
+            *["taskset", "-c", str(options.device), sys.executable, "-m", "rose.lending.profile"],
+            f"out={file}",
+            f"seconds={PROFILE_S}",
+            f"model={model(options.rollout_model, 1)}",
+            f"model.max_context={MAX_CONTEXT}",
+            f"rollout.max_sequences={options.concurrency}",
+            f"rollout.kv_cache_gib={options.kv_mib / 2**10}",
+            "cluster.gpus=0",
+            *self._online(),
         ]
         making = Process(self.guard, "profile", command, self.folder / "profile.log")
         try:

@@ -10,34 +10,27 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from harness import Child, free_port
 
 from rose.engine.start import environment
 from rose.lending import board
-from rose.processes import die_with_parent
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
 LEAVE_S = 5.0  # for the rest of a group whose first process has ended
 BEAT_S = 0.05
 NICE = 19  # of R's front end, which shares the host's core with S's
-VARIABLES = environment(gpus=False, threads=1) | {
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(REPOSITORY),
-}
+VARIABLES = environment(gpus=False, threads=1)
 
 # Told of process groups by its stdin; kills them when that ends, even if the bench was killed by
 # SIGKILL.
@@ -54,10 +47,6 @@ for group in groups:
     except ProcessLookupError:
         pass
 """
-
-
-class Failed(SystemExit):
-    """What went wrong, said once."""
 
 
 class Guard:
@@ -77,7 +66,7 @@ class Guard:
         self._process.wait(END_S)
 
 
-class Process:
+class Process(Child):
     """A command in a process group of its own, with its log. All are of one session: Linux gives
     each session an equal share of a core (autogroup), so that between two of them an idle priority
     would count for nothing."""
@@ -85,19 +74,8 @@ class Process:
     def __init__(
         self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}
     ) -> None:
-        self.name, self._guard, self._log, self._rest = name, guard, log, b""
-        parent = os.getpid()
-        with log.open("wb") as errors:
-            self.popen = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd=REPOSITORY,
-                env=os.environ | VARIABLES | env,
-                process_group=0,
-                preexec_fn=lambda: die_with_parent(parent),
-            )
+        self._guard = guard
+        super().__init__(name, command, log, VARIABLES | env, process_group=0)
         guard.say("add", self.popen.pid)
 
     # ----------------------------------------------------------------- where and when it runs
@@ -157,10 +135,6 @@ class Process:
         self.popen.stdin.close()
         self.popen.stdout.close()
 
-    def failed(self, what: str) -> Failed:
-        said = self._log.read_text(errors="replace").strip()[-3000:]
-        return Failed(f"bench_coserving: {self.name} {what}: {said}")
-
 
 class Server(Process):
     """vLLM's OpenAI server. Up after `ready`."""
@@ -177,28 +151,17 @@ class Server(Process):
     ) -> None:
         self.port, self.served = port or free_port(), "s"
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--served-model-name",
-            self.served,
-            "--enforce-eager",
-            "--disable-uvicorn-access-log",
-            "--generation-config",
-            "vllm",
-        ]
-        command += [
-            part
-            for key, value in args.items()
-            for part in (f"--{key.replace('_', '-')}", str(value))
-        ]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        args = {
+            "model": model,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "served_model_name": self.served,
+            "generation_config": "vllm",
+        } | args
+        for key, value in args.items():
+            command += [f"--{key.replace('_', '-')}", str(value)]
+        command += ["--enforce-eager", "--disable-uvicorn-access-log"]
         super().__init__(guard, name, command, folder / f"{name}.log", env)
 
     def ready(self) -> None:
@@ -253,26 +216,7 @@ class Rollouts(Process):
         return self.pid
 
     def ask(self, order: str) -> dict:
-        try:
-            self.popen.stdin.write(json.dumps({"do": order}).encode() + b"\n")
-            self.popen.stdin.flush()
-        except BrokenPipeError:
-            raise self.failed("is gone") from None
-        return self.answer(ANSWER_S)
-
-    def answer(self, deadline_s: float) -> dict:
-        end = time.monotonic() + deadline_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.popen.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(max(0.0, end - time.monotonic())):
-                    raise self.failed(f"said nothing for {deadline_s:g} s")
-                data = os.read(self.popen.stdout.fileno(), 1 << 16)
-                if not data:
-                    raise self.failed(f"ended with {self.popen.wait()}")
-                self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
+        return super().ask({"do": order}, ANSWER_S)
 
 
 class Operator:
@@ -341,24 +285,3 @@ def busy_s(pid: int) -> float:
     """Processor time of a process since its start."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
-
-
-def plugin_folder(folder: Path) -> Path:
-    """To be put on PYTHONPATH: vLLM finds our plugin there, whether or not ROSE was installed with
-    it."""
-    made = folder / "plugin"
-    info = made / "rose_coserving-0.dist-info"
-    if not info.exists():
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose-coserving\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nrose = rose.engine.plugin:register\n"
-            "rose_metrics = rose.lending.operator.metrics:register_if_serving\n"
-        )
-    return made
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -15,19 +15,14 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import aiohttp
 import msgspec
 import numpy as np
-import yaml
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
 from bench_coserving_client import WORDS
+from harness import answers, configured
 
-from rose import config, protocol
+from rose import protocol
 from rose.engine import plugin
 from rose.lending.vllm import priority
 
@@ -91,26 +86,19 @@ class EngineLoop(Loop):
     async def open(self) -> dict:
         from rose.engine.vllm_engine import Engine
 
-        conf, job = REPOSITORY / "conf", self._job
-        rollout = msgspec.convert(
-            yaml.safe_load((conf / "rollout/cpu.yaml").read_text()), config.Rollout
+        job = self._job
+        config = configured(
+            f"model.max_context={job['max_context']}",
+            "trainer.micro_batch_tokens=4096",
+            f"rollout.kv_cache_gib={job['kv_bytes'] / 2**30}",
+            f"rollout.max_sequences={job['max_sequences']}",
         )
-        rollout = msgspec.structs.replace(
-            rollout,
-            kv_cache_gib=job["kv_bytes"] / 2**30,
-            engine_args=job["engine_args"],
-            max_sequences=job["max_sequences"],
-        )
-        model = msgspec.convert(
-            yaml.safe_load((conf / "model/tiny.yaml").read_text()), config.Model
-        )
-        model = msgspec.structs.replace(model, max_context=job["max_context"])
+        args = job["engine_args"]
+        rollout = msgspec.structs.replace(config.rollout, engine_args=args)
         if plugin.FOLDER in os.environ:
             os.nice(priority.NICE)  # as rose.lending.rank.member
-        self._engine, self._number = (
-            await Engine.start(job["model"], rollout, model, seed=job["seed"]),
-            0,
-        )
+        self._number = 0
+        self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
         return {"ready": True, "engine": self._engine.pid}
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
@@ -174,14 +162,8 @@ async def serve(loop: Loop, say) -> None:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print; answers are ours alone
-
-    def say(answer: dict) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    loop = {"engine": EngineLoop, "http": HttpLoop}[sys.argv[1]](json.loads(sys.argv[2]))
+    say, (kind, job) = answers(), sys.argv[1:]
+    loop = {"engine": EngineLoop, "http": HttpLoop}[kind](json.loads(job))
     asyncio.run(serve(loop, say))
 
 

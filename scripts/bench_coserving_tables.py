@@ -108,8 +108,8 @@ def harvest(runs: list[Run], scenario: str, alone: Alone) -> list[float]:
 
 
 def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
-    """One row a scenario; latencies in seconds over the requests of all seeds, ratios as (lowest,
-    mean, highest) of the seeds."""
+    """One row a scenario; latencies in seconds over the requests of all seeds; of the seeds'
+    ratios, attainment and harvest the lowest, the mean and the highest."""
     rows = []
     for scenario in dict.fromkeys(run.scenario for run in runs):
         mine = [run for run in runs if run.scenario == scenario]
@@ -119,12 +119,13 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
             "aborted": sum(len(run.done) - sum(run.done) for run in mine),
         }
         row |= {metric: pooled(mine, metric) for metric in METRICS}
-        row |= {f"{metric}_ratio": spread(ratios(runs, scenario, metric)) for metric in METRICS}
+        for metric in METRICS:
+            row |= spread(f"{metric}_ratio", ratios(runs, scenario, metric))
+        row |= spread("attainment", [run.met(slo) / max(1, len(run.done)) for run in mine])
         row |= {
-            "attainment": spread([run.met(slo) / max(1, len(run.done)) for run in mine]),
             "busy": mean(run.busy for run in mine),
             "made": mean(run.made for run in mine),
-            "harvest": None if scenario == ALONE else spread(harvest(runs, scenario, alone)),
+            **spread("harvest", [] if scenario == ALONE else harvest(runs, scenario, alone)),
             "open": _mean([run.open for run in mine]),
             "evicted": sum(run.evicted for run in mine),
             "wasted": sum(run.wasted for run in mine),
@@ -135,8 +136,9 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
     return rows
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    return (min(values), mean(values), max(values)) if values else (float("nan"),) * 3
+def spread(name: str, values: list[float]) -> dict[str, float | None]:
+    found = (min(values), mean(values), max(values)) if values else (None,) * 3
+    return {f"{name}_{end}": x for end, x in zip(("low", "mean", "high"), found, strict=True)}
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -151,17 +153,16 @@ def shown(rows: list[dict], slo: Slo) -> Table:
         f"{1e3 * slo.tpot_p50:.1f} and {1e3 * slo.tpot_p99:.1f} ms",
         title_justify="left",
     )
-    made.add_column("")
-    for column in ("TTFT P50", "TTFT P99", "TPOT P50", "TPOT P99", "attainment"):
-        made.add_column(column, justify="right")
-    for column in ("idle compute used", "rollout tokens/s", "requests, aborted", "gate open"):
-        made.add_column(column, justify="right")
+    columns = ["", "TTFT P50", "TTFT P99", "TPOT P50", "TPOT P99", "attainment"]
+    columns += ["idle compute used", "rollout tokens/s", "requests, aborted", "gate open"]
+    for column in columns:
+        made.add_column(column, justify="right" if column else "left")
     for row in rows:
         made.add_row(
             row["scenario"],
-            *(_range(row[f"{metric}_ratio"]) for metric in METRICS),
-            _range(row["attainment"], 100, "%", 1),
-            _range(row["harvest"], 100, "%", 0) if row["harvest"] else "",
+            *(_range(row, f"{metric}_ratio") for metric in METRICS),
+            _range(row, "attainment", 100, "%", 1),
+            _range(row, "harvest", 100, "%", 0),
             f"{row['made']:.0f}",
             f"{row['requests']}, {row['aborted']}",
             "" if row["open"] is None else f"{100 * row['open']:.0f}%",
@@ -169,23 +170,10 @@ def shown(rows: list[dict], slo: Slo) -> Table:
     return made
 
 
-def _range(
-    values: tuple[float, float, float], times: float = 1, unit: str = "", digits: int = 2
-) -> str:
-    low, middle, high = (f"{times * value:.{digits}f}" for value in values)
+def _range(row: dict, name: str, times: float = 1, unit: str = "", digits: int = 2) -> str:
+    if row[f"{name}_mean"] is None:
+        return ""
+    low, middle, high = (
+        f"{times * row[f'{name}_{end}']:.{digits}f}" for end in ("low", "mean", "high")
+    )
     return f"{middle}{unit} ({low} to {high})"
-
-
-def flat(rows: list[dict]) -> list[dict]:
-    """The table with one number a cell: spreads become three columns."""
-    found = []
-    for row in rows:
-        cells = {}
-        for name, value in row.items():
-            if name.endswith("_ratio") or name in ("harvest", "attainment"):
-                ends = zip(("low", "mean", "high"), value or ("", "", ""), strict=True)
-                cells |= {f"{name}_{end}": x for end, x in ends}
-            else:
-                cells[name] = value
-        found.append(cells)
-    return found

@@ -41,11 +41,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from csv_tables import REPOSITORY, shown
 from rich.console import Console
-from rich.table import Table
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
 
 from rose.coordinator import journal
 from rose.coordinator.coordinator import TICK_S
@@ -354,38 +351,35 @@ def show(
         story, {worker: story.joined[worker] - waited[worker] for worker in waited}
     )
     losses = list(story.losses.values())
-    table = Table(title=f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained")
-    for name in ("", "median", "smallest", "largest", "of"):
-        table.add_column(name, justify="right" if name else "left")
-    rows: list[tuple[str, str, list[float]]] = [
-        ("ask to joined, s", ".2f", list(waited.values())),
-        (
-            "joined to first token, s",
-            ".2f",
-            [t - story.joined[w] for w, t in story.first_token.items() if w in waited],
-        ),
-        ("stall per join, ms", ".0f", during),
-        ("the same without a join, ms", ".0f", without),
-        ("kill to notice, s", ".2f", [loss.notice for loss in losses if loss.notice is not None]),
-        (
-            "kill to reroute of its last turn, s",
-            ".2f",
-            [loss.reroute for loss in losses if loss.reroute is not None],
-        ),
-        ("turns moved per kill", ".0f", [loss.turns for loss in losses]),
-        ("tokens lost per kill", ".1f", [loss.lost for loss in losses]),
-        ("tokens computed again per kill", ".0f", [loss.again for loss in losses]),
-        ("drain, s", ".2f", [gone(training, worker) - at for worker, at in drained.items()]),
-        *((f"step with {count} borrowed, s", ".2f", seconds) for count, seconds in times.items()),
+    found: dict[str, list[float]] = {
+        "ask to joined, s": list(waited.values()),
+        "joined to first token, s": [
+            at - story.joined[w] for w, at in story.first_token.items() if w in waited
+        ],
+        "stall per join, ms": during,
+        "the same without a join, ms": without,
+        "kill to notice, s": [one.notice for one in losses if one.notice is not None],
+        "kill to reroute of its last turn, s": [
+            one.reroute for one in losses if one.reroute is not None
+        ],
+        "turns moved per kill": [one.turns for one in losses],
+        "tokens lost per kill": [one.lost for one in losses],
+        "tokens computed again per kill": [one.again for one in losses],
+        "drain, s": [gone(training, worker) - at for worker, at in drained.items()],
+    } | {f"step with {count} borrowed, s": seconds for count, seconds in times.items()}
+    rows = [
+        {
+            "": name,
+            "median": statistics.median(values),
+            "smallest": min(values),
+            "largest": max(values),
+            "of": len(values),
+        }
+        for name, values in found.items()
+        if values
     ]
-    for name, form, values in rows:
-        if values:
-            table.add_row(
-                name,
-                *(format(f(values), form) for f in (statistics.median, min, max)),
-                str(len(values)),
-            )
-    console.print(table)
+    title = f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained"
+    console.print(shown(rows, title))
 
 
 def main() -> int:

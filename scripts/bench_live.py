@@ -43,14 +43,12 @@ from typing import NamedTuple
 
 import numpy as np
 from bench_coserving_client import Request, replay
-from bench_coserving_engines import free_port, plugin_folder
-from csv_tables import merge
-from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, stop, wait_for_calm
+from csv_tables import merge, shown
+from harness import configured, free_port, stop
+from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, wait_for_calm
 from rich.console import Console
-from rich.table import Table
 
 from rose import config as cfg
-from rose import front
 from rose.models import resolve
 from rose.processes import die_with_parent
 from rose.sim import traces
@@ -113,7 +111,7 @@ class Device:
                 stdout=log,
                 cwd=REPOSITORY,
                 stderr=subprocess.STDOUT,
-                env=environment(folder),
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
             )
@@ -166,16 +164,6 @@ class Measured(NamedTuple):
     tpot_p99_s: float
 
 
-def rollout_model(overrides: list[str]) -> Path:
-    """The run's own, which the online servers serve, too."""
-    tree = front.compose(REPOSITORY / "conf", overrides)[0]
-    return resolve(cfg.from_dict(tree).model)
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{plugin_folder(folder)}"}
-
-
 def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
     """Of a device of this quota."""
     file, quota = folder / "profile.json", Quota("profile", options.quota)
@@ -200,7 +188,7 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=REPOSITORY,
-        env=environment(folder),
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     lines = []
     for line in process.stdout:
@@ -335,37 +323,25 @@ def save(found: list[Measured], file: Path) -> None:
 
 
 def show(found: list[Measured], console: Console, options: argparse.Namespace) -> None:
-    fixed = {m.seed: m.step_s for m in found if m.system == "fixed"}
-    table = Table(
-        title=(f"2 dedicated engines, {BORROWED} serving devices, {options.quota:g} cores each")
-    )
-    for column in (
-        "",
-        "step, s",
-        "faster than fixed",
-        "smallest..largest",
-        "tokens by borrowed",
-        "TTFT P99, s",
-        "TPOT P99, ms",
-        "requests",
-    ):
-        table.add_column(column, justify="right" if column else "left")
-    for system in SYSTEMS:
+    fixed, rows = {m.seed: m.step_s for m in found if m.system == "fixed"}, []
+    for system in dict.fromkeys(m.system for m in found):
         of = [m for m in found if m.system == system]
-        if not of:
-            continue
-        ratios = [fixed[m.seed] / m.step_s for m in of if m.seed in fixed]
-        table.add_row(
-            system,
-            f"{statistics.median(m.step_s for m in of):.2f}",
-            f"{statistics.median(ratios):.2f}" if ratios else "-",
-            f"{min(ratios):.2f}..{max(ratios):.2f}" if ratios else "-",
-            f"{statistics.mean(m.borrowed_share for m in of):.0%}",
-            f"{statistics.mean(m.ttft_p99_s for m in of):.2f}",
-            f"{1e3 * statistics.mean(m.tpot_p99_s for m in of):.0f}",
-            str(sum(m.requests for m in of)),
+        ratios = [fixed[m.seed] / m.step_s for m in of if m.seed in fixed] or [float("nan")]
+        rows.append(
+            {
+                "system": system,
+                "step, s": statistics.median(m.step_s for m in of),
+                "faster than fixed": statistics.median(ratios),
+                "least": min(ratios),
+                "most": max(ratios),
+                "tokens by borrowed": statistics.mean(m.borrowed_share for m in of),
+                "TTFT P99, s": statistics.mean(m.ttft_p99_s for m in of),
+                "TPOT P99, s": statistics.mean(m.tpot_p99_s for m in of),
+                "requests": sum(m.requests for m in of),
+            }
         )
-    console.print(table)
+    title = f"2 dedicated engines, {BORROWED} serving devices, {options.quota:g} cores each"
+    console.print(shown(rows, title))
 
 
 def main() -> None:
@@ -388,7 +364,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rose-bench-live-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        model = rollout_model(overrides)
+        # the run's own, which the online servers serve, too
+        model = resolve(configured(*overrides).model)
         file = folder / "profile.json"
         if not file.exists():
             wait_for_calm(console.print)

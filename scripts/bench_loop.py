@@ -17,22 +17,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from csv_tables import shown
+from harness import REPOSITORY, Child, answers, cfg
 from rich.console import Console
-from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from rose import config as cfg
 from rose.coordinator import replay
 from rose.models import resolve
 from rose.observe.metrics import read_metrics, rows_of
@@ -88,10 +87,9 @@ def measure(engines: int, steps: int, overrides: list[str]) -> dict:
         alone = run_alone(run, engines, steps)
     row = {
         key: statistics.median(step[f"time_{key}"] for step in loop)
-        for key in ("rollout", "train", "sync", "idle", "step")
+        for key in ("step", "rollout", "train", "sync", "idle")
     }
-    return row | {
-        "engines": engines,
+    return {"engines": engines, **row} | {
         "loop": statistics.median(step["tokens_per_s"] for step in loop),
         "alone": alone,
         "ratio": statistics.median(step["tokens_per_s"] for step in loop) / alone,
@@ -100,42 +98,25 @@ def measure(engines: int, steps: int, overrides: list[str]) -> dict:
 
 def run_alone(run: Path, engines: int, steps: int) -> float:
     """Median tokens/s of the same steps on bare engines, one process each, released together."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--alone", str(run), str(i), str(engines)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(engines)
-    ]
     rates = []
-    try:
-        for process in processes:
-            expect(process, "ready")
+    with ExitStack() as stack:
+        children = []
+        for i in range(engines):
+            command = [sys.executable, __file__, "--alone", str(run), str(i), str(engines)]
+            children.append(Child(f"engine {i}", command, run / f"alone-{i}.log"))
+            stack.callback(children[-1].end)
+        for child in children:
+            child.answer()
         for step in range(2, steps + 1):
             began = time.time()
-            for process in processes:
-                process.stdin.write(f"{step}\n")
-                process.stdin.flush()
-            tokens = sum(int(expect(process, "tokens")) for process in processes)
+            for child in children:
+                child.order({"step": step})
+            tokens = sum(child.answer()["tokens"] for child in children)
             rates.append(tokens / (time.time() - began))
-    finally:
-        for process in processes:
-            process.stdin.close()
-        for process in processes:
-            process.wait(timeout=60)
+        for child in children:  # by itself: its engine is shut down
+            child.popen.stdin.close()
+            child.popen.wait(60)
     return statistics.median(rates)
-
-
-def expect(process: subprocess.Popen, word: str) -> str:
-    """The rest of the process's next line that begins with `word`."""
-    for line in process.stdout:
-        if line.startswith(word):
-            return line[len(word) :].strip()
-    raise RuntimeError(
-        f"bare engine {process.pid} ended without saying {word!r}; exit code {process.wait(60)}"
-    )
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
@@ -149,11 +130,11 @@ def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
 
 
 async def drive_alone(run: Path, index: int, engines: int) -> int:
-    """Bare engine `index`: for each step number read from stdin, make its share of the step's
+    """Bare engine `index`: for each step that is ordered, make its share of the step's
     turns."""
     from rose.engine import start
 
-    config = cfg.load(run / "config.json")
+    say, config = answers(), cfg.load(run / "config.json")
     for name, value in start.environment(config.cluster.gpus > 0, config.rollout.threads).items():
         os.environ.setdefault(name, value)
     folder = resolve(config.model)
@@ -163,9 +144,10 @@ async def drive_alone(run: Path, index: int, engines: int) -> int:
     )
     try:
         await play(llm, run, 1, index, engines)  # warm-up
-        print("ready", flush=True)
+        say({"ready": True})
         while line := await asyncio.to_thread(sys.stdin.readline):
-            print("tokens", await play(llm, run, int(line), index, engines), flush=True)
+            step = json.loads(line)["step"]
+            say({"tokens": await play(llm, run, step, index, engines)})
     finally:
         llm.shutdown()
     return 0
@@ -200,34 +182,13 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
 
 def show(measured: list[list[dict]]) -> None:
     """`measured`: for each number of engines its rounds."""
-    rows = [
-        {key: statistics.median(r[key] for r in rounds) for key in rounds[0]} for rounds in measured
-    ]
-    table = Table(title=f"one training step, medians of {len(measured[0])} rounds")
-    for column in (
-        "engines",
-        "step s",
-        "rollout s",
-        "train s",
-        "sync s",
-        "idle s",
-        "loop tok/s",
-        "vLLM alone tok/s",
-        "ratio",
-        "min..max",
-    ):
-        table.add_column(column, justify="right")
-    for r, rounds in zip(rows, measured, strict=False):
+    rows = []
+    for rounds in measured:
         ratios = [one["ratio"] for one in rounds]
-        table.add_row(
-            str(r["engines"]),
-            *(f"{r[k]:.2f}" for k in ("step", "rollout", "train", "sync", "idle")),
-            f"{r['loop']:.0f}",
-            f"{r['alone']:.0f}",
-            f"{r['ratio']:.2f}",
-            f"{min(ratios):.2f}..{max(ratios):.2f}",
-        )
-    Console(width=120).print(table)
+        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        rows.append(middle | {"ratio, least": min(ratios), "ratio, most": max(ratios)})
+    title = f"one training step, medians of {len(measured[0])} rounds; seconds, tokens/s"
+    Console(width=120).print(shown(rows, title))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,8 @@ import time
 from pathlib import Path
 
 import torch
+from harness import cfg
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from rose import config as cfg
 from rose.coordinator import replay
 from rose.models import resolve
 from rose.protocol import Trajectory, unpack_tokens

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -26,11 +25,8 @@ from typing import Any
 
 import numpy as np
 import yaml
-from csv_tables import shown, write_csv
+from csv_tables import REPOSITORY, shown, write_csv
 from rich.console import Console
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig

@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from csv_tables import write_csv
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.sim import probes
 

@@ -59,7 +59,7 @@ def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
     for row in rows:
         made.add_row(
             *(
-                "–" if v != v else f"{v:.3g}" if isinstance(v, float) else str(v)
+                "–" if v != v else f"{v:.4g}" if isinstance(v, float) else str(v)
                 for v in row.values()
             )
         )

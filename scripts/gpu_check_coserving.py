@@ -22,7 +22,8 @@ import aiohttp
 import msgspec
 import numpy as np
 from gpu_check_frame import REPOSITORY, Check, Report
-from gpu_check_model import compose, folder
+from gpu_check_model import folder
+from harness import configured
 
 GIB = 2**30
 LOOK_S = 0.02
@@ -36,21 +37,29 @@ class Pages(msgspec.Struct):
 
 
 class Pair(msgspec.Struct):
-    rollout: str  # file of conf/rollout
-    dtype: str
-    profile: str | None  # a file of an earlier call; null: it is measured
-    profile_s: float  # of measuring, behind the start of both engines
-    kv_gib: float  # of the device, for both engines
-    context: int
-    turns: int  # of R at a time
-    turn: tuple[int, int]  # prompt and new tokens of one
-    clients: int  # of S at a time
-    request: tuple[int, int]
-    phase_s: float  # R alone; both; R again after it was stopped
-    slo: list[float]  # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
-    within: float  # the targets' share of online requests, at least
+    rollout: str = "gpu"  # file of conf/rollout
+    dtype: str = "bfloat16"
+    profile: str | None = None  # a file of an earlier call; null: it is measured
+    profile_s: float = 15.0  # of measuring, behind the start of both engines
+    kv_gib: float = 8.0  # of the device, for both engines
+    context: int = 2048
+    turns: int = 64  # of R at a time
+    turn: tuple[int, int] = (512, 256)  # prompt and new tokens of one
+    clients: int = 8  # of S at a time
+    request: tuple[int, int] = (512, 32)
+    phase_s: float = 5.0  # R alone; both; R again after it was stopped
+    # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
+    slo: tuple[float, ...] = (0.5, 1.0, 0.1, 0.2)
+    within: float = 0.5  # the targets' share of online requests, at least
     # of what R had mapped, the share that the device has again when it is stopped, at least
-    given_back: float
+    given_back: float = 0.9
+
+
+GPU = Pair()
+CPU = Pair(
+    *("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 4)),
+    *(1.5, (2.0, 5.0, 0.5, 1.0), 0.2),
+)
 
 
 def pool(report: Report) -> None:
@@ -145,7 +154,8 @@ def profile(report: Report) -> None:
         *overrides(report),
     ]
     began = time.monotonic()
-    done = subprocess.run(words, cwd=REPOSITORY, env=_environment(report), stdin=subprocess.DEVNULL)
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(
             f"rose.lending.profile ended with {done.returncode}; its words are in the log"
@@ -169,16 +179,6 @@ def profile(report: Report) -> None:
     )
 
 
-def _environment(report: Report) -> dict[str, str]:
-    """vLLM finds ROSE's plugin, whether or not ROSE is installed."""
-    from bench_coserving_engines import plugin_folder
-
-    given = filter(
-        None, [str(REPOSITORY), str(plugin_folder(report.folder)), os.environ.get("PYTHONPATH")]
-    )
-    return os.environ | {"PYTHONPATH": os.pathsep.join(given)}
-
-
 # --------------------------------------------------------------------------- an online server and a
 # rollout engine
 
@@ -188,7 +188,6 @@ def coserving(report: Report) -> None:
     if not path.exists():
         report.say("no profile yet: it is measured")
         profile(report)
-    os.environ.update(_environment(report))
     asyncio.run(_coserving(report, json.loads(path.read_text())))
 
 
@@ -330,12 +329,8 @@ class Both:
 
 
 async def _coserving(report: Report, measured: dict[str, Any]) -> None:
-    from rose import config as configuration
-
     sizes = report.sizes
-    config = configuration.from_dict(
-        compose(*overrides(report), "model.source=folder", f"model.path={folder(report)}")
-    )
+    config = configured(*overrides(report), "model.source=folder", f"model.path={folder(report)}")
     both = Both(report, config, measured)
     try:
         await both.start()
@@ -476,38 +471,6 @@ def _used() -> int | None:
     return total - free
 
 
-GPU = Pair(
-    "gpu",
-    "bfloat16",
-    None,
-    15.0,
-    8.0,
-    2048,
-    64,
-    (512, 256),
-    8,
-    (512, 32),
-    5.0,
-    [0.5, 1.0, 0.1, 0.2],
-    0.5,
-    0.9,
-)
-CPU = Pair(
-    "cpu",
-    "float32",
-    None,
-    6.0,
-    0.0625,
-    512,
-    4,
-    (32, 32),
-    2,
-    (32, 4),
-    1.5,
-    [2.0, 5.0, 0.5, 1.0],
-    0.2,
-    0.9,
-)
 CHECKS = (
     Check(
         "pool",

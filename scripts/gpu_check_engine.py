@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from gpu_check_frame import Check, Report
-from gpu_check_model import Versions, compose, folder, score
+from gpu_check_model import Versions, folder, score
+from harness import configured
 
 GIB = 2**30
 DTYPE_BYTES = 2
@@ -59,8 +60,6 @@ SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
 
 def settings(report: Report, *overrides: str):
     """The checked configuration of an engine of this model, by conf/rollout as a run has it."""
-    from rose import config as configuration
-
     sizes, gpus = report.sizes, report.gpus
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
     words = (
@@ -73,19 +72,17 @@ def settings(report: Report, *overrides: str):
         if gpus
         else []
     )
-    return configuration.from_dict(
-        compose(
-            f"rollout={sizes.rollout}",
-            "rollout.workers=1",
-            *words,
-            "model.source=folder",
-            f"model.path={folder(report)}",
-            f"model.dtype={sizes.dtype}",
-            f"model.max_context={context}",
-            f"trainer.micro_batch_tokens={max(2048, context)}",
-            f"rollout.gpu_memory_utilization={sizes.utilization}",
-            *overrides,
-        )
+    return configured(
+        f"rollout={sizes.rollout}",
+        "rollout.workers=1",
+        *words,
+        "model.source=folder",
+        f"model.path={folder(report)}",
+        f"model.dtype={sizes.dtype}",
+        f"model.max_context={context}",
+        f"trainer.micro_batch_tokens={max(2048, context)}",
+        f"rollout.gpu_memory_utilization={sizes.utilization}",
+        *overrides,
     )
 
 
@@ -236,7 +233,7 @@ async def flip_under_traffic(report: Report, running, config) -> tuple[int, int,
             for i, prompt in enumerate(prompts(report, sizes.beside, 5))
         )
     )
-    version = await asyncio.to_thread(versions.publish, sizes.changed)
+    version = await asyncio.to_thread(versions.change, sizes.changed)
     await asyncio.gather(*(event.wait() for event in begun))
     loaded = await running.load_version(version, str(versions.store), config.transfer)
     over.set()
@@ -353,7 +350,7 @@ async def _sleep(report: Report) -> None:
         versions = Versions(
             folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
         )
-        version = await asyncio.to_thread(versions.publish, report.sizes.changed)
+        version = await asyncio.to_thread(versions.change, report.sizes.changed)
         began = time.monotonic()
         await running.wake_weights()
         loaded = await running.load_version(version, str(versions.store), config.transfer)

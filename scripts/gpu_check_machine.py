@@ -1,5 +1,4 @@
-"""gpu_check.py, the machine: driver, packages and compilers, what the device does raw; two
-processes on it; nothing left.
+"""gpu_check.py, the machine: driver, packages and compilers, what the device does raw; nothing left.
 
 Raw speeds come first, because all others are read against them: a GPU that is throttled, shared or
 cut by MIG shows here.
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gpu_check_frame import REPOSITORY, Check, Impossible, Report
+from gpu_check_frame import Check, Impossible, Report
 
 SMI_S = 60.0
 PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
@@ -43,9 +42,8 @@ class Ranks(msgspec.Struct):
     ranks: int | None  # null: all GPUs
 
 
-class Two(msgspec.Struct):
-    nbytes: int  # that each of the two processes holds
-    seconds: float  # that both compute
+class Nothing(msgspec.Struct):
+    """No sizes."""
 
 
 def visible(listed: int) -> int:
@@ -157,18 +155,11 @@ def _driver(report: Report) -> None:
             source="of its memory",
             remedy="another process holds memory there: nvidia-smi names it",
         )
-    mode = (
-        ""
-        if shutil.which("nvidia-smi") is None
-        else subprocess.run(
-            ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=SMI_S,
-        )
-        .stdout.split("\n")[0]
-        .strip()
-    )
+    asked = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    mode = ""
+    if shutil.which(asked[0]):
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_S)
+        mode = done.stdout.partition("\n")[0].strip()
     if mode:
         report.figure(
             "compute mode",
@@ -299,69 +290,6 @@ def nccl(report: Report) -> None:
     )
 
 
-# --------------------------------------------------------------------------- two processes on one
-# device
-
-
-SECOND = """
-import sys, time, torch
-device, nbytes, seconds, seed = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-generator = torch.Generator(device).manual_seed(seed)
-held = torch.full((nbytes,), seed, dtype=torch.uint8, device=device)
-a = torch.randint(-4, 5, (512, 512), generator=generator, device=device).float()
-expected = (a.double() @ a.double()).float()
-print("ready", flush=True)
-sys.stdin.readline()
-end, rounds = time.monotonic() + seconds, 0
-while time.monotonic() < end:
-    if not torch.equal(a @ a, expected):
-        sys.exit("a product was wrong beside another process")
-    rounds += 1
-if not bool((held == seed).all()):
-    sys.exit("memory was changed by another process")
-print(rounds, torch.cuda.mem_get_info()[0] if device == "cuda" else 0, flush=True)
-"""
-
-
-def two(report: Report) -> None:
-    """Each holds memory and multiplies matrices of small integers, whose products are exact."""
-    sizes = report.sizes
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                SECOND,
-                report.setup.device,
-                str(sizes.nbytes),
-                str(sizes.seconds),
-                str(seed),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-        for seed in (1, 2)
-    ]
-    for process in processes:
-        if process.stdout.readline() != "ready\n":
-            raise RuntimeError(
-                f"process {process.pid} did not get the device; its words are in the log"
-            )
-    report.say(f"both hold {sizes.nbytes / GIB:.2f} GiB")
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
-        words = process.stdout.read().split()
-        if process.wait() or len(words) != 2:
-            raise RuntimeError(
-                f"process {process.pid} ended with {process.returncode}; its words are in the log"
-            )
-        report.figure("products beside the other", int(words[0]), least=1)
-
-
 def left(report: Report) -> None:
     """Nothing of this call's checks is on the devices any more. gpu_check_frame ends a check that
     leaves processes."""
@@ -409,20 +337,10 @@ LAST = (
         needs_model=False,
     ),
     Check(
-        "two",
-        "two processes compute on one device",
-        two,
-        {"cuda": Two(2**30, 2.0), "cpu": Two(2**20, 0.2)},
-        90.0,
-        "engine and trainer share a device where colocate=true: the compute mode must be Default, "
-        "MIG off",
-        needs_model=False,
-    ),
-    Check(
         "left",
         "nothing of these checks is left on the devices",
         left,
-        {"cuda": Two(0, 0), "cpu": Two(0, 0)},
+        {"cuda": Nothing(), "cpu": Nothing()},
         60.0,
         "nvidia-smi names the process that holds memory",
         on_cpu=False,

@@ -8,7 +8,6 @@ and chat template, its config is given other sizes, and the weights are drawn on
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from gpu_check_frame import REPOSITORY, Check, Report
+from gpu_check_frame import Check, Report
+from harness import cfg, configured
+from run_weights import Whole
 
 DEVIATION = 0.02  # of the weights; norms are ones
 AT_ONCE = 2**24  # values that are drawn at once
@@ -42,34 +43,18 @@ QWEN3_0_6B = Shape(1024, 3072, 28, 16, 8, 128, 151936, 40960)
 AS_IT_IS = Shape(None, 0, 0, 0, 0, 0, 0, 0)
 
 
-def compose(*overrides: str) -> dict:
-    """conf/ with these overrides, as plain containers."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
-
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(hydra_compose("config", list(overrides)), resolve=True)
-
-
 def folder(report: Report) -> Path:
     """The model that the check `model` has put there."""
     return report.folder / FOLDER
 
 
 def model(report: Report) -> None:
-    from rose import config as configuration
     from rose import models
 
     target, given, began = folder(report), report.setup.model, time.monotonic()
     if given and not Path(given).is_dir():
-        source = models.resolve(
-            configuration.from_dict(
-                compose(
-                    "model=qwen3_0_6b", f"model.path={given}", "trainer.micro_batch_tokens=4096"
-                )
-            ).model
-        )
+        words = f"model.path={given}", "trainer.micro_batch_tokens=4096"
+        source = models.resolve(configured("model=qwen3_0_6b", *words).model)
         target.symlink_to(Path(source).resolve())
     elif given:
         target.symlink_to(Path(given).resolve())
@@ -77,12 +62,12 @@ def model(report: Report) -> None:
         recipe = (
             [] if report.sizes.hidden_size is None else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
         )
-        tiny = models.resolve(configuration.from_dict(compose(*recipe)).model)
+        tiny = models.resolve(configured(*recipe).model)
         if report.sizes.hidden_size is None:
             target.symlink_to(tiny)
         else:
             make(tiny, target, report.sizes, report.setup.device)
-    shape = configuration.read_shape(target)
+    shape = cfg.read_shape(target)
     report.figure("parameters", shape.parameters / 1e6, "million")
     report.figure("made or found in", time.monotonic() - began, "s")
 
@@ -116,68 +101,26 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
 # --------------------------------------------------------------------------- versions
 
 
-class Alone:
-    """`rose.transfer.publish.Peers` of one."""
-
-    rank, world = 0, 1
-
-    def barrier(self) -> None:
-        pass
-
-    def sum(self, value: int) -> int:
-        return value
-
-
-class Versions:
+class Versions(Whole):
     """A store whose versions are the model folder's weights with values changed; `tensors`: the
     newest, on the CPU."""
 
-    def __init__(
-        self, model: Path, store: Path, dtype: str, device: str, degrees: tuple[int, ...] = (1, 2)
-    ) -> None:
+    def __init__(self, model: Path, store: Path, dtype: str, device: str) -> None:
         import torch
         from safetensors.torch import load_file
 
-        from rose.config import read_shape
-        from rose.engine import layout
-        from rose.transfer.blocks import Tensor, cut
-        from rose.transfer.publish import Publisher
-        from rose.transfer.store import FORMAT, Plan
-
-        shape, wanted = read_shape(model), getattr(torch, dtype)
         found: dict[str, Any] = {}
         for file in sorted(model.glob("*.safetensors")):
             found |= load_file(file)
+        shape, wanted = cfg.read_shape(model), getattr(torch, dtype)
         if shape.tied_embeddings:
             found.pop("lm_head.weight", None)
-        self.tensors = {name: tensor.to(wanted).contiguous() for name, tensor in found.items()}
         self._device, self._generator = device, torch.Generator(device).manual_seed(1)
-        listed = [Tensor(name, tuple(t.shape), dtype) for name, t in self.tensors.items()]
-        shards = {t.name: [(0, 0, t.size)] for t in listed}
-        cuts = {t.name: layout.cuts(t.name, t.shape, shape, degrees) for t in listed}
-        plan = Plan(FORMAT, "", 1, listed, cut(listed, cuts, shards, 1))
-        self._plan, self.store, self.version = plan, store, 0
-        self._publisher = Publisher(store, plan, Alone(), self._read, threads(), 8, 4, 600.0)
+        tensors = {name: tensor.to(wanted).contiguous() for name, tensor in found.items()}
+        super().__init__(store, tensors, shape)
+        self.version = 0
 
-    def _read(self, block) -> np.ndarray:
-        import torch
-
-        from rose.transfer.blocks import take
-
-        tensor = self._plan.tensors[block.tensor]
-        pieces = [
-            p.reshape(-1)
-            for p in take(self.tensors[tensor.name].reshape(-1), 0, block, tensor.columns)
-        ]
-        values = torch.cat(pieces)
-        wide = values.element_size() == 4
-        return (
-            values.view(torch.int32 if wide else torch.int16)
-            .numpy()
-            .view(np.uint32 if wide else np.uint16)
-        )
-
-    def publish(self, share: float) -> int:
+    def change(self, share: float) -> int:
         """So large a share of the values, drawn at random, is moved by a deviation of its tensor;
         the new version."""
         import torch
@@ -195,7 +138,7 @@ class Versions:
                 )
             self.tensors[name] = torch.cat(parts).reshape(tensor.shape)
         self.version += 1
-        self._publisher.publish(self.version)
+        self.publish(self.version)
         return self.version
 
 
@@ -225,10 +168,6 @@ def score(
             logprobs, _ = policy(tokens[:, :-1], tokens[:, 1:], mask)
             scores.append(logprobs[0, len(prompt) - 1 :].float().cpu().numpy())
     return np.concatenate(scores)
-
-
-def threads() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
 
 
 MODEL = Check(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from gpu_check_frame import Check, Report
-from gpu_check_model import compose, folder, threads
+from gpu_check_model import folder
+from harness import configured, free_port
+from run_weights import threads
 
 GIB = 2**30
 JOIN_S = 30.0
@@ -55,36 +56,30 @@ CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
 
 def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
     """The configuration of `world` trainer ranks, by conf/trainer/zero3_gpu as a run has it."""
-    from rose import config as configuration
-
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
-    return configuration.from_dict(
-        compose(
-            *gpus,
-            "trainer=zero3_gpu",
-            f"trainer.ranks={world}",
-            f"trainer.dtype={sizes.dtype}",
-            f"trainer.batch_size={batch}",
-            f"rollout.group_size={batch}",
-            "rollout.workers=1",
-            "model.source=folder",
-            f"model.path={folder(report)}",
-            f"model.dtype={sizes.dtype}",
-            f"model.max_context={longest}",
-            f"trainer.threads={threads()}",
-            "trainer.step_timeout_s=120",
-            "algorithm.importance_cap=null",
-            *overrides,
-        )
+    return configured(
+        *gpus,
+        "trainer=zero3_gpu",
+        f"trainer.ranks={world}",
+        f"trainer.dtype={sizes.dtype}",
+        f"trainer.batch_size={batch}",
+        f"rollout.group_size={batch}",
+        "rollout.workers=1",
+        "model.source=folder",
+        f"model.path={folder(report)}",
+        f"model.dtype={sizes.dtype}",
+        f"model.max_context={longest}",
+        f"trainer.threads={threads()}",
+        "trainer.step_timeout_s=120",
+        "algorithm.importance_cap=null",
+        *overrides,
     )
 
 
 def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
     """What `work(setup, sizes, rank, world, port, *arguments)` returns on each rank, a process
     each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     ranks = [

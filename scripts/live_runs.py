@@ -24,9 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 import psutil
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+from harness import REPOSITORY, stop
 
 from rose.coordinator import journal
 from rose.engine import plugin
@@ -302,16 +300,6 @@ def end_in_order() -> None:
         sys.exit(143)
 
     signal.signal(signal.SIGTERM, leave)
-
-
-def stop(process: subprocess.Popen) -> None:
-    """SIGTERM, and SIGKILL where that does not help."""
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(10)
 
 
 class Durations:

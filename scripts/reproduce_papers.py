@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from csv_tables import RESULTS, markdown, merge, put, read_csv, shown, with_bounds
+from harness import keyed, listed
 from reproduce_rose import CONSOLE, REPOSITORY, composed
 
 from rose.sim.study import runs
@@ -152,26 +153,21 @@ def words(rows: Sequence[dict[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    known = {"only", "seeds", "processes", "out", "draw", "steps"}
-    only = [name for name in given.get("only", "").split(",") if name]
-    unknown = [a for a in arguments if a.partition("=")[0] not in known or "=" not in a]
-    unknown += sorted(set(only) - {row.setting for row in ROWS})
-    if unknown:
-        print(
-            f"{', '.join(unknown)}: unknown; {', '.join(sorted(known))} are known, and of settings "
-            f"{', '.join(dict.fromkeys(row.setting for row in ROWS))}",
-            file=sys.stderr,
-        )
-        return 2
-    out = Path(given.get("out", RESULTS))
+    given = keyed(
+        arguments,
+        __doc__,
+        **{"only": "", "seeds": "1,2,3", "processes": 0, "steps": 0},
+        **{"out": str(RESULTS), "draw": False},
+    )
+    only = listed("only", given["only"], dict.fromkeys(row.setting for row in ROWS))
+    out = Path(given["out"])
     path = out / "papers.csv"
-    if given.get("draw") != "true":
-        rows = [row for row in ROWS if not only or row.setting in only]
-        overrides = [f"sim.seeds=[{given.get('seeds', '1,2,3')}]"]
-        if "steps" in given:  # all of them count but the first
+    if not given["draw"]:
+        rows = [row for row in ROWS if row.setting in only]
+        overrides = [f"sim.seeds=[{given['seeds']}]"]
+        if given["steps"]:  # all of them count but the first
             overrides += [f"sim.steps={given['steps']}", "sim.warmup=1"]
-        processes = runs.cores(int(given.get("processes", 0)) or None)
+        processes = runs.cores(given["processes"] or None)
         found = compared(rows, simulated(rows, overrides, processes))
         short = [{key: row[key] for key in row if key not in ("source", "remark")} for row in found]
         CONSOLE.print(shown(short, "Each paper and ours"))

@@ -23,10 +23,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from csv_tables import RESULTS, markdown, merge, put, read_csv, shown, with_bounds
+from csv_tables import REPOSITORY, RESULTS, markdown, merge, put, read_csv, shown, with_bounds
+from harness import keyed, listed
 from rich.console import Console
 
 from rose import config as configuration
@@ -206,35 +204,17 @@ def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[
     """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one
     seed."""
     base = composed(setting, overrides)
-    points = (
-        [("as it is", 1.0, base)]
-        + [
-            (
-                name,
-                factor,
-                composed(
-                    setting,
-                    [*overrides, *times(base, keys, factor), f"name={setting}-{index}-{factor}"],
-                ),
-            )
-            for index, (name, keys) in enumerate(SENSITIVITY.items())
-            for factor in FACTORS
-        ]
-        + [
-            (
-                f"{name}: {value:g}",
-                1.0,
-                composed(
-                    setting, [*overrides, f"{key}={value:g}", f"name={setting}-{key}-{value:g}"]
-                ),
-            )
-            for name, (key, tried) in VALUES.items()
-            for value in tried
-        ]
-    )
-    outcomes = outcomes_of([c for *_, c in points], processes)
-    rows = []
-    for name, factor, c in points:
+    points: list[tuple[str, float, list[str]]] = [("as it is", 1.0, [])]
+    for name, keys in SENSITIVITY.items():
+        points += [(name, factor, times(base, keys, factor)) for factor in FACTORS]
+    for name, (key, tried) in VALUES.items():
+        points += [(f"{name}: {value:g}", 1.0, [f"{key}={value:g}"]) for value in tried]
+    configs = [
+        composed(setting, [*overrides, *words, f"name={setting}-{number}"])
+        for number, (*_, words) in enumerate(points)
+    ]
+    outcomes, rows = outcomes_of(configs, processes), []
+    for (name, factor, _), c in zip(points, configs, strict=True):
         systems = by_system([o for o in outcomes if o.point == c.name])
         mine = values(systems["rose"], "trajectories_s")
         rows.append(
@@ -370,32 +350,23 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not all("=" in argument for argument in arguments):
-        print(__doc__)
-        return 0 if "--help" in arguments else 2
-    given = dict(argument.split("=", 1) for argument in arguments)
-    out = Path(given.pop("out", RESULTS))
-    settings = [given.pop("only")] if "only" in given else list(SETTINGS)
-    processes, seeds = (
-        runs.cores(int(given.pop("processes", 0)) or None),
-        given.pop("seeds", "1,2,3"),
+    given = keyed(
+        arguments,
+        __doc__,
+        **{"only": "", "systems": ",".join(SYSTEMS), "seeds": "1,2,3", "steps": 12, "warmup": 6},
+        **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
+        out=str(RESULTS),
     )
-    varied, drawn = given.pop("sensitivity", "true") == "true", given.pop("draw", "false") == "true"
-    systems = given.pop("systems", ",".join(SYSTEMS))
-    timing = [f"sim.steps={given.pop('steps', 12)}", f"sim.warmup={given.pop('warmup', 6)}"]
-    absolute = given.pop("table1", "true")
-    if given or absolute not in ("true", "false", "only"):
-        print(
-            f"{given or absolute}: unknown; only, systems, seeds, steps, warmup, sensitivity, "
-            "table1 (true, false or "
-            "only), processes, out and draw are known",
-            file=sys.stderr,
-        )
-        return 2
+    out, drawn, absolute = Path(given["out"]), given["draw"], given["table1"]
+    settings = listed("only", given["only"], SETTINGS)
+    listed("table1", absolute, ("true", "false", "only"))
+    processes = runs.cores(given["processes"] or None)
+    timing = [f"sim.steps={given['steps']}", f"sim.warmup={given['warmup']}"]
+    timing.append(f"sim.seeds=[{given['seeds']}]")
     if not drawn and absolute != "false":
-        _measure_table1(out, settings, timing, seeds, processes)
+        _measure_table1(out, settings, timing, processes)
     if not drawn and absolute != "only":
-        _measure(out, settings, systems, timing, seeds, processes, varied)
+        _measure(out, settings, given["systems"], timing, processes, given["sensitivity"])
     if out != RESULTS:
         return 0
     docs = REPOSITORY / "docs"
@@ -412,15 +383,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _measure_table1(
-    out: Path, settings: Sequence[str], timing: list[str], seeds: str, processes: int
-) -> None:
+def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], processes: int) -> None:
     for setting in settings:
         rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
-        c = composed(setting, [*timing, f"sim.seeds=[{seeds}]", f"sim/systems=[{rivals}]"])
+        c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
         rows = table1(setting, outcomes_of([c], processes))
         CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
-        _merge(out / "rose_table1.csv", setting, rows)
+        merge_settings(out / "rose_table1.csv", setting, rows)
 
 
 def _measure(
@@ -428,30 +397,31 @@ def _measure(
     settings: Sequence[str],
     systems: str,
     timing: list[str],
-    seeds: str,
     processes: int,
     varied: bool,
 ) -> None:
     """Rows of settings that are not asked for stay in the files."""
     for setting in settings:
-        c = composed(setting, [*timing, f"sim.seeds=[{seeds}]", f"sim/systems=[{systems}]"])
+        c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
         outcomes = outcomes_of([c], processes)
         rows = compared(setting, outcomes)
         CONSOLE.print(table.table(outcomes, "rose", setting))
         CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper and ours"))
-        _merge(out / "rose_paper.csv", setting, rows)
+        merge_settings(out / "rose_paper.csv", setting, rows)
         each = csv.DictReader(table.csv_text(outcomes).splitlines())
-        _merge(out / "rose_systems.csv", setting, [{"setting": setting} | row for row in each])
+        merge_settings(
+            out / "rose_systems.csv", setting, [{"setting": setting} | row for row in each]
+        )
         if varied:
             few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
             rows = sensitivity(setting, few, processes)
             CONSOLE.print(
                 shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value")
             )
-            _merge(out / "rose_sensitivity.csv", setting, rows)
+            merge_settings(out / "rose_sensitivity.csv", setting, rows)
 
 
-def _merge(path: Path, setting: str, rows: list[dict[str, Any]]) -> None:
+def merge_settings(path: Path, setting: str, rows: list[dict[str, Any]]) -> None:
     order = list(SETTINGS)
     merge(path, rows, lambda row: row["setting"], lambda row: order.index(row["setting"]))
 

@@ -30,13 +30,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
-
 import msgspec
 import yaml
-from csv_tables import RESULTS, markdown, put, read_csv, with_bounds, write_csv
-from reproduce_rose import SETTINGS, composed, outcomes_of, settings_in
+from csv_tables import REPOSITORY, RESULTS, markdown, put, read_csv, with_bounds
+from harness import keyed, listed
+from reproduce_rose import SETTINGS, composed, merge_settings, outcomes_of, settings_in
 
 from rose.config import Config, Policy, Scheduler, SimSystem
 from rose.sim.study import runs
@@ -403,44 +401,24 @@ def words(rows: Sequence[dict[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not all("=" in argument for argument in arguments):
-        print(__doc__)
-        return 0 if "--help" in arguments else 2
-    given = dict(argument.split("=", 1) for argument in arguments)
-    out = Path(given.pop("out", RESULTS))
-    settings = [given.pop("only")] if "only" in given else list(SETTINGS)
-    processes, drawn = (
-        runs.cores(int(given.pop("processes", 0)) or None),
-        given.pop("draw", "false") == "true",
+    given = keyed(
+        arguments,
+        __doc__,
+        **{"only": "", "staleness": math.inf, "rounds": len(ROUNDS), "seeds": "1,2,3"},
+        **{"processes": 0, "draw": False, "out": str(RESULTS)},
+        **dict.fromkeys(KINDS, ""),
     )
-    seeds = [int(seed) for seed in given.pop("seeds", "1,2,3").split(",")]
-    only = {kind: given.pop(kind).split(",") for kind in KINDS if kind in given}
-    most, rounds = (
-        float(given.pop("staleness", math.inf)),
-        ROUNDS[: int(given.pop("rounds", len(ROUNDS)))],
-    )
-    if given:
-        print(
-            f"{given}: unknown; only, staleness, {', '.join(KINDS)}, rounds, seeds, processes, out "
-            "and draw are known",
-            file=sys.stderr,
-        )
-        return 2
-    for setting in [] if drawn else settings:
-        others = (
-            [row for row in read_csv(out / FILE) if row["setting"] != setting]
-            if (out / FILE).exists()
-            else []
-        )
+    out, rounds = Path(given["out"]), ROUNDS[: given["rounds"]]
+    settings = listed("only", given["only"], SETTINGS)
+    processes = runs.cores(given["processes"] or None)
+    seeds = [int(seed) for seed in given["seeds"].split(",")]
+    only = {kind: given[kind].split(",") for kind in KINDS if given[kind]}
+    for setting in [] if given["draw"] else settings:
         rows: list[dict[str, Any]] = []
-        for found in search(
-            setting, compositions(only, most), rounds, seeds, lambda c: outcomes_of([c], processes)
-        ):
+        tried = compositions(only, given["staleness"])
+        for found in search(setting, tried, rounds, seeds, lambda c: outcomes_of([c], processes)):
             rows += found
-            write_csv(
-                out / FILE,
-                sorted([*others, *rows], key=lambda row: list(SETTINGS).index(row["setting"])),
-            )
+            merge_settings(out / FILE, setting, rows)
     if out == RESULTS:
         put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
     return 0

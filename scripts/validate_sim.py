@@ -35,10 +35,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from csv_tables import write_csv
+from csv_tables import shown, write_csv
 from live_runs import Durations, Live, Ran, end_in_order, wait_for_calm
 from rich.console import Console
-from rich.table import Table
 
 from rose import config as cfg
 from rose.coordinator import replay
@@ -352,18 +351,7 @@ def run_all(
 
 
 def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> None:
-    table = Table(title=f"simulated and measured, engines of {quota:g} cores")
-    table.add_column("run")
-    for name in Figures._fields:
-        for column in (name, "live", "off"):
-            table.add_column(column, justify="right")
-    for name, sim, live, (low, high) in rows:
-        cells = []
-        for field, a, b in zip(Figures._fields, sim, live, strict=False):
-            spread = f" ({low:.2f} to {high:.2f})" if field == "step" else ""
-            cells += [f"{a:.2f}", f"{b:.2f}{spread}", f"{100 * (a / b - 1):+.0f}%"]
-        table.add_row(name, *cells)
-    console.print(table)
+    console.print(shown(as_rows(rows), f"simulated and measured, engines of {quota:g} cores"))
     c = profile.step
     console.print(
         f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, "
@@ -380,6 +368,7 @@ def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"run": name}
         for field, predicted_, measured_ in zip(Figures._fields, sim, live, strict=True):
             row |= {f"{field}_predicted": predicted_, f"{field}_measured": measured_}
+            row[f"{field}_off"] = predicted_ / measured_ - 1
         found.append(row | {"step_measured_q1": low, "step_measured_q3": high})
     return found
 

@@ -41,15 +41,26 @@ def present(source: Source, version: int | None = None) -> set[Step]:
 
 
 class Edge:
-    """A rank's table is read, and verified, at first use. Thread-safe."""
+    """Of a store; a rank's table is read, and verified, at first use. Raises `Missing` when it is
+    not committed, `Corrupted` when its manifest is not this store's. Thread-safe."""
 
-    nbytes = 0  # of payloads that are not on this node yet
-    commit = MANIFEST  # the file that makes it one
-
-    def __init__(self, source: Source, version: int, base: int | None, plan: Plan):
+    def __init__(self, source: Source, version: int, base: int | None, plan: Plan, plan_hash: str):
         self.source, self.version, self.base, self.plan = source, version, base, plan
         self.name = edge_name(version, base)
         self._tables: dict[int, np.ndarray] = {}
+        where = f"{source}/{self.name}/{MANIFEST}"
+        found: Manifest = unseal(source.read(f"{self.name}/{MANIFEST}"), Manifest, where)
+        expected = plan.lineage, plan_hash, version, base
+        if (found.lineage, found.plan, found.version, found.base) != expected or len(
+            found.files
+        ) != plan.world:
+            raise Corrupted(
+                f"{where}: (lineage, plan, version, base) is "
+                f"{(found.lineage, found.plan, found.version, found.base)}, expected {expected}, "
+                f"with {plan.world} files"
+            )
+        self.files = found.files
+        self.nbytes = sum(file.data_size for file in found.files)
 
     def table(self, rank: int) -> np.ndarray:
         """(blocks of this rank,) of dtype `ENTRY`, by increasing block."""
@@ -65,7 +76,7 @@ class Edge:
             ends = np.cumsum(table["length"])
             if (table["offset"] != ends - table["length"]).any() or (
                 ends[-1] if len(ends) else 0
-            ) != self._data_size(rank):
+            ) != self.files[rank].data_size:
                 raise Corrupted(f"{where}'s payloads don't cover the data")
             self._tables[rank] = table
         return self._tables[rank]
@@ -84,8 +95,9 @@ class Edge:
 
     def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[np.void, memoryview]]:
         low, end = int(entries[0]["offset"]), int(entries[-1]["offset"] + entries[-1]["length"])
+        at = self.files[rank].data_offset + low
         for fresh in (False, True):
-            data, found, damaged = memoryview(self._read(rank, low, end - low, fresh)), {}, None
+            data, found, damaged = memoryview(self._range(rank, at, end - low, fresh)), {}, None
             for entry in entries:
                 begin = int(entry["offset"]) - low
                 payload = data[begin : begin + int(entry["length"])]
@@ -102,37 +114,7 @@ class Edge:
 
     def require(self) -> None:
         """Raises `Missing` when it was removed meanwhile; its files stay for some time then."""
-        self.source.read(f"{self.name}/{self.commit}")
-
-    def _read_table(self, rank: int) -> np.ndarray:
-        raise NotImplementedError
-
-    def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
-        raise NotImplementedError
-
-    def _data_size(self, rank: int) -> int:
-        raise NotImplementedError
-
-
-class StoredEdge(Edge):
-    """Of a store. Raises `Missing` when it is not committed, `Corrupted` when its manifest is not
-    this store's."""
-
-    def __init__(self, source: Source, version: int, base: int | None, plan: Plan, plan_hash: str):
-        super().__init__(source, version, base, plan)
-        where = f"{source}/{self.name}/{MANIFEST}"
-        found: Manifest = unseal(source.read(f"{self.name}/{MANIFEST}"), Manifest, where)
-        expected = plan.lineage, plan_hash, version, base
-        if (found.lineage, found.plan, found.version, found.base) != expected or len(
-            found.files
-        ) != plan.world:
-            raise Corrupted(
-                f"{where}: (lineage, plan, version, base) is "
-                f"{(found.lineage, found.plan, found.version, found.base)}, expected {expected}, "
-                f"with {plan.world} files"
-            )
-        self.files = found.files
-        self.nbytes = sum(file.data_size for file in found.files)
+        self.source.read(f"{self.name}/{MANIFEST}")
 
     def _read_table(self, rank: int) -> np.ndarray:
         file = self.files[rank]
@@ -142,17 +124,11 @@ class StoredEdge(Edge):
                 return np.frombuffer(data, ENTRY)
         raise Corrupted(f"{self.source}/{self.name}/{file.file}: its table is damaged")
 
-    def _read(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
-        return self._range(rank, self.files[rank].data_offset + offset, length, fresh)
-
     def _range(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         try:
             return self.source.read(f"{self.name}/{self.files[rank].file}", offset, length, fresh)
         except Refused as error:  # the manifest is right, so the file was cut, or is no file
             raise Corrupted(f"not what its manifest describes: {error}") from error
-
-    def _data_size(self, rank: int) -> int:
-        return self.files[rank].data_size
 
 
 def _spans(entries: np.ndarray) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ import xxhash
 
 from rose.transfer import codec
 from rose.transfer.blocks import Block
-from rose.transfer.edge import StoredEdge, present, read_plan
+from rose.transfer.edge import Edge, present, read_plan
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Folder
 from rose.transfer.store import (
@@ -213,7 +213,7 @@ class Publisher:
         `TransferError`; what is returned also `ValueError`, for a payload that is none."""
         source = Folder(self.store)
         plan = read_plan(source)
-        edges = [StoredEdge(source, *step, *plan) for step in steps]
+        edges = [Edge(source, *step, *plan) for step in steps]
 
         def composed(block: int) -> Part:
             parts = [edge.payloads(self.peers.rank, [block])[block] for edge in edges]

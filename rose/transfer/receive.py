@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rose.transfer.blocks import rectangles
-from rose.transfer.edge import Edge, StoredEdge, present, read_plan
+from rose.transfer.edge import Edge, present, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.live import Live, Place
 from rose.transfer.relay_client import open_source
@@ -169,7 +169,7 @@ class Receiver:
         if step in self._useless:
             return None
         try:
-            return StoredEdge(self._source, *step, self._plan, self._plan_hash)
+            return Edge(self._source, *step, self._plan, self._plan_hash)
         except (Missing, Corrupted) as error:
             self._useless.add(step)
             if isinstance(error, Corrupted):

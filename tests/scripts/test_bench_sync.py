@@ -1,132 +1,88 @@
-"""The benchmark of a whole sync: every encoding arrives bit for bit over its link; verdicts follow
-the figures."""
+"""The benchmark of a whole sync: the versions of a run reach its receivers bit for bit by every
+encoding."""
 
-import json
-import socket
+import csv
 import sys
-import threading
-import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS / "trainer")]
 import bench_sync
-import bench_sync_link
-import bench_sync_parts
-from bench_sync_tables import NAMES, Sync, targets
+import run_weights
+from bench_sync import Sync
+from harness import Failed, cfg, configured
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with versions 0 and 1, of which the latter changed a tenth of the values."""
+    import torch
+    from safetensors.torch import load_file
+    from tiny_world import save_model
+
+    model = save_model(tmp_path / "model")
+    shape = cfg.read_shape(model)
+    tensors = load_file(model / "model.safetensors")
+    config = configured()
+    config = msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, shape=shape)
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_bytes(msgspec.json.encode(config))
+    attempt = tmp_path / "run" / "weights" / "attempt-001"
+    store = run_weights.Whole(attempt, tensors, shape)
+    store.publish(0)
+    for name, tensor in tensors.items():
+        moved = torch.rand(tensor.shape) < 0.1
+        store.tensors[name] = torch.where(moved, tensor * 1.01, tensor)
+    store.publish(1)
+    return tmp_path / "run"
 
 
 @pytest.mark.slow
-def test_every_encoding_is_synced_and_verified_from_two_real_trainer_ranks(tmp_path, capsys):
-    from tiny_world import save_model
-
-    file, model = tmp_path / "rows.json", save_model(tmp_path / "model")
-    assert (
-        bench_sync.main(
-            [
-                "--model",
-                str(model),
-                "--work",
-                str(tmp_path / "work"),
-                "--rates",
-                "0",
-                "--link",
-                "proxy",
-                "--receivers",
-                "1",
-                "--lrs",
-                "1e-3",
-                "--steps",
-                "1",
-                "--json",
-                str(file),
-            ]
-        )
-        == 0
-    )
-    rows = json.loads(file.read_text())
-    assert [row["encoding"] for row in rows] == list(NAMES)
-    assert all(
-        row["changed"] > 0 and row["link"] >= row["pulled"] >= row["payload"] > 0 for row in rows
-    )
-    payload = {row["encoding"]: row["payload"] for row in rows}
-    assert payload["ours"] < payload["xor"] < payload["dense"]
-    words = capsys.readouterr().out
-    assert "loopback, unlimited" in words and all(
-        f"  0.001 {name} " in words for name in NAMES.values()
-    )
-    assert [
-        path.name for path in (tmp_path / "work").iterdir() if not path.name.startswith("steps-")
-    ] == []
+def test_every_encoding_is_synced_and_verified(run, tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+    given = ["--rates", "0", "--receivers", "1", "--steps", "1", "--csv", str(file)]
+    assert bench_sync.main([str(run), *given]) == 0
+    rows = list(csv.DictReader(file.open()))
+    assert [row["encoding"] for row in rows] == list(bench_sync.ENCODINGS)
+    assert all(float(row["link_MB"]) > float(row["MB"]) > 0 for row in rows)
+    size = {row["encoding"]: float(row["MB"]) for row in rows}
+    assert size["ours"] < size["xor"] < size["dense"] and int(rows[-1]["changed"]) > 0
+    assert "no limit, medians" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["dense", "coo", "xor"])
+def test_a_run_with_too_few_versions_is_refused(run, tmp_path):
+    with pytest.raises(
+        Failed, match=r"versions \[0, 1\]; 3, one after the other, are needed: fewer"
+    ):
+        run_weights.last_versions(run, 3)
+    with pytest.raises(Failed, match="versions none; 2"):
+        run_weights.last_versions(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", ["dense", *(set(run_weights.RIVALS) - {"ours"})])
 def test_a_rival_gives_back_every_value_with_and_without_a_base(name):
-    codec, draw = bench_sync_parts.codec_of(name), np.random.default_rng(0)
+    codec, draw = run_weights.CodecOf(name), np.random.default_rng(0)
     old = draw.integers(0, 65536, 1001, dtype=np.uint16)
     new = old.copy()
     new[::7] += 3
     whole, payload = codec.encode(new, None), codec.encode(new, old)
     assert not codec.info(whole).needs_base and (codec.decode(memoryview(whole)) == new).all()
     assert codec.info(payload).needs_base is (name != "dense")
-    if name == "dense":
-        assert (codec.decode(memoryview(payload)) == new).all()
-    else:
-        codec.apply(memoryview(payload), old)
-        assert (old == new).all()
+    codec.apply(memoryview(payload), old)
+    assert (old == new).all()
 
 
-def test_the_proxy_passes_everything_at_its_rate_and_counts_what_comes_down():
-    server = socket.create_server(("127.0.0.1", 0))
+def test_medians_are_of_the_syncs_of_a_run_and_an_encoding():
+    def row(encoding, receivers, size, seconds):
+        return Sync(200, "a", encoding, receivers, size, size, seconds, 0.1, 1.0, 0.1, 0.1, 5)
 
-    def serve():
-        connection, _ = server.accept()
-        assert connection.recv(4) == b"send"
-        connection.sendall(bytes(1_000_000))
-        connection.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    with bench_sync_link.Proxy(40e6) as link:
-        port = int(link.upstream(server.getsockname()[1]).rpartition(":")[2])
-        began, got = time.monotonic(), 0
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"send")
-            while data := client.recv(1 << 16):
-                got += len(data)
-        assert got == link.bytes() == 1_000_000
-        # no faster than it may be
-        assert time.monotonic() - began >= (1_000_000 - bench_sync_link.BURST) / 5e6
-    server.close()
-
-
-def test_a_verdict_says_what_was_missed():
-    def row(encoding, receivers, link, seconds, engines=False):
-        return Sync(
-            200,
-            1e-6,
-            encoding,
-            receivers,
-            engines,
-            1,
-            link,
-            link,
-            link,
-            seconds,
-            publish_s=0.1,
-            stage_s=0.2,
-            pause_s=0.01,
-            publish_cpu_s=0.1,
-            stage_cpu_s=0.1,
-            changed=5,
-            trainer_peak=1,
-            receiver_peak=1,
-        )
-
-    few, dense = row("ours", 1, 100, 0.6), row("dense", 1, 4000, 12.0)
-    said = targets([dense, few, row("ours", 4, 104, 0.7), row("ours", 1, 100, 0.4, engines=True)])
-    # bytes, seconds, growth, pause of the engine, flip alone
-    assert [line.split("  ")[1] for line in said] == ["met", "NOT met", "met", "NOT met", "met"]
-    assert "NOT met" in targets([dense, few, row("ours", 4, 399, 0.7)])[2]
+    rows = [row("dense", 1, 40.0, 9.0), *(row("ours", 1, 1.0, s) for s in (3.0, 1.0, 2.0))]
+    dense, ours = bench_sync.medians([*rows, row("ours", 4, 1.0, 5.0)])
+    assert (dense["s x1"], dense["dense / it"]) == (9.0, 1.0)
+    assert (ours["s x1"], ours["s x4"], ours["dense / it"]) == (2.0, 5.0, 40.0)

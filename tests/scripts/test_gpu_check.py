@@ -183,9 +183,9 @@ def test_a_wrong_command_line_is_refused(words):
 def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path, only_ours):
     monkeypatch.setattr(gpu_check, "SMI", ("false",))
     monkeypatch.setattr(gpu_check, "TORCH", "pass")
-    assert gpu_check.main(["machine", "two", "--folder", str(tmp_path)]) == 1
+    assert gpu_check.main(["machine", "colocated", "--folder", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "machine: FAILED" in said and "two" in said and "machine failed" in said
+    assert "machine: FAILED" in said and "colocated" in said and "machine failed" in said
 
 
 def test_useful_operations_of_rows_and_trees():
@@ -257,7 +257,7 @@ class QuickEngine:
 
 def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
     class Versions(SimpleNamespace):
-        def publish(self, share):
+        def change(self, share):
             return 1
 
     monkeypatch.setattr(gpu_check_engine, "Versions", lambda *_: Versions(store=tmp_path))
@@ -332,17 +332,7 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
 # `profile` is a command that tests/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
 # `colocated` with fewer words.
-TWINS = (
-    "machine",
-    "two",
-    "model",
-    "transfer",
-    "trainer",
-    "engine",
-    "sleep",
-    "coserving",
-    "colocated",
-)
+TWINS = ("machine", "model", "transfer", "trainer", "engine", "sleep", "coserving", "colocated")
 PREDICTOR = {"predictor": Predictor((0.01, 1e-4, 0, 0, 0)).to_dict()}  # a step takes 10 ms
 PROFILE = {
     "online": PREDICTOR,

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from rose.transfer import TransferError
-from rose.transfer.edge import StoredEdge, present, read_plan
+from rose.transfer.edge import Edge, present, read_plan
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
 from rose.transfer.source import Folder
@@ -194,7 +194,7 @@ def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
                 Live(live),
                 plan,
                 whole(plan, None),
-                [StoredEdge(source, version, base, plan, digest)],
+                [Edge(source, version, base, plan, digest)],
                 base is not None,
                 1,
                 WHOLE,

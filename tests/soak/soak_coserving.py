@@ -34,7 +34,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
 from bench_coserving import parse, say
 from bench_coserving_bench import ALONE, DRAIN_S, Bench
 from bench_coserving_client import Request, replay
-from bench_coserving_engines import Failed, Process, confine
+from bench_coserving_engines import Process, confine
+from harness import Failed
 
 from rose.engine import heap
 from rose.lending import board

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rose.config import ModelShape
 from rose.engine import layout
 from rose.transfer import TransferError, changes, codec
-from rose.transfer.edge import StoredEdge, read_plan
+from rose.transfer.edge import Edge, read_plan
 from rose.transfer.live import Live
 from rose.transfer.receive import whole
 from rose.transfer.source import Folder
@@ -31,7 +31,7 @@ def staged(store, route, live, dense_bytes=ALL, places=whole, device_bytes=None)
     """The last version of `route` [(version, base)...] staged from a store."""
     source = Folder(store)
     plan, digest = read_plan(source)
-    edges = [StoredEdge(source, *step, plan, digest) for step in route]
+    edges = [Edge(source, *step, plan, digest) for step in route]
     return stage(
         live,
         plan,

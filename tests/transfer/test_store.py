@@ -17,7 +17,7 @@ import xxhash
 
 from rose.transfer import Corrupted, Missing, TransferError, codec, publish
 from rose.transfer.blocks import Tensor, cut
-from rose.transfer.edge import StoredEdge, present, read_plan
+from rose.transfer.edge import Edge, present, read_plan
 from rose.transfer.live import Live
 from rose.transfer.publish import Publisher, collect
 from rose.transfer.receive import Receiver, materialise, whole
@@ -70,8 +70,8 @@ def store(tmp_path, plan):
     return tmp_path / "store"
 
 
-def opened(store, version=0, base=FULL) -> StoredEdge:
-    return StoredEdge(Folder(store), version, base, *read_plan(Folder(store)))
+def opened(store, version=0, base=FULL) -> Edge:
+    return Edge(Folder(store), version, base, *read_plan(Folder(store)))
 
 
 # --------------------------------------------------------------------------- names, sealed files

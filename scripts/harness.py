@@ -1,0 +1,143 @@
+"""What several scripts share: a run's configuration, and processes that answer in lines of JSON.
+Not a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from rose import config as cfg
+from rose import front
+from rose.processes import die_with_parent
+
+ANSWER_S, END_S = 900.0, 10.0
+
+
+class Failed(SystemExit):
+    """What went wrong, said once."""
+
+
+def configured(*overrides: str) -> cfg.Config:
+    """conf/ with these overrides, checked as a run's."""
+    return cfg.from_dict(front.compose(REPOSITORY / "conf", list(overrides))[0])
+
+
+def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
+    """`defaults` with what key=value words give, of the same types; --help prints `doc`. Raises
+    `Failed` naming the word that is wrong."""
+    if {"-h", "--help"} & set(words):
+        print(doc)
+        raise SystemExit(0)
+    given = dict(defaults)
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or key not in defaults:
+            raise Failed(f"{word!r}: no such option; there are {'=, '.join(defaults)}=")
+        kind = type(defaults[key])
+        try:
+            given[key] = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            raise Failed(f"{word!r}: {text!r} is no {kind.__name__}") from None
+    return given
+
+
+def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
+    """The words of a comma-separated option; all of `known` if it is empty. Raises `Failed`."""
+    found = [word for word in text.split(",") if word]
+    if unknown := set(found) - set(known):
+        raise Failed(f"{key}={text}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return found or list(known)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Child:
+    """A command whose stdout is read line by line; its log takes the rest. It dies with this
+    process."""
+
+    def __init__(
+        self, name: str, command: list[str], log: Path, env: Mapping[str, str] = {}, **popen
+    ) -> None:
+        self.name, self._log, self._rest = name, log, b""
+        parent = os.getpid()
+        with log.open("wb") as errors:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=REPOSITORY,
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | env,
+                preexec_fn=lambda: die_with_parent(parent),
+                **popen,
+            )
+
+    def order(self, order: dict) -> None:
+        try:
+            self.popen.stdin.write(json.dumps(order).encode() + b"\n")
+            self.popen.stdin.flush()
+        except BrokenPipeError:
+            raise self.failed("is gone") from None
+
+    def answer(self, deadline_s: float = ANSWER_S) -> dict:
+        return json.loads(self.line(deadline_s))
+
+    def ask(self, order: dict, deadline_s: float = ANSWER_S) -> dict:
+        self.order(order)
+        return self.answer(deadline_s)
+
+    def line(self, deadline_s: float = ANSWER_S) -> str:
+        end = time.monotonic() + deadline_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.popen.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    raise self.failed(f"printed nothing for {deadline_s:g} s")
+                data = os.read(self.popen.stdout.fileno(), 1 << 16)
+                if not data:
+                    raise self.failed(f"ended with {self.popen.wait()}")
+                self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def end(self) -> None:
+        stop(self.popen, END_S)
+        self.popen.stdin.close()
+        self.popen.stdout.close()
+
+    def failed(self, what: str) -> Failed:
+        log = self._log.read_text(errors="replace").strip()[-3000:]
+        return Failed(f"{Path(sys.argv[0]).stem}: {self.name} {what}: {log}")
+
+
+def stop(process: subprocess.Popen, patience_s: float = 60.0) -> None:
+    """SIGTERM, and SIGKILL where that does not help."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answers() -> Callable[[dict], None]:
+    """In a `Child`, first of all: `say(answer)`. What libraries print goes into its log."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda answer: print(json.dumps(answer), file=out, flush=True)

@@ -1,0 +1,213 @@
+"""Versions of weights, as scripts want them: bit patterns, the rivals of the codec, and a store of
+whole tensors. Not a command."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+from harness import Failed
+
+from rose.transfer import codec
+
+Patterns = np.ndarray  # (n,) uint16 or uint32
+
+
+def last_versions(run: Path, count: int) -> tuple[Path, list[int]]:
+    """A run's store, of its last attempt, and its last `count` versions, of which each follows the
+    one before. Raises `Failed` where it has fewer."""
+    from rose.transfer.versions import readable
+
+    stores = sorted((run / "weights").glob("attempt-*"))
+    found = readable(stores[-1]) if stores else []
+    if len(found) < count or found[-1] - found[-count] != count - 1:
+        raise Failed(
+            f"{run}/weights has versions {found or 'none'}; {count}, one after the other, are "
+            "needed: fewer --steps, or a run with a larger transfer.keep_versions"
+        )
+    return stores[-1], found[-count:]
+
+
+def patterns(tensor) -> Patterns:
+    """Bits of a tensor on the CPU, flat; a view."""
+    import torch
+
+    wide = tensor.element_size() == 4
+    bits = tensor.detach().reshape(-1).view(torch.int32 if wide else torch.int16).numpy()
+    return bits.view(np.uint32 if wide else np.uint16)
+
+
+# --------------------------------------------------------------------------- rivals of the codec
+
+
+class Rival(NamedTuple):
+    """Written with numpy, as they are where they come from. `apply` changes the older values."""
+
+    name: str
+    encode: Callable[[Patterns, Patterns], Any]
+    apply: Callable[[Any, Patterns], None]
+
+
+def pack(*arrays: np.ndarray, level: int | None = 1) -> bytes:
+    """Each one by zstandard (`level` null: as it is) behind its length."""
+    raw = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays]
+    if level is not None:
+        raw = [zstandard.ZstdCompressor(level=level).compress(part) for part in raw]
+    return b"".join(struct.pack("<Q", len(part)) + part for part in raw)
+
+
+def unpack(data, *dtypes, level: int | None = 1) -> list[np.ndarray]:
+    parts, at = [], 0
+    for dtype in dtypes:
+        (size,) = struct.unpack_from("<Q", data, at)
+        part, at = memoryview(data)[at + 8 : at + 8 + size], at + 8 + size
+        if level is not None:
+            part = zstandard.ZstdDecompressor().decompress(part)
+        parts.append(np.frombuffer(part, dtype))
+    return parts
+
+
+def _coo(new: Patterns, old: Patterns) -> bytes:
+    at = np.flatnonzero(new != old).astype(np.int32)
+    return pack(at, new[at], level=None)
+
+
+def _apply_coo(data, values: Patterns) -> None:
+    at, new = unpack(data, np.int32, values.dtype, level=None)
+    values[at] = new
+
+
+def _apply_xor(data, values: Patterns) -> None:
+    values ^= unpack(data, values.dtype)[0]
+
+
+def _bitmask(new: Patterns, old: Patterns) -> bytes:
+    changed = new != old
+    return pack(np.packbits(changed), new[changed] - old[changed])
+
+
+def _apply_bitmask(data, values: Patterns) -> None:
+    mask, differences = unpack(data, np.uint8, values.dtype)
+    values[np.flatnonzero(np.unpackbits(mask, count=values.size))] += differences
+
+
+def byte_gaps(at: np.ndarray) -> np.ndarray:
+    """A byte per gap; 255 stands for 255 and more to come."""
+    gaps = np.diff(at, prepend=-1) - 1
+    ends = np.cumsum(gaps // 255 + 1) - 1
+    made = np.full(int(ends[-1]) + 1 if ends.size else 0, 255, np.uint8)
+    made[ends] = gaps % 255
+    return made
+
+
+def gap_positions(made: np.ndarray) -> np.ndarray:
+    ends = np.flatnonzero(made != 255)
+    return np.cumsum(made, dtype=np.int64)[ends] + np.arange(ends.size)
+
+
+def _gaps(name: str, difference: bool) -> Rival:
+    def encode(new: Patterns, old: Patterns) -> bytes:
+        at = np.flatnonzero(new != old)
+        return pack(byte_gaps(at), new[at] - old[at] if difference else new[at])
+
+    def apply(data, values: Patterns) -> None:
+        gaps, new = unpack(data, np.uint8, values.dtype)
+        at = gap_positions(gaps)
+        values[at] = new + (values[at] if difference else values.dtype.type(0))
+
+    return Rival(name, encode, apply)
+
+
+RIVALS = {
+    "ours": Rival("ours", codec.encode, codec.apply),
+    "coo": Rival("COO int32 + value", _coo, _apply_coo),
+    "xor": Rival("XOR + zstd-1", lambda new, old: pack(new ^ old), _apply_xor),
+    "bitmask": Rival("bitmask + difference, zstd-1", _bitmask, _apply_bitmask),
+    "gaps": _gaps("u8 gaps + value, zstd-1 (PULSE-like)", False),
+    "gapdiff": _gaps("u8 gaps + int16 difference, zstd-1", True),
+}
+
+
+class CodecOf:
+    """A rival in the place of `rose.transfer.codec`, as `publish` and `stage` use it; "dense" is
+    whole values every time. A payload's first byte: whether it needs a base."""
+
+    class Info(NamedTuple):
+        needs_base: bool
+
+    def __init__(self, name: str) -> None:
+        self._rival = RIVALS.get(name)
+
+    def encode(self, new: Patterns, old: Patterns | None) -> np.ndarray:
+        delta = old is not None and self._rival is not None
+        body = self._rival.encode(new, old) if delta else new.tobytes()
+        return np.frombuffer(bytes([delta, new.itemsize, 0, 0]) + body, np.uint8)
+
+    def info(self, payload) -> Info:
+        return self.Info(bool(payload[0]))
+
+    def decode(self, payload) -> Patterns:
+        return np.frombuffer(payload, f"<u{payload[1]}", offset=4).copy()
+
+    def apply(self, payload, values: Patterns) -> None:
+        if self.info(payload).needs_base:
+            self._rival.apply(memoryview(payload)[4:], values)
+        else:
+            values[:] = self.decode(payload)
+
+
+# --------------------------------------------------------------------------- a store
+
+
+class Alone:
+    """`rose.transfer.publish.Peers` of one."""
+
+    rank, world = 0, 1
+
+    def barrier(self) -> None:
+        pass
+
+    def sum(self, value: int) -> int:
+        return value
+
+
+class Whole:
+    """Publishes `tensors`, whole ones on the CPU that whoever holds this may replace; each rank
+    writes its blocks. `shape`: the model's, cut for engines of these tensor-parallel `degrees`."""
+
+    def __init__(self, store: Path, tensors: dict, shape, degrees=(1, 2), peers=None) -> None:
+        from rose.engine import layout
+        from rose.transfer.blocks import Tensor, cut
+        from rose.transfer.publish import Publisher
+        from rose.transfer.store import FORMAT, Plan
+
+        self.store, self.tensors, peers = store, tensors, peers or Alone()
+        listed = [
+            Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for name, t in tensors.items()
+        ]
+        cuts = {t.name: layout.cuts(t.name, t.shape, shape, degrees) for t in listed}
+        blocks = cut(listed, cuts, None, peers.world)
+        self._plan = Plan(FORMAT, "", peers.world, listed, blocks)
+        share = max(1, threads() // peers.world)
+        args = (self._plan, peers, self._read, share, 10**9, 4, 600.0)
+        self._publisher = Publisher(store, *args)
+
+    def publish(self, version: int):
+        return self._publisher.publish(version)
+
+    def _read(self, block) -> Patterns:
+        from rose.transfer.blocks import take
+
+        tensor = self._plan.tensors[block.tensor]
+        pieces = take(patterns(self.tensors[tensor.name]), 0, block, tensor.columns)
+        return np.concatenate([piece.reshape(-1) for piece in pieces])
+
+
+def threads() -> int:
+    return min(8, len(os.sched_getaffinity(0)))
