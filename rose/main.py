@@ -141,7 +141,7 @@ def run_role(
             case p.Role.REWARD:
                 from rose.reward.rank import RewardRank
 
-                asyncio.run(RewardRank(config, run_dir, me.index, mailbox, recorder).run())
+                asyncio.run(RewardRank(config, run_dir, attempt, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
                 from rose.trainer import rank as trainer
 

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,10 +16,11 @@ import pytest
 from rose import config as configuration
 from rose.comm import frames
 from rose.comm.tasks import Tasks
+from rose.reward import joiner
 from rose.reward import pool as pools
-from rose.reward import scorers
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Episode, Said, ScoringFailed
+from rose.reward.guests import Guests
 from rose.reward.pool import Answer, Hello, Pool
 from rose.reward.rank import start_worker
 from tests.conftest import compose_tree
@@ -60,7 +62,6 @@ class World:
         own = ("reward=function", f"reward.args.path={folder / 'mine.py'}:score")
         tree = compose_tree(*([] if "reward=command" in settings else own), *settings)
         self.config = configuration.from_dict(tree)
-        self.digest = scorers.digest(self.config.reward.args)
         configuration.save(self.config, folder / "config.json")
 
     def run(self, body) -> None:
@@ -68,11 +69,13 @@ class World:
 
         async def main():
             tasks = Tasks()
-            home = self.folder / "pool"
-            start = functools.partial(start_worker, self.folder, home, self.digest)
+            home = joiner.folder(self.folder, 0)
+            start = functools.partial(start_worker, self.folder, home)
             pool = Pool(self.config.reward, home, start, tasks.spawn)
             try:
                 await pool.open()
+                if self.config.reward.max_jobs:
+                    tasks.spawn(Guests(self.config, home, 1, pool, tasks.spawn).run())
                 async with asyncio.timeout(DEADLINE_S):
                     await tasks.run_until(body(pool))
             finally:
@@ -190,6 +193,37 @@ def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forg
     w.run(body)
 
 
+@pytest.mark.slow
+def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
+    w = world("cluster=dev", "reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=2")
+    command = [sys.executable, "-m", "rose.reward.joiner", "--run", str(w.folder), "--pool", "0"]
+
+    async def body(pool):
+        busy = w.score(pool, "own", "waits")
+        await until(lambda: w.tries("own"))
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            held = w.score(pool, number.name, "waits")
+            rank = await asyncio.create_subprocess_exec(*command)
+            await until(lambda: w.tries(number.name))  # noqa: B023
+            assert (pool.joined, pool.workers, pool.unmet()[0]) == (1, 1, 0)
+            rank.send_signal(number)
+            assert await rank.wait() == (0 if number is signal.SIGTERM else -number)
+            await until(lambda: pool.unmet()[0] == 1)
+            assert not pool.joined
+            rank = await asyncio.create_subprocess_exec(*command)
+            await until(lambda: len(w.tries(number.name)) == 2)  # noqa: B023
+            (w.folder / "go").touch()
+            assert (await held).joined
+            assert await rank.wait() == joiner.Ended.DONE  # idle for reward.idle_s
+            (w.folder / "go").unlink()
+        (w.folder / "go").touch()
+        assert not (await busy).joined
+        # neither of them counts as one of the answer's tries, of which it has two
+        assert (pool.retries, pool.failures) == (2, 0) and len(w.tries("own")) == 1
+
+    w.run(body)
+
+
 LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{}"
 
 
@@ -256,7 +290,7 @@ def test_workers_that_cannot_start_fail_what_waits(world):
     w.run(body)
     assert (
         "has changed since this attempt of the run began"
-        in (w.folder / "pool" / "worker-0.log").read_text()
+        in (joiner.folder(w.folder, 0) / "worker-0.log").read_text()
     )
 
 
@@ -269,7 +303,7 @@ def test_a_stranger_on_the_socket_gets_no_work(world):
         writer.write(frames.frame(msgspec.msgpack.encode(Hello("guess", 0))))
         assert await reader.read() == b""
         writer.close()
-        assert (w.folder / "pool" / "token").stat().st_mode & 0o777 == 0o600
+        assert (joiner.folder(w.folder, 0) / "token").stat().st_mode & 0o777 == 0o600
 
     w.run(body)
 
