@@ -32,7 +32,7 @@ class _Seat:
 
     rank: subprocess.Popen | None = None
     start_at: float = 0.0
-    since: float = field(default_factory=time.monotonic)  # nothing has been computed
+    since: float = field(default_factory=time.monotonic)  # no rank of it has joined
     over: bool = False
 
 
@@ -71,7 +71,7 @@ class Help:
         if code is None:
             return
         seat.rank, seat.start_at = None, now + PAUSE_S
-        if code == Ended.AGAIN:
+        if code == Ended.AGAIN or code < 0:  # it had joined, or was killed
             seat.since, seat.start_at = now, now
         seat.over = code in (Ended.DONE, Ended.REFUSED) or now - seat.since > WAIT_S
 

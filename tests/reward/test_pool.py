@@ -49,6 +49,8 @@ def score(episode):
         time.sleep(1000)
     while kind == "waits" and not (Path(episode.task["folder"]) / "go").exists():
         time.sleep(0.02)
+    while kind == "holds" and not (Path(episode.task["folder"]) / episode.trajectory).exists():
+        time.sleep(0.02)
     return float(os.getpid()), True
 """
 
@@ -193,32 +195,45 @@ def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forg
     w.run(body)
 
 
+JOB = """
+import sys
+from pathlib import Path
+from rose.reward.job import Help
+print(Help(Path(sys.argv[1]), 0)())
+"""
+
+
 @pytest.mark.slow
 def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
+    """A job is ended, another's rank killed. Neither is a try of the answer, which has two."""
     w = world("cluster=dev", "reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=2")
-    command = [sys.executable, "-m", "rose.reward.joiner", "--run", str(w.folder), "--pool", "0"]
 
     async def body(pool):
-        busy = w.score(pool, "own", "waits")
+        async def job():
+            return await asyncio.create_subprocess_exec(sys.executable, "-c", JOB, str(w.folder))
+
+        async def begun(count):
+            await until(lambda: len(w.tries("held")) == count)
+
+        busy = w.score(pool, "own", "holds")
         await until(lambda: w.tries("own"))
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            held = w.score(pool, number.name, "waits")
-            rank = await asyncio.create_subprocess_exec(*command)
-            await until(lambda: w.tries(number.name))  # noqa: B023
-            assert (pool.joined, pool.workers, pool.unmet()[0]) == (1, 1, 0)
-            rank.send_signal(number)
-            assert await rank.wait() == (0 if number is signal.SIGTERM else -number)
-            await until(lambda: pool.unmet()[0] == 1)
-            assert not pool.joined
-            rank = await asyncio.create_subprocess_exec(*command)
-            await until(lambda: len(w.tries(number.name)) == 2)  # noqa: B023
-            (w.folder / "go").touch()
-            assert (await held).joined
-            assert await rank.wait() == joiner.Ended.DONE  # idle for reward.idle_s
-            (w.folder / "go").unlink()
-        (w.folder / "go").touch()
+        held = w.score(pool, "held", "holds")
+        await until(lambda: pool.unmet()[0] == 1)
+        first = await job()
+        await begun(1)
+        assert (pool.joined, pool.workers, pool.unmet()[0]) == (1, 1, 0)
+        first.terminate()
+        assert await first.wait() == 0
+        await until(lambda: pool.unmet()[0] == 1 and not pool.joined)
+        second = await job()
+        await begun(2)
+        psutil.Process(w.tries("held")[1]).parent().kill()
+        await begun(3)
+        (w.folder / "held").touch()
+        assert (await held).joined
+        assert await second.wait() == 0  # idle for reward.idle_s
+        (w.folder / "own").touch()
         assert not (await busy).joined
-        # neither of them counts as one of the answer's tries, of which it has two
         assert (pool.retries, pool.failures) == (2, 0) and len(w.tries("own")) == 1
 
     w.run(body)
