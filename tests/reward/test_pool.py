@@ -206,7 +206,8 @@ print(Help(Path(sys.argv[1]), 0)())
 @pytest.mark.slow
 def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
     """A job is ended, another's rank killed. Neither is a try of the answer, which has two."""
-    w = world("cluster=dev", "reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=2")
+    own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=2", "reward.timeout_s=200")
+    w = world("cluster=dev", *own)
 
     async def body(pool):
         async def job():
