@@ -40,8 +40,12 @@ class Installed:
         ours = Path(sys.prefix)  # mpich's wheel has files beside the packages
         for file in (*ours.glob("lib/*.so*"), *ours.glob("bin/mpi*"), *ours.glob("bin/hydra*")):
             (self.venv / file.relative_to(ours)).symlink_to(file)
-        self.environ = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}", "COLUMNS": "200"}
-        self.environ.pop("PYTHONPATH", None)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """This process's, with the environment activated and no checkout on the path."""
+        own = {"PATH": f"{self.bin}:{os.environ['PATH']}", "COLUMNS": "200"}
+        return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own
 
     @staticmethod
     def _run(*arguments: str, cwd: Path | None = None) -> None:
