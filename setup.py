@@ -1,4 +1,5 @@
-"""What pyproject.toml can't say: a wheel has conf/ and the model recipes inside of the package.
+"""What pyproject.toml can't say: a wheel has conf/, the model recipes and the scripts for sbatch
+inside of the package.
 
 In a checkout they stay where they are (rose/places.py).
 """
@@ -19,9 +20,10 @@ class WithConf(build_py):
             return
         package = Path(self.build_lib) / "rose"
         shutil.copytree(HERE / "conf", package / "conf", dirs_exist_ok=True)
-        (package / "scripts").mkdir(exist_ok=True)
-        for recipe in (HERE / "scripts").glob("make_*.py"):
-            shutil.copy(recipe, package / "scripts")
+        for folder, pattern in (("scripts", "make_*.py"), ("slurm", "*.sbatch")):
+            (package / folder).mkdir(exist_ok=True)
+            for file in (HERE / folder).glob(pattern):
+                shutil.copy(file, package / folder)
 
 
 setup(cmdclass={"build_py": WithConf})

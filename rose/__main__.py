@@ -8,6 +8,7 @@
     rose show RUN [...]              trajectories of a run as conversations
     rose state RUN                   what became of a run's Slurm job
     rose doctor [KEY=VALUE ...]      what works on this machine or cluster
+    rose slurm                       a folder: sbatch $(rose slurm)/serving.sbatch name=RUN
 
 `rose COMMAND --help` says more. Completion in bash: eval "$(rose -sc install=bash)".
 """
@@ -39,9 +40,15 @@ def main() -> int:
         return _complete(arguments)
     if name in MODES:
         return _front(name, arguments)
+    if name == "slurm":
+        from rose.places import SLURM
+
+        print(SLURM)
+        return 0
     if name not in MODULES:
         print(
-            f"rose: no command {name!r}; there are {', '.join([*MODES, *MODULES])}", file=sys.stderr
+            f"rose: no command {name!r}; there are {', '.join([*MODES, *MODULES, 'slurm'])}",
+            file=sys.stderr,
         )
         return 2
     if importlib.util.find_spec(MODULES[name]) is None:
@@ -59,7 +66,7 @@ def _complete(arguments: list[str]) -> int:
     command = re.match(r"\s*\S+\s+(\S+)\s", line)  # one that is whole: something follows it
     known = command and command[1] in {*MODES, "doctor"}
     if arguments[:1] == ["query=bash"] and not known:
-        print(*MODES, *MODULES)
+        print(*MODES, *MODULES, "slurm")
         return 0
     os.environ["COMP_LINE"] = re.sub(r"^(\s*\S+)\s+\S+", r"\1", line)
     return _front("train", ["-sc", *arguments])

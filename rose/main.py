@@ -143,7 +143,7 @@ def run_role(
             case p.Role.REWARD:
                 from rose.reward.rank import RewardRank
 
-                asyncio.run(RewardRank(config, run_dir, me.index, mailbox, recorder).run())
+                asyncio.run(RewardRank(config, run_dir, attempt, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
                 with importing("mlflow"):  # of DeepSpeed's autotuner: another second
                     from rose.trainer import rank as trainer

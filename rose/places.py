@@ -1,7 +1,7 @@
 """Where ROSE's own files are: in a checkout, or inside of the installed package.
 
-A wheel has conf/ and the model recipes of scripts/ within rose/ (setup.py); a checkout has them
-beside it, and its folder is put on the path of every process that a run starts.
+A wheel has conf/, the model recipes of scripts/ and the scripts of slurm/ within rose/ (setup.py);
+a checkout has them beside it, and its folder is put on the path of every process that a run starts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 REPOSITORY = PACKAGE.parent  # above the package: a checkout, or the folder of installed packages
 INSTALLED = (PACKAGE / "conf").is_dir()
-FILES = PACKAGE if INSTALLED else REPOSITORY  # above conf/ and scripts/
+FILES = PACKAGE if INSTALLED else REPOSITORY  # above conf/, scripts/ and slurm/
 CONF = FILES / "conf"
+SLURM = FILES / "slurm"  # scripts for sbatch
 CHECKOUT = None if INSTALLED else REPOSITORY
 
 

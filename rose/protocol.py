@@ -260,6 +260,7 @@ class TrajectoryScored(Message):
     timed_out: bool = False
     queue_s: float = 0.0  # until a worker took it
     score_s: float = 0.0  # until it had the score
+    by_job: bool = False  # by a worker of a Slurm job
     error: str = ""
 
 
@@ -267,6 +268,16 @@ class CancelScore(Message):
     """Environment host -> reward rank: nobody wants it any more."""
 
     id: str
+
+
+class RewardDemand(Message):
+    """Reward rank -> coordinator: so many scores wait although its own workers are all up, the
+    oldest for so long; so many ranks of Slurm jobs have joined it."""
+
+    index: int
+    waiting: int
+    waited_s: float
+    joined: int
 
 
 class CancelTrajectory(Message):
@@ -556,6 +567,7 @@ AnyMessage = (
     | ScoreTrajectory
     | TrajectoryScored
     | CancelScore
+    | RewardDemand
     | WorkerReady
     | WorkerDown
     | WorkerLoad

@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 import aiohttp
 import msgspec
 import yaml
+from bench_agents_program import converse
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +46,7 @@ from rose import config, models
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.agent import Agent
-from rose.agent.envs.base import Action, Step, ToolCall
+from rose.agent.envs.base import Action, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
@@ -109,48 +108,6 @@ def slow_score(episode: Episode) -> float:
     return episode.reward
 
 
-async def converse(seed: int, turns: int, ask: Callable[[dict], Awaitable[dict]]) -> None:
-    """FrozenLake over chat completions: `ask` posts a body and returns the answer's."""
-    lake = FrozenLake()
-    start = await lake.reset(seed)
-    messages = list(start.messages)
-    for _ in range(turns):
-        answer = await ask({"model": "m", "messages": messages, "tools": start.tools})
-        if "choices" not in answer:  # the context is full
-            break
-        message = answer["choices"][0]["message"]
-        messages.append(message)
-        calls = message.get("tool_calls") or []
-        if not calls:
-            messages.append({"role": "user", "content": "Call move."})
-        for call in calls:
-            function = call["function"]
-            step = await lake.step(
-                Action("", ToolCall(function["name"], json.loads(function["arguments"])))
-            )
-            if step.done:
-                return
-            messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "content": step.observation}
-            )
-
-
-def solve(task: dict) -> float:
-    """`converse` as env.args.function calls it."""
-
-    async def ask(body: dict) -> dict:
-        request = urllib.request.Request(
-            os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-            json.dumps(body).encode(),
-            {"x-api-key": os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as got:
-            return json.load(got)
-
-    asyncio.run(converse(task["seed"], int(os.environ["BENCH_TURNS"]), ask))
-    return 0.0
-
-
 class Bench:
     def __init__(
         self, engine: Any, chat: ChatFormat, context: int, gateway: Gateway, turns: int
@@ -158,7 +115,7 @@ class Bench:
         self.engine, self.chat, self.context, self.gateway = Engine(engine), chat, context, gateway
         self.limits = config.Env("frozen_lake", {}, turns, NEW, 300.0, 1)
         os.environ["BENCH_TURNS"] = str(turns)
-        function = f"{Path(__file__).resolve()}:solve"
+        function = f"{REPOSITORY}/scripts/bench_agents_program.py:solve"
         self.agent = Agent(function=function, environment=["BENCH_TURNS"])
         self.beside: list[float] = []  # of each call, seconds beside its turn
 

@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rose import config as configuration
 from rose.processes import importing
+from tests.installed import Installed
 
 # Speed is measured in benchmarks, not in tests; and the same examples each time, so that a failure
 # is one of the commit that has it. Others are drawn with --hypothesis-profile=default.
@@ -111,6 +112,12 @@ def compose_tree(*overrides: str) -> dict:
 EIGHT_GPUS = "".join(
     f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8)
 )
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory):
+    """ROSE from a wheel, in an environment of its own."""
+    return Installed(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture

@@ -154,6 +154,15 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "env=prompts env.max_new_tokens=8 env.args.data=x env.args.reward=null",
             ["env.args.reward=null", "reward="],
         ),
+        (
+            "reward=function reward.args.path=a.py:f reward.max_jobs=2",
+            ["reward.max_jobs=2", "cluster=slurm", "raise reward.max_workers=2"],
+        ),
+        ("cluster=dev reward.max_jobs=2", ["reward.max_jobs=2", "reward=environment"]),
+        (
+            "cluster=dev cluster/mpi=openmpi reward=function reward.args.path=a.py:f reward.max_jobs=2",
+            ["reward.max_jobs=2", "no rank can join"],
+        ),
         ("name=../up", ["name='../up'", "letters"]),
         ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
         ("~trainer.steps", ["trainer.steps", "missing"]),

@@ -1,7 +1,7 @@
 """ROSE from a wheel: the command `rose` in a folder that knows no checkout."""
 
+import functools
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,63 +9,28 @@ from pathlib import Path
 import pytest
 
 from rose.observe.metrics import read_metrics, rows_of
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-SECONDS = 600
-PARTS = ("rose", "conf", "scripts", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A folder into which pip has installed a wheel, made of an sdist of this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for part in PARTS:
-        if (REPOSITORY / part).is_dir():
-            junk = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / part, source / part, ignore=junk)
-        else:
-            shutil.copy(REPOSITORY / part, source)
-    sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
-    subprocess.run(
-        [sys.executable, "-c", sdist], cwd=source, check=True, timeout=SECONDS, capture_output=True
-    )
-    (made,) = folder.glob("*.tar.gz")
-    shutil.rmtree(source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    built = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
-    subprocess.run([*pip, *built, str(made)], check=True, timeout=SECONDS)
-    (wheel,) = folder.glob("*.whl")
-    target = ["install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
-    subprocess.run([*pip, *target], check=True, timeout=SECONDS)
-    return folder / "site"
+from tests.installed import REPOSITORY, SECONDS
 
 
 @pytest.fixture
-def rose(site, tmp_path):
+def site(installed):
+    return installed.site
+
+
+@pytest.fixture
+def rose(installed, tmp_path):
     """rose("train", "a=b", ...) -> the ended command, in an empty folder."""
-
-    def run(*arguments, **variables):
-        return subprocess.run(
-            [str(site / "bin" / "rose"), *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(site), "COLUMNS": "200"} | variables,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-
-    return run
+    return functools.partial(installed.rose, cwd=tmp_path)
 
 
-def test_the_wheel_has_all_of_conf_and_the_recipes(site):
+def test_the_wheel_has_all_of_conf_the_recipes_and_the_scripts_for_sbatch(site, rose):
     def below(folder):
         return sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
 
     assert below(site / "rose" / "conf") == below(REPOSITORY / "conf")
     assert (site / "rose" / "scripts" / "make_tiny_model.py").is_file()
     assert not (site / "rose" / "scripts" / "house.py").exists()
+    assert (Path(rose("slurm").stdout.strip()) / "serving.sbatch").is_file()
 
 
 def test_its_help_lists_the_commands_and_an_unknown_one_is_refused(rose):
@@ -83,13 +48,13 @@ def test_a_bad_key_is_refused_as_by_launch(rose, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_checkout_the_job_finds_rose_as_any_package(rose, site):
+def test_without_a_checkout_the_job_finds_rose_as_any_package(rose, installed):
     done = rose(
         "train", "+experiment=qwen7b", "cluster=slurm", "cluster.dry_run=true", "serving=none"
     )
     assert done.returncode == 0, done.stderr
     script = done.stdout.partition("#!/bin/bash")[2]
-    assert f"exec {sys.executable} -u -m submitit.core._submit" in script
+    assert f"exec {installed.bin / 'python'} -u -m submitit.core._submit" in script
     assert "PYTHONPATH" not in script and str(REPOSITORY / "rose") not in script
 
 
@@ -126,11 +91,8 @@ def complete(line, cwd, install, path):
     return done.stdout.split()
 
 
-def test_bash_completes_options_of_both_front_doors(site, tmp_path):
-    installed = os.environ | {
-        "PYTHONPATH": str(site),
-        "PATH": f"{site / 'bin'}:{os.environ['PATH']}",
-    }
+def test_bash_completes_options_of_both_front_doors(installed, tmp_path):
+    installed = installed.environ
     found = complete("rose train env=", tmp_path, "rose -sc install=bash", installed)
     assert {"env=frozen_lake", "env=games", "env=prompts"} <= set(found)
     assert complete("rose pl", tmp_path, "rose -sc install=bash", installed) == ["plan"]

@@ -109,6 +109,7 @@ async def score(
         "reward_queue_s": scored.queue_s,
         "reward_score_s": scored.score_s,
         "reward_timed_out": float(scored.timed_out),
+        "reward_by_job": float(scored.by_job),
     }
     return scored.reward, scoring.success(scored), stats
 

@@ -31,7 +31,7 @@ class Guest:
         writer: asyncio.StreamWriter,
         port: str,
     ) -> None:
-        self._porter, self._reader, self._writer = porter, reader, writer
+        self._porter, self.reader, self.writer = porter, reader, writer  # of frames
         self.port = port  # where the rank connects
         self.last_seen = time.monotonic()
         self._closing = False
@@ -75,7 +75,7 @@ class Guest:
 
     async def accept(self) -> None:
         """The rank connects in this moment. Raises `GuestGone` when it does not."""
-        self._writer.write(frame(b""))
+        self.writer.write(frame(b""))
         await self._frame()
         self.last_seen = time.monotonic()
 
@@ -90,8 +90,12 @@ class Guest:
 
     def send(self, message: Message) -> None:
         """Queue it; returns at once. What is for one who is gone goes nowhere."""
-        if not self._closing and not self._writer.is_closing():
-            self._writer.write(frame(encode(message)))
+        self.forward(encode(message))
+
+    def forward(self, data: bytes) -> None:
+        """`send`, of bytes that are no message of `rose.comm.wire`."""
+        if not self._closing and not self.writer.is_closing():
+            self.writer.write(frame(data))
 
     async def close(self, deadline_s: float = 1.0) -> None:
         """Let what is queued go, then end the porter."""
@@ -100,20 +104,20 @@ class Guest:
         self._closing = True
         try:
             async with asyncio.timeout(deadline_s):
-                await self._writer.drain()
-            self._writer.write_eof()
+                await self.writer.drain()
+            self.writer.write_eof()
             async with asyncio.timeout(deadline_s):
                 await self._porter.wait()
         except (TimeoutError, OSError):
             pass  # it hangs, or is gone; either way it ends here
         finally:
-            self._writer.close()  # the porter ends of that
+            self.writer.close()  # the porter ends of that
             if self._porter.returncode is None:
                 self._porter.kill()
 
     async def _frame(self) -> bytes:
         try:
-            return await frames.read(self._reader, MAX_BYTES)
+            return await frames.read(self.reader, MAX_BYTES)
         except frames.FrameError as error:
             raise GuestGone(f"its porter sends no frames: {error}") from None
         except (asyncio.IncompleteReadError, OSError):

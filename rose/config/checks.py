@@ -283,6 +283,24 @@ def _check_reward(c: Config, need: Need) -> None:
         "reward.adaptive",
         "deterministic=true needs false: what a score may take would depend on the machine's speed",
     )
+    if r.max_jobs:
+        need(
+            r.pools > 0 and c.rollout.replay is None,
+            "reward.max_jobs",
+            "0: with reward=environment, or rollout.replay, there is nothing for them to compute",
+        )
+        need(
+            c.cluster.kind == "slurm" or c.mode != "train",
+            "reward.max_jobs",
+            "they are submitted to Slurm: cluster=slurm; on this machine raise reward.max_workers="
+            f"{r.max_workers} instead",
+        )
+        need(
+            c.cluster.mpi.join,
+            "reward.max_jobs",
+            f"0: with cluster.mpi.name={c.cluster.mpi.name} no rank can join a run; or another "
+            "cluster/mpi=",
+        )
     for name, member in c.env.members.items():
         unscored = member.name in ("prompts", "mcp") and member.args.get("reward", "") is None
         if unscored and not r.pools:
@@ -457,7 +475,12 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         "cluster.slurm.borrowed.nodes",
         "such a job is one engine: 1",
     )
-    for name in ("trainer", "rollout", "borrowed"):
+    need(
+        c.cluster.slurm.reward.nodes in (None, 1),
+        "cluster.slurm.reward.nodes",
+        "such a job has one node: 1; reward.max_jobs says how many there may be",
+    )
+    for name in ("trainer", "rollout", "borrowed", "reward"):
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             need(
                 option.startswith("--"),

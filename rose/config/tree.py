@@ -135,6 +135,8 @@ class Reward(Section):
     ranks: Count  # CPU ranks of the run, each with a pool of workers
     min_workers: Natural  # of each rank
     max_workers: Count
+    # Slurm jobs of the run that compute rewards besides, while its workers have more than they can
+    max_jobs: Natural
     per_worker: Count  # scores that a worker computes at once
     idle_s: Positive  # after which a worker that isn't needed ends
     timeout_s: Positive  # of one score
@@ -367,6 +369,8 @@ class Slurm(Section):
     rollout: Component  # the engines
     # a job with one more engine, which the run asks for itself (scheduler/provisioning=on_demand)
     borrowed: Component
+    # a job that computes rewards (reward.max_jobs): a worker for each of its CPUs
+    reward: Component
     pending_s: Positive  # such a job may wait in the queue for so long; then it counts as refused
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     container: Container | None

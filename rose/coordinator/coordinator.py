@@ -28,6 +28,7 @@ from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
+from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.step_metrics import (
     by_member,
     evaluation_by_member,
@@ -98,6 +99,7 @@ class Coordinator:
         self.provisioner = Provisioner(
             config, self.run_dir, self.hub.feed, self._fault, self._change
         )
+        self.reward_jobs = RewardJobs(config, self.run_dir, self._fault, self._change)
         self.exports = Exports(config, self.run_dir, self._fault)
         # role -> index -> rank
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}
@@ -135,6 +137,8 @@ class Coordinator:
             tasks.spawn(self.borrowed.run())
         if self.config.scheduler.provisioning.name != "fixed":
             tasks.spawn(self.provisioner.run())
+        if self.config.reward.max_jobs:
+            tasks.spawn(self.reward_jobs.run())
         try:
             await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
@@ -405,11 +409,17 @@ class Coordinator:
         self.metrics.write(
             self.step,
             step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
-            | (reward_row(groups, times, self.rollouts.take_scoring_failures()) if rewarded else {})
+            | (self._reward_row(groups, times) if rewarded else {})
             | by_member(self.members, [t for group in groups for t in group]),
         )
         self.journal.flush()
         self.recorder.span("step", began, synced, step=self.step)
+
+    def _reward_row(
+        self, groups: list[list[p.Trajectory]], times: dict[str, float]
+    ) -> dict[str, Any]:
+        jobs = {"reward_jobs": self.reward_jobs.running} if self.config.reward.max_jobs else {}
+        return reward_row(groups, times, self.rollouts.take_scoring_failures()) | jobs
 
     # ----------------------------------------------------------------- waiting
 
@@ -491,6 +501,8 @@ class Coordinator:
                 self.trained[message.index] = message
             case p.DeviceChanged():
                 self.device.received(message)
+            case p.RewardDemand():
+                self.reward_jobs.demand(message)
             case p.Goodbye():
                 self.gone.add(message.rank)
             case p.RankFailed():
@@ -506,6 +518,7 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
             self.hub.log.flush()
+            self.reward_jobs.tick()
             workers = {
                 name: WorkerStatus(
                     tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,

@@ -1,7 +1,7 @@
-"""Carries out the scheduler's requests for capacity: submits jobs that lend a worker, watches them,
-cancels them.
+"""Carries out requests for capacity: submits jobs that lend an engine or compute rewards, watches
+them, cancels them.
 
-Left out: when to request one (rose/policies), and the job's text
+Left out: when to request one (a policy of the scheduler's; reward_jobs.py), and the job's text
 (rose/launch/sbatch.py).
 """
 
@@ -22,7 +22,7 @@ from rose.scheduler import events as ev
 
 LOOK_S = 5.0  # between two questions to Slurm, of all jobs at once
 COMMAND_S = 60.0
-PROGRAM = (sys.executable, "-m", "rose.lending.rank.job")
+PROGRAMS = {lent.ENGINES: "rose.lending.rank.job", lent.REWARDS: "rose.reward.job"}  # submit one
 
 
 @dataclass
@@ -33,8 +33,8 @@ class _Job:
 
 
 class Provisioner:
-    """`feed` passes an event to the scheduler. The jobs are noted in status/lent.json, so that the
-    next attempt finds them."""
+    """`feed` takes what becomes of the requests. The jobs are noted in the run's folder as those of
+    `kind` (rose/launch/lent.py), so that the next attempt finds them."""
 
     def __init__(
         self,
@@ -43,7 +43,9 @@ class Provisioner:
         feed: Callable[[ev.Event], None],
         on_fault: Callable[[str, str], None],
         on_change: Callable[[str, str], None],
+        kind: str = lent.ENGINES,
     ) -> None:
+        self._kind = kind
         self._config, self._run_dir, self._feed = config, Path(run_dir), feed
         self._on_fault, self._on_change = on_fault, on_change
         self._jobs: dict[str, _Job] = {}
@@ -53,7 +55,7 @@ class Provisioner:
         self._wishes: asyncio.Queue[ev.Action] = asyncio.Queue()
 
     def do(self, action: ev.RequestCapacity | ev.ReleaseCapacity) -> None:
-        """Begin to carry it out; its end becomes an event of the scheduler."""
+        """Begin to carry it out; `feed` gets how it ends."""
         self._wishes.put_nowait(action)
 
     async def run(self) -> None:
@@ -80,7 +82,7 @@ class Provisioner:
     async def _adopt(self) -> None:
         """Jobs of an earlier attempt that are still there, or may be: `_watch` finds out which have
         ended."""
-        for request, job in lent.noted(self._run_dir).items():
+        for request, job in lent.noted(self._run_dir, self._kind).items():
             try:
                 there = await asyncio.to_thread(state.is_active, job)
             except RuntimeError as error:
@@ -90,7 +92,9 @@ class Provisioner:
                 self._queued(request, job)
 
     async def _submit(self, request: str) -> None:
-        code, out, err = await _command(*PROGRAM, str(self._run_dir), request)
+        code, out, err = await _command(
+            sys.executable, "-m", PROGRAMS[self._kind], str(self._run_dir), request
+        )
         self._submitting.discard(request)
         if code:
             self._unwanted.discard(request)
@@ -158,7 +162,8 @@ class Provisioner:
             self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=what))
 
     def _remember(self) -> None:
-        lent.note(self._run_dir, {request: job.id for request, job in self._jobs.items()})
+        jobs = {request: job.id for request, job in self._jobs.items()}
+        lent.note(self._run_dir, jobs, self._kind)
 
 
 async def _command(*command: str) -> tuple[int, str, str]:

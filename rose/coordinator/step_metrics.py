@@ -93,6 +93,7 @@ def reward_row(
         "reward_score_s_mean": float(np.mean([t.stats["reward_score_s"] for t in scored])),
         "reward_timeouts": sum(t.stats["reward_timed_out"] > 0 for t in scored),
         "reward_failures": failures,
+        "reward_by_jobs": float(np.mean([t.stats.get("reward_by_job", 0.0) for t in scored])),
     }
 
 

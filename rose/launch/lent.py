@@ -1,4 +1,5 @@
-"""The jobs that a run has asked for, which lend it engines: status/lent.json of its folder."""
+"""The jobs that a run has asked for: in status/ of its folder, lent.json of those that lend it
+engines, rewards.json of those that compute rewards."""
 
 from __future__ import annotations
 
@@ -9,31 +10,33 @@ from pathlib import Path
 from rose.files import write_whole
 
 COMMAND_DEADLINE_S = 60.0
+ENGINES, REWARDS = "lent", "rewards"
 
 
-def note(run_dir: Path, jobs: dict[str, str]) -> None:
+def note(run_dir: Path, jobs: dict[str, str], kind: str = ENGINES) -> None:
     """Remember the run's jobs, request -> id, for its next attempt and its end."""
-    path = _path(run_dir)
+    path = _path(run_dir, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(jobs) + "\n").encode())
 
 
-def noted(run_dir: Path) -> dict[str, str]:
-    path = _path(run_dir)
+def noted(run_dir: Path, kind: str = ENGINES) -> dict[str, str]:
+    path = _path(run_dir, kind)
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def cancel_all(run_dir: Path) -> None:
     """The run is over: give back what it asked for. Prints what Slurm refuses."""
-    jobs = list(noted(run_dir).values())
+    jobs = [job for kind in (ENGINES, REWARDS) for job in noted(run_dir, kind).values()]
     if not jobs:
         return
     done = subprocess.run(
         ["scancel", *jobs], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S
     )
     print(f"scancel {' '.join(jobs)}: {done.stderr.strip() or 'done'}", flush=True)
-    note(run_dir, {})
+    for kind in (ENGINES, REWARDS):
+        note(run_dir, {}, kind)
 
 
-def _path(run_dir: Path) -> Path:
-    return Path(run_dir) / "status" / "lent.json"
+def _path(run_dir: Path, kind: str) -> Path:
+    return Path(run_dir) / "status" / f"{kind}.json"

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "serving.*",
     "reward.ranks",
     "reward.*_workers",
+    "reward.max_jobs",
     "reward.per_worker",
     "reward.idle_s",
     "reward.deadline_s",

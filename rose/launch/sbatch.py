@@ -58,7 +58,12 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
     """The batch script of a job that lends the run one more engine (rose/lending/rank/job.py);
     `run_dir` absolute."""
-    options = _component_options(c, c.cluster.slurm.borrowed, 1, 1, c.rollout.tensor_parallel)
+    return helper_script(c, c.cluster.slurm.borrowed, c.rollout.tensor_parallel, run_dir, name)
+
+
+def helper_script(c: Config, component: Component, gpus: int, run_dir: Path, name: str) -> str:
+    """... of a job of one task that helps the run."""
+    options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
         command=_submitted(python, run_dir),
@@ -160,7 +165,7 @@ def _component_options(
         "ntasks-per-node": ranks_per_node,
         "cpus-per-task": cpus_of(component, c.rollout),
     }
-    if c.cluster.gpus:
+    if c.cluster.gpus and gpus:
         options["gpus-per-node"] = gpus
     for name in ("partition", "account", "qos", "constraint", "mem", "time"):
         if getattr(component, name) is not None:

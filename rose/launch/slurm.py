@@ -11,9 +11,10 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -127,6 +128,16 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
         ("end it", f"scancel {job.job_id}"),
     ):
         console.print(f"  {what + ':':35} {command}", soft_wrap=True, markup=False, highlight=False)
+
+
+def submit_helper(run_dir: Path, text: str, work: Callable[[], object]) -> int:
+    """Submit a job that helps a run, and print its id: a command's exit code."""
+    try:
+        print(Executor(sbatch.folder(run_dir), text).submit(work).job_id)
+    except FailedJobError as error:
+        print(str(error).strip(), file=sys.stderr)
+        return 1
+    return 0
 
 
 class RunFailed(RuntimeError):

@@ -94,10 +94,13 @@ def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:
     means = "; ".join(f"{name} {series.mean_of(scored, key) or 0:.3g} s" for name, key in counted)
     failed = sum(row["reward_failures"] for row in scored)
     late = sum(row["reward_timeouts"] for row in scored)
+    jobs = max(row.get("reward_jobs") or 0 for row in scored)
+    by_jobs = series.mean_of(scored, "reward_by_jobs") or 0
+    joined = f" Slurm jobs, {jobs} at most, computed {by_jobs:.1%} of them." if by_jobs else ""
     return {
         "Rewards": f"<p>On average {means}. Only scores were missing for "
         f"{waited_s / max(rollout_s, 1e-9):.1%} of the rollouts' time. Episodes without a score, "
-        f"which were replaced: {failed:,}. Answers that used their time up: {late:,}.</p>"
+        f"which were replaced: {failed:,}. Answers that used their time up: {late:,}.{joined}</p>"
     }
 
 

@@ -2,5 +2,6 @@
 that run them.
 
 May import `rose.config`, `rose.comm`, `rose.protocol` and what lies below; must know nothing of
-engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker.
+engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker; `job.py`
+submits Slurm jobs, whose ranks (`joiner.py`) join a pool through its `guests.py`.
 """

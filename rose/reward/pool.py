@@ -2,9 +2,11 @@
 
 Workers are started when answers wait and none is free, up to `max_workers`, and ended when they
 have had nothing to do for `idle_s`, down to `min_workers`. Each connects to the pool's socket with
-its token, so that it doesn't matter who started it. An answer whose worker dies, hangs or fails is
-scored once more by another worker, if there may be one; then it has failed. A worker that doesn't
-answer within its limit and `GRACE_S` is killed.
+its token, so that it doesn't matter who started it: besides these workers of its own host it takes
+those that join from Slurm jobs (guests.py). An answer whose worker dies, hangs or fails is scored
+once more by another worker, if there may be one; then it has failed. A worker that doesn't answer
+within its limit and `GRACE_S` is killed. When a job is preempted or killed, that is no fault of the
+answers that it held: each is scored elsewhere, after `LOSSES` of its jobs no more.
 """
 
 from __future__ import annotations
@@ -27,55 +29,44 @@ from rose.comm import frames
 from rose.comm.address import LOOPBACK
 from rose.config import Reward
 from rose.files import write_whole
+from rose.reward import scorers
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Score, ScoringFailed
+from rose.reward.messages import (
+    BEAT,
+    FRAME_BYTES,
+    HELLO_BYTES,
+    LOST_S,
+    Answer,
+    Hello,
+    Leaving,
+    Work,
+)
 
 TRIES = 2  # of an answer, by different workers where there are several
+LOSSES = 4  # of an answer's jobs: one that takes its whole job with it must end, too
 GRACE_S = 5.0  # beyond an answer's limit, for a worker to say that it was reached
 START_S = 120.0  # for a worker to start and connect: user code may import much
 BAD_STARTS = 3  # in a row, after which what waits has failed
 SAVE_S = 5.0  # between two writes of what the limits rest on
-FRAME_BYTES = 2**28
-HELLO_BYTES = 4_096  # of whom the pool doesn't know yet
 PAUSE_S = 30.0  # after such starts, before the next
 LOOK_S = 0.2  # between two looks at the workers
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> pool: its first word."""
-
-    token: str
-    worker: int
-
-
-class Work(msgspec.Struct, frozen=True, tag=True):
-    """Pool -> worker: score this episode (JSON) within `limit_s` seconds."""
-
-    number: int
-    limit_s: float
-    episode: bytes
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> pool: `score`, or why there is none."""
-
-    number: int
-    score: Score | None
-    error: str
-    seconds: float
-
-
 @dataclass(frozen=True)
 class Scored:
-    """`queue_s`: until a worker took it; `seconds`: until it had the score."""
+    """`queue_s`: until a worker took it; `seconds`: until it had the score; `joined`: by a worker
+    of a Slurm job."""
 
     score: Score
     queue_s: float
     seconds: float
+    joined: bool
 
 
 class Process(Protocol):
-    """A started worker: `poll` is null while it runs, `kill` ends it."""
+    """A started worker: `poll` is null while it runs, `kill` ends it. Of a joined one `rest` ends
+    it for good, and after `kill` its job may send another."""
 
     def poll(self) -> int | None: ...
 
@@ -95,6 +86,7 @@ class _Job:
     future: asyncio.Future[Scored]
     asked: float  # monotonic
     tried: list[int] = field(default_factory=list)  # workers
+    losses: int = 0
     error: str = ""
     begun: float = 0.0  # monotonic: when a worker took it
     deadline: float = 0.0
@@ -107,6 +99,7 @@ class _Worker:
     writer: asyncio.StreamWriter | None = None  # null until it has connected
     jobs: dict[int, _Job] = field(default_factory=dict)
     free_since: float = 0.0
+    joined: bool = False  # from a Slurm job
 
 
 class Pool:
@@ -131,6 +124,7 @@ class Pool:
     async def open(self) -> None:
         """Listen, and start the least number of workers."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._folder / "digest", scorers.digest(self._settings.args).encode())
         write_whole(self._folder / "token", f"{self._token}\n".encode(), private=True)
         self._server = await asyncio.start_server(self._connected, LOOPBACK, 0)
         self._address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
@@ -166,7 +160,7 @@ class Pool:
         if self._server is not None:
             self._server.close()
         for worker in self._workers.values():
-            self._dismiss(worker)
+            self._dismiss(worker, for_good=True)
         self._save()
 
     def _save(self) -> None:
@@ -182,7 +176,20 @@ class Pool:
 
     @property
     def workers(self) -> int:
-        return len(self._workers)
+        """Its own, without those that have joined."""
+        return len(self._workers) - self.joined
+
+    @property
+    def joined(self) -> int:
+        return sum(worker.joined for worker in self._workers.values())
+
+    def unmet(self) -> tuple[int, float]:
+        """(answers that wait although all own workers are up, seconds that the oldest has)."""
+        up = sum(w.writer is not None and not w.joined for w in self._workers.values())
+        if not self._queue or up < self._settings.max_workers:
+            return 0, 0.0
+        oldest = min(job.asked for job in self._queue)
+        return len(self._queue), time.monotonic() - oldest
 
     # ----------------------------------------------------------------- dealing
 
@@ -205,8 +212,8 @@ class Pool:
             if worker.writer is not None and len(worker.jobs) < self._settings.per_worker
         ]
         fresh = [each for each in room if each[1] not in job.tried]
-        alone = self._settings.max_workers == 1
-        return min(fresh or (room if alone else []), default=(0, None))[1]
+        others = self._settings.max_workers > 1 or self._workers.keys() - set(job.tried)
+        return min(fresh or ([] if others else room), default=(0, None))[1]
 
     def _give(self, number: int, job: _Job) -> None:
         worker = self._workers[number]
@@ -222,8 +229,8 @@ class Pool:
         """As many workers as answers wait for, within the bounds."""
         s = self._settings
         coming = sum(worker.writer is None for worker in self._workers.values())
-        wanted = len(self._workers) + -(-len(self._queue) // s.per_worker) - coming
-        while len(self._workers) < min(s.max_workers, max(s.min_workers, wanted)):
+        wanted = self.workers + -(-len(self._queue) // s.per_worker) - coming
+        while self.workers < min(s.max_workers, max(s.min_workers, wanted)):
             if time.monotonic() < self._resume_at:
                 return
             number = next(self._made)
@@ -237,25 +244,61 @@ class Pool:
     # ----------------------------------------------------------------- workers
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One worker's connection, to its end."""
-        number = None
+        """The connection of one of its own workers, to its end."""
         try:
-            async with asyncio.timeout(START_S):
-                hello = msgspec.msgpack.decode(await frames.read(reader, HELLO_BYTES), type=Hello)
-            known = self._workers.get(hello.worker)
-            if not hmac.compare_digest(hello.token, self._token) or known is None or known.writer:
+            hello = await self._hello(reader)
+            known = self._workers.get(hello.worker) if hello else None
+            if known is None or known.writer or known.joined:
                 return
-            number, known.writer, known.free_since = hello.worker, writer, time.monotonic()
+            known.writer = writer
             self._bad_starts = 0
-            self._deal()
-            while True:
-                data = await frames.read(reader, FRAME_BYTES)
-                self._answered(number, msgspec.msgpack.decode(data, type=Answer))
-        except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError) as error:
-            if number is not None:
-                self._lost(number, f"worker {number} is gone: {error!r}")
+            await self._serve(hello.worker, reader)
+        except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError):
+            pass  # of whom the pool doesn't know yet
         finally:
             writer.close()
+
+    async def serve_joined(
+        self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """The connection of a worker that has joined, to its end. Raises what `frames.read` does
+        while its first word isn't here."""
+        if await self._hello(reader) is None:
+            process.kill()
+            return
+        number, now = next(self._made), time.monotonic()
+        self._workers[number] = _Worker(process, now, writer, joined=True)
+        await self._serve(number, reader)
+
+    async def _hello(self, reader: asyncio.StreamReader) -> Hello | None:
+        """The first word of a worker; null where its token isn't the pool's."""
+        async with asyncio.timeout(START_S):
+            hello = msgspec.msgpack.decode(await frames.read(reader, HELLO_BYTES), type=Hello)
+        return hello if hmac.compare_digest(hello.token, self._token) else None
+
+    async def _serve(self, number: int, reader: asyncio.StreamReader) -> None:
+        """What a known worker sends, until it is lost or needed no more."""
+        worker = self._workers[number]
+        worker.free_since = time.monotonic()
+        why, fault = "", not worker.joined
+        try:
+            self._deal()
+            while True:
+                async with asyncio.timeout(LOST_S if worker.joined else None):
+                    data = await frames.read(reader, FRAME_BYTES)
+                if data == BEAT:
+                    continue
+                match msgspec.msgpack.decode(data, type=Answer | Leaving):
+                    case Leaving() as last:
+                        why, fault = last.why, last.fault
+                        break
+                    case answer:
+                        self._answered(number, answer)
+        except TimeoutError:
+            why = f"silent for {LOST_S:g} s"
+        except (OSError, EOFError, frames.FrameError, msgspec.DecodeError) as error:
+            why = repr(error)
+        self._lost(number, f"worker {number} is gone: {why}", fault)
 
     def _answered(self, number: int, answer: Answer) -> None:
         worker = self._workers.get(number)
@@ -269,7 +312,8 @@ class Pool:
             if answer.score.success and not answer.score.timed_out:
                 self._anchors.correct(job.prompt, answer.seconds)
             self.timeouts += answer.score.timed_out
-            job.future.set_result(Scored(answer.score, job.begun - job.asked, answer.seconds))
+            queue_s = job.begun - job.asked
+            job.future.set_result(Scored(answer.score, queue_s, answer.seconds, worker.joined))
         self._deal()
 
     def _again(self, job: _Job, error: str) -> None:
@@ -289,17 +333,23 @@ class Pool:
         if not job.future.done():
             job.future.set_exception(ScoringFailed(job.error))
 
-    def _lost(self, number: int, why: str) -> None:
+    def _lost(self, number: int, why: str, fault: bool = True) -> None:
+        """`fault`: maybe of the answers that it held."""
         worker = self._workers.pop(number, None)
         if worker is None:
             return
         self._dismiss(worker)
         for job in worker.jobs.values():
+            job.losses += not fault
+            if not fault and job.losses < LOSSES:
+                job.tried.remove(number)
             self._again(job, why)
         self._deal()
 
     @staticmethod
-    def _dismiss(worker: _Worker) -> None:
+    def _dismiss(worker: _Worker, for_good: bool = False) -> None:
+        if worker.joined:
+            return worker.process.rest() if for_good else worker.process.kill()
         if worker.writer is not None:
             worker.writer.close()
         worker.process.kill()
@@ -321,7 +371,7 @@ class Pool:
                     self._lost(number, f"worker {number} did not answer within the time limit")
                 elif self._idle(worker, now):
                     del self._workers[number]
-                    self._dismiss(worker)
+                    self._dismiss(worker, for_good=True)
             self._grow()
             if now - saved > SAVE_S:
                 saved = now
@@ -331,7 +381,7 @@ class Pool:
         return (
             worker.writer is not None
             and not worker.jobs
-            and len(self._workers) > self._settings.min_workers
+            and (worker.joined or self.workers > self._settings.min_workers)
             and now - worker.free_since > self._settings.idle_s
         )
 

@@ -3,6 +3,7 @@ scores, which the workers of its pool compute."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import shutil
@@ -15,25 +16,26 @@ import psutil
 
 from rose import protocol as p
 from rose.comm import mpi_process
-from rose.comm.mailbox import Mailbox
+from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
 from rose.files import Lossy
 from rose.observe.recorder import NullRecorder
-from rose.reward import scorers
+from rose.reward import joiner
 from rose.reward.episode import ScoringFailed
+from rose.reward.guests import Guests
 from rose.reward.pool import Pool
 
 CLOSE_S = 5.0
+REPORT_S = 1.0  # between two reports to the coordinator, which may ask Slurm for jobs
 SCRATCH = "rose-reward-"  # in the node's temporary folder, before the rank's pid
 
 
-def start_worker(run_dir: Path, folder: Path, digest: str, number: int, address: str, token: Path):
+def start_worker(run_dir: Path, folder: Path, number: int, address: str, token: Path):
     """A worker on this host, in a process of its own that ends with this one. Its words go to
-    worker-NUMBER.log in `folder`; `digest` as `scorers.digest` had it."""
+    worker-NUMBER.log in `folder`."""
     command = [sys.executable, "-m", "rose.reward.worker", "--run", str(run_dir)]
     command += ["--pool", address, "--token", str(token), "--number", str(number)]
-    command += ["--digest", digest]
     with Lossy(folder / f"worker-{number}.log", "w") as words:
         return subprocess.Popen(
             command,
@@ -59,27 +61,38 @@ class RewardRank:
     """`index`: which of its role."""
 
     def __init__(
-        self, config: Config, run_dir: Path, index: int, mailbox: Mailbox, recorder: NullRecorder
+        self,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        index: int,
+        mailbox: Mailbox,
+        recorder: NullRecorder,
     ) -> None:
-        self._folder = Path(run_dir).resolve() / "rewards" / f"pool-{index}"
-        self._settings, self._run_dir = config.reward, Path(run_dir).resolve()
+        self._run_dir = Path(run_dir).resolve()
+        self._folder = joiner.folder(self._run_dir, index)
+        self._config, self._attempt, self._index = config, attempt, index
         self._mailbox, self._recorder = mailbox, recorder
 
     async def run(self) -> None:
         """Until the coordinator says `Shutdown`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         tasks = Tasks()
-        digest = scorers.digest(self._settings.args)
-        start = functools.partial(start_worker, self._run_dir, self._folder, digest)
-        self._pool, self._spawn = (
-            Pool(self._settings, self._folder, start, tasks.spawn),
-            tasks.spawn,
-        )
+        start = functools.partial(start_worker, self._run_dir, self._folder)
+        reward, self._spawn = self._config.reward, tasks.spawn
+        self._pool = Pool(reward, self._folder, start, tasks.spawn)
+        guests = None
         try:
             await self._pool.open()
+            if reward.max_jobs:
+                guests = Guests(self._config, self._folder, self._attempt, self._pool, tasks.spawn)
+                tasks.spawn(guests.run())
+                tasks.spawn(self._report())
             await tasks.run_until(self._receive())
         finally:
             await self._pool.close()
+            if guests is not None:
+                await guests.close()
             await tasks.close(CLOSE_S)
             shutil.rmtree(_scratch(), ignore_errors=True)
 
@@ -96,6 +109,17 @@ class RewardRank:
                 case _:
                     raise ValueError(f"a reward rank has no use for {type(message).__name__}")
 
+    async def _report(self) -> None:
+        """What waits, for as long as anything does, and once when nothing does any more."""
+        last = None
+        while True:
+            await asyncio.sleep(REPORT_S)
+            waiting, waited_s = self._pool.unmet()
+            demand = p.RewardDemand(self._index, waiting, waited_s, self._pool.joined)
+            if waiting or demand != last:
+                self._mailbox.send(COORDINATOR, demand)
+            last = demand
+
     async def _score(self, host: int, asked: p.ScoreTrajectory) -> None:
         try:
             with self._recorder.timed("score", trajectory=asked.id):
@@ -107,6 +131,12 @@ class RewardRank:
         self._mailbox.send(
             host,
             p.TrajectoryScored(
-                asked.id, score.reward, score.success, score.timed_out, found.queue_s, found.seconds
+                asked.id,
+                score.reward,
+                score.success,
+                score.timed_out,
+                found.queue_s,
+                found.seconds,
+                found.joined,
             ),
         )

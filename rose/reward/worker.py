@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from rose.comm import frames
 from rose.processes import die_with_parent
 from rose.reward import command, scorers
 from rose.reward.episode import Episode, Hung, score_of
-from rose.reward.pool import FRAME_BYTES, Answer, Hello, Work
+from rose.reward.messages import FRAME_BYTES, Answer, Hello, Work
 from rose.reward.scorers import Scorer
 
 ERROR_CHARACTERS = 2_000
@@ -82,11 +83,14 @@ def main() -> None:
     parser.add_argument("--pool", required=True)
     parser.add_argument("--token", type=Path, required=True)
     parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--digest", default="", help="of the function's file, as the run began")
     args = parser.parse_args()
     die_with_parent()
+    # Slurm sends it to all processes of a job; who started this one ends it. Not SIG_IGN, which the
+    # programs that check answers would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     settings = configuration.load(args.run / "config.json").reward
-    if args.digest != scorers.digest(settings.args):
+    began_with = args.token.with_name("digest").read_text()  # of the function's file
+    if began_with != scorers.digest(settings.args):
         raise SystemExit(
             f"{settings.args['path']} has changed since this attempt of the run began, which would "
             "change rewards within it; stop the run and start it again, it continues"

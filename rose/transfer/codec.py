@@ -4,9 +4,9 @@ values.
 Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). The smallest of four encodings
 is taken: unchanged; delta (which values changed, as Golomb-Rice coded gaps, and the integer
 differences of their patterns in the order of the floats); planes (first and second bytes of all
-values apart, compressed by zstandard); raw. The docstring of payload.py has every byte. All functions are
-pure and safe to call from threads; the loops release the GIL. Left out: hashes. A wrong payload
-raises `ValueError` or gives some array, never more, so callers check what they got.
+values apart, compressed by zstandard); raw. The docstring of payload.py has every byte. All
+functions are pure and safe to call from threads; the loops release the GIL. Left out: hashes. A
+wrong payload raises `ValueError` or gives some array, never more, so callers check what they got.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,10 +16,11 @@ import pytest
 from rose import config as configuration
 from rose.comm import frames
 from rose.comm.tasks import Tasks
+from rose.reward import joiner
 from rose.reward import pool as pools
-from rose.reward import scorers
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Episode, Said, ScoringFailed
+from rose.reward.guests import Guests
 from rose.reward.pool import Answer, Hello, Pool
 from rose.reward.rank import start_worker
 from tests.conftest import compose_tree
@@ -47,6 +49,8 @@ def score(episode):
         time.sleep(1000)
     while kind == "waits" and not (Path(episode.task["folder"]) / "go").exists():
         time.sleep(0.02)
+    while kind == "holds" and not (Path(episode.task["folder"]) / episode.trajectory).exists():
+        time.sleep(0.02)
     return float(os.getpid()), True
 """
 
@@ -60,7 +64,6 @@ class World:
         own = ("reward=function", f"reward.args.path={folder / 'mine.py'}:score")
         tree = compose_tree(*([] if "reward=command" in settings else own), *settings)
         self.config = configuration.from_dict(tree)
-        self.digest = scorers.digest(self.config.reward.args)
         configuration.save(self.config, folder / "config.json")
 
     def run(self, body) -> None:
@@ -68,11 +71,13 @@ class World:
 
         async def main():
             tasks = Tasks()
-            home = self.folder / "pool"
-            start = functools.partial(start_worker, self.folder, home, self.digest)
+            home = joiner.folder(self.folder, 0)
+            start = functools.partial(start_worker, self.folder, home)
             pool = Pool(self.config.reward, home, start, tasks.spawn)
             try:
                 await pool.open()
+                if self.config.reward.max_jobs:
+                    tasks.spawn(Guests(self.config, home, 1, pool, tasks.spawn).run())
                 async with asyncio.timeout(DEADLINE_S):
                     await tasks.run_until(body(pool))
             finally:
@@ -203,6 +208,54 @@ def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forg
     w.run(body)
 
 
+JOB = """
+import sys
+from pathlib import Path
+from rose.reward.job import Help
+print(Help(Path(sys.argv[1]), 0)())
+"""
+
+
+@pytest.mark.slow
+def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(
+    world, monkeypatch
+):
+    """A job is ended, another's rank killed. Neither is a try of the answer, which has two."""
+    monkeypatch.setattr(pools, "LOST_S", 5.0)  # before the next rank is idle for too long
+    own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=8", "reward.timeout_s=200")
+    w = world("cluster=dev", *own)
+
+    async def body(pool):
+        async def job():
+            return await asyncio.create_subprocess_exec(sys.executable, "-c", JOB, str(w.folder))
+
+        async def begun(count):
+            await until(lambda: len(w.tries("held")) >= count)
+
+        busy = w.score(pool, "own", "holds")
+        await until(lambda: w.tries("own"))
+        held = w.score(pool, "held", "holds")
+        await until(lambda: pool.unmet()[0] == 1)
+        first = await job()
+        await begun(1)
+        assert (pool.joined, pool.workers, pool.unmet()[0]) == (1, 1, 0)
+        first.terminate()
+        assert await first.wait() == 0
+        await until(lambda: pool.unmet()[0] == 1 and not pool.joined)
+        second = await job()
+        await begun(2)
+        psutil.Process(w.tries("held")[1]).parent().kill()
+        await begun(3)
+        (w.folder / "held").touch()
+        assert (await held).joined
+        assert await second.wait() == 0  # idle for reward.idle_s
+        (w.folder / "own").touch()
+        assert not (await busy).joined
+        assert pool.retries >= 2 and not pool.failures and len(w.tries("own")) == 1
+
+    w.run(body)
+
+
 LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{}"
 
 
@@ -269,7 +322,7 @@ def test_workers_that_cannot_start_fail_what_waits(world):
     w.run(body)
     assert (
         "has changed since this attempt of the run began"
-        in (w.folder / "pool" / "worker-0.log").read_text()
+        in (joiner.folder(w.folder, 0) / "worker-0.log").read_text()
     )
 
 
@@ -282,7 +335,7 @@ def test_a_stranger_on_the_socket_gets_no_work(world):
         writer.write(frames.frame(msgspec.msgpack.encode(Hello("guess", 0))))
         assert await reader.read() == b""
         writer.close()
-        assert (w.folder / "pool" / "token").stat().st_mode & 0o777 == 0o600
+        assert (joiner.folder(w.folder, 0) / "token").stat().st_mode & 0o777 == 0o600
 
     w.run(body)
 

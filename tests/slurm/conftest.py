@@ -56,13 +56,14 @@ class SlurmJob:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
+        self.front = (sys.executable, str(REPOSITORY / "launch.py"))
+        self.environ, self.cwd = None, None  # the tests' own
 
     def submit(self, *overrides: str, code: int = 0) -> str:
-        """`launch.py`'s words; its exit code must be `code`."""
+        """The front door's words; its exit code must be `code`."""
         done = subprocess.run(
             [
-                sys.executable,
-                str(REPOSITORY / "launch.py"),
+                *self.front,
                 "cluster=dev",
                 f"output_dir={self.folder}",
                 "name=run",
@@ -73,6 +74,8 @@ class SlurmJob:
             capture_output=True,
             text=True,
             timeout=120,
+            env=self.environ,
+            cwd=self.cwd,
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

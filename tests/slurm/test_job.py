@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rose.launch import rank_status, state
-from tests.slurm.conftest import dev_cluster
+from tests.slurm.conftest import REPOSITORY, dev_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,13 @@ def ranks(job, attempt):
     return {status.rank: status for status in rank_status.read_all(job.run, attempt).values()}
 
 
-def test_a_heterogeneous_job_trains_and_every_component_completes(job):
+def test_a_heterogeneous_job_of_an_installed_rose_trains_and_every_component_completes(
+    job, installed
+):
+    """From a wheel, in an empty folder: no rank knows a checkout."""
+    job.front, job.environ = (str(installed.bin / "rose"), "train"), installed.environ
+    job.cwd = job.folder / "empty"
+    job.cwd.mkdir()
     two_nodes = ("rollout.workers=2", "cluster.slurm.rollout.nodes=2")
     said = job.submit(*two_nodes)
     assert f"submitted run as job {job.id}" in said and f"scancel {job.id}" in said
@@ -41,6 +47,7 @@ def test_a_heterogeneous_job_trains_and_every_component_completes(job):
     assert state_of(job.run).count("COMPLETED") == 2
     assert "5 done" in state_of(job.run)
     assert (job.run / "report.html").exists()
+    assert str(REPOSITORY) not in job.logs().replace(sys.prefix, "")
     assert "is finished (3 steps)" in job.submit(*two_nodes)
 
 

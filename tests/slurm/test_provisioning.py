@@ -4,6 +4,7 @@ answer."""
 import asyncio
 import contextlib
 import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +13,10 @@ from rose.coordinator import provisioner
 from rose.launch import lent, local, state
 from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
+from tests.slurm.conftest import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
+import storm
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 180.0
@@ -135,26 +140,78 @@ def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
     asyncio.run(story())
 
 
-def test_a_run_gets_the_worker_that_it_asked_for_and_leaves_no_job_behind(job):
+SCORE = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def note(episode, what):
+    with (HERE / "scores").open("a") as file:
+        file.write(f"{os.environ['SLURM_JOB_ID']} {what} {episode.trajectory}\\n")
+
+def score(episode):
+    note(episode, "begun")
+    while (HERE / "hold").exists() and os.environ["SLURM_JOB_ID"] != (HERE / "main").read_text():
+        time.sleep(0.05)
+    time.sleep(0.3)
+    note(episode, "ended")
+    return float(episode.success)
+"""
+
+
+def test_a_run_gets_the_workers_that_it_asked_for_and_leaves_no_job_behind(job):
+    """An engine, and a job that computes rewards; that one is cancelled in the midst of a score."""
+    (job.folder / "mine.py").write_text(SCORE)
+    for name in ("hold", "main", "scores"):
+        (job.folder / name).touch()
+
+    def scores(what, of):
+        """Trajectories that jobs have begun or ended to score, those of a test apart."""
+        lines = [line.split() for line in (job.folder / "scores").read_text().splitlines()]
+        return [name for job_id, did, name in lines if did == what and of(job_id)]
+
+    def helper(*besides):
+        known = lent.noted(job.run, lent.REWARDS).values()
+        return next((each for each in known if each not in besides), None)
+
     job.submit(
         "scheduler/provisioning=on_demand",
         "scheduler.provisioning.args.min=1",
         "scheduler.provisioning.args.max=1",
+        "reward=function",
+        f"reward.args.path={job.folder}/mine.py:score",
+        "reward.max_workers=1",
+        "reward.max_jobs=1",
+        "reward.timeout_s=240",
         "trainer.steps=100000",
         "trainer.batch_size=64",
         "eval.episodes=0",
         "observe.report=false",
         "trainer.checkpoint_every=1000",
     )
+    (job.folder / "main").write_text(job.id)
+    first = job.until(helper, "a job for rewards")
+    [held] = job.until(lambda: scores("begun", lambda of: of == first), "a score that it holds")
+    subprocess.run(["scancel", first], check=True, timeout=60)
+    job.until(lambda: held in scores("ended", lambda of: of == job.id), "that score, elsewhere")
+    (job.folder / "hold").unlink()
+    second = job.until(lambda: helper(first), "another job")
+    job.until(lambda: scores("ended", lambda of: of == second), "its scores")
     job.until(
         lambda: any(
             row.get("borrowed_token_share", 0) > 0 for row in rows_of(read_metrics(job.run), "step")
         ),
         "tokens of a borrowed worker",
     )
-    [borrowed] = lent.noted(job.run).values()
-    subprocess.run(["scancel", job.id], check=True, timeout=60)
     job.until(
-        lambda: not state.is_active(job.id) and not state.is_active(borrowed),
-        "the end of both jobs",
+        lambda: any(row["reward_by_jobs"] > 0 for row in rows_of(read_metrics(job.run), "step")),
+        "a step with scores of it",
     )
+    jobs = [job.id, second, *lent.noted(job.run).values()]
+    subprocess.run(["scancel", job.id], check=True, timeout=60)
+    job.until(lambda: not any(map(state.is_active, jobs)), "the end of all jobs")
+    assert storm.check(job.run) == []
+    assert not any(row["reward_failures"] for row in rows_of(read_metrics(job.run), "step"))
+    ended = scores("ended", lambda of: True)
+    assert len(set(ended)) == len(ended), "no answer was scored twice"

@@ -19,6 +19,7 @@ import ast
 import asyncio
 import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -30,23 +31,15 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
 from rose import processes
 from rose.agent.gateway.program import LOG_MODE
+from rose.reward import function
 
-
-def find(name: str) -> Any:
-    """The function `module:function` or `file.py:function`. Raises ImportError, AttributeError."""
-    place, _, function = name.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), function)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, function)
+KEPT: list[Any] = []  # of the server's, which to free takes a process time
 
 
 def preload(name: str) -> None:
@@ -72,7 +65,8 @@ def preload(name: str) -> None:
 def call(name: str, arguments: list[str]) -> None:
     """Call the function and write what it returns, if anything, as the reward."""
     task = json.loads(Path(os.environ["ROSE_TASK"]).read_text())
-    result = find(name)(*[json.loads(Path(path).read_text()) for path in arguments], task)
+    found = function.load(name, "env.args.reward" if arguments else "env.args.function")
+    result = found(*[json.loads(Path(path).read_text()) for path in arguments], task)
     if inspect.isawaitable(result):
         result = asyncio.run(_wait(result))
     if result is not None:
@@ -83,12 +77,16 @@ async def _wait(result: Any) -> Any:
     return await result
 
 
-def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
+def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
     """In the forked process: never returns. `foreign`: files of the server's."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # What is to be finalised of the imports, temporary folders among it, is the server's; torch
+        # has so much of it that this process would spend more time on that than on its agent.
+        KEPT.append(weakref.finalize._registry)
+        weakref.finalize._registry = {}
         os.setsid()
         processes.die_with_parent(server)
         log = os.open(order["log"], LOG_MODE, 0o600)
@@ -99,7 +97,7 @@ def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[in
         os.environ.clear()
         os.environ.update(order["variables"])
         _reseed(int(os.environ["ROSE_SEED"]))
-        call(function, order["arguments"])
+        call(called, order["arguments"])
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -108,9 +106,7 @@ def _become(function: str, order: dict[str, Any], server: int, foreign: tuple[in
     except BaseException:
         traceback.print_exc()
     finally:
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # waits for threads, those of executors too
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -126,11 +122,13 @@ def _reseed(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def serve(function: str) -> None:
+def serve(called: str) -> None:
     """Fork for each order until the input ends."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what imports print is no answer
-    preload(function)
+    preload(called)
+    gc.collect()
+    gc.freeze()  # else each process copies the pages of what it looks through
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
@@ -155,7 +153,7 @@ def serve(function: str) -> None:
                 order = json.loads(line)
                 pid = os.fork()
                 if pid == 0:
-                    _become(function, order, server, (answers, woken, wake))
+                    _become(called, order, server, (answers, woken, wake))
                 names[pid] = order["name"]
                 answer(name=order["name"], pid=pid)
 

@@ -80,7 +80,9 @@ class Program:
 
     async def end(self) -> None:
         """Kill it and all that it started; returns once they are gone, or after `END_S`."""
-        children = await asyncio.to_thread(_family, self.pid, self.name)
+        children: list[psutil.Process] = []
+        if not self.code.done():  # else they have another parent by now; a look reads all of /proc
+            children = await asyncio.to_thread(_family, self.pid, self.name)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if not self.code.done():  # just forked, it may not lead its group yet

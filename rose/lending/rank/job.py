@@ -13,11 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from submitit.core.utils import FailedJobError
-
 from rose import config as configuration
-from rose.launch import sbatch, state
-from rose.launch.slurm import Executor
+from rose.launch import sbatch, slurm, state
 from rose.lending.rank.lender import Lender
 
 WAIT_S = 900.0  # for a requeued run; such a job is of no use to anybody else
@@ -47,12 +44,7 @@ class Lend:
 def main() -> int:
     run_dir, name = Path(sys.argv[1]).resolve(), sys.argv[2]
     text = sbatch.lend_script(configuration.load(run_dir / "config.json"), run_dir, name)
-    try:
-        print(Executor(sbatch.folder(run_dir), text).submit(Lend(run_dir)).job_id)
-    except FailedJobError as error:
-        print(str(error).strip(), file=sys.stderr)
-        return 1
-    return 0
+    return slurm.submit_helper(run_dir, text, Lend(run_dir))
 
 
 if __name__ == "__main__":

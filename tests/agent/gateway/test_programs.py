@@ -121,8 +121,25 @@ def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
     assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == expected
 
 
+FOLDER = """
+import tempfile
+folder = tempfile.TemporaryDirectory()
+"""
+IDLE = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from folder_of_imports import folder
+
+def solve(task):
+    ThreadPoolExecutor(1).submit(os.getpid).result()
+    assert os.path.isdir(folder.name)
+"""
+
+
 def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
-    (tmp_path / "agent.py").write_text("def solve(task): pass")
+    """... whose imports' folder none of them removes; their threads need no shutting down."""
+    (tmp_path / "folder_of_imports.py").write_text(FOLDER)
+    (tmp_path / "agent.py").write_text(IDLE)
     (tmp_path / "task.json").write_text("{}")
 
     async def go():
@@ -130,13 +147,13 @@ def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
         variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
         try:
             function = f"{tmp_path}/agent.py:solve"
-            started = await asyncio.gather(
-                *(
-                    forks.start(f"t{i}", function, (), (), variables, tmp_path / f"log{i}")
-                    for i in range(4)
+            for turn in "ab":
+                names = [f"{turn}{i}" for i in range(2)]
+                started = await asyncio.gather(
+                    *(forks.start(n, function, (), (), variables, tmp_path / n) for n in names)
                 )
-            )
-            assert [await asyncio.wait_for(each.code, 60) for each in started] == [0] * 4
+                codes = [await asyncio.wait_for(each.code, 60) for each in started]
+                assert codes == [0, 0], started[0].last_words()
             return {
                 psutil.Process(c.pid).pid
                 for c in psutil.Process().children()

@@ -1,0 +1,101 @@
+"""Slurm jobs that compute rewards, by demand: which to ask for and which to give back.
+
+A pool whose own workers are all up, and whose oldest answer has waited `LONG_S`, gets as many jobs
+as its queue has places for, `reward.max_jobs` of all pools at most; those on their way count. A job
+that has begun ends by itself (rose/reward/job.py), one that still queues is given back once nothing
+has waited for reward.idle_s. After a refusal nothing is asked for `BACK_OFF_S`, doubled by each
+further one in a row. Left out: submitting and watching (provisioner.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose import protocol as p
+from rose.config import Config, cpus_of
+from rose.coordinator.provisioner import Provisioner
+from rose.launch import lent
+from rose.scheduler import events as ev
+
+LONG_S = 5.0
+BACK_OFF_S, MOST_BACK_OFF = 60.0, 16
+
+
+@dataclass
+class _Job:
+    pool: int
+    runs: bool = False
+
+
+class RewardJobs:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        on_fault: Callable[[str, str], None],
+        on_change: Callable[[str, str], None],
+    ) -> None:
+        self._settings = config.reward
+        slurm = config.cluster.slurm
+        self._ranks = cpus_of(slurm.reward, config.rollout) if slurm else 1  # of a job
+        self._provisioner = Provisioner(
+            config, run_dir, self.feed, on_fault, on_change, lent.REWARDS
+        )
+        self.run, self._do = self._provisioner.run, self._provisioner.do
+        self._jobs: dict[str, _Job] = {}  # by request
+        self._quiet_since: dict[int, float] = {}  # by pool, monotonic
+        self._refusals, self._refused_at = 0, 0.0
+
+    @property
+    def running(self) -> int:
+        return sum(job.runs for job in self._jobs.values())
+
+    def demand(self, now: p.RewardDemand) -> None:
+        """What a pool needs, which reports as long as anything waits."""
+        if now.waiting:
+            self._quiet_since.pop(now.index, None)
+            if now.waited_s > LONG_S and not self._backs_off():
+                self._ask(now)
+        else:
+            self._quiet_since.setdefault(now.index, time.monotonic())
+
+    def tick(self) -> None:
+        """Give back what nobody waits for any more."""
+        for pool, since in self._quiet_since.items():
+            if time.monotonic() - since > self._settings.idle_s:
+                for request in [r for r, j in self._jobs.items() if j.pool == pool and not j.runs]:
+                    del self._jobs[request]
+                    self._do(ev.ReleaseCapacity(request))
+
+    def feed(self, event: ev.Event) -> None:
+        """What became of a request."""
+        match event:
+            case ev.CapacityQueued(request=name):  # maybe an earlier attempt's
+                self._jobs.setdefault(name, _Job(int(name.split("-")[1])))
+            case ev.CapacityGranted(request=name) if name in self._jobs:
+                self._jobs[name].runs, self._refusals = True, 0
+            case ev.CapacityEnded(request=name):
+                self._jobs.pop(name, None)
+            case ev.CapacityRefused(request=name):
+                self._jobs.pop(name, None)
+                self._refusals, self._refused_at = self._refusals + 1, time.monotonic()
+
+    def _ask(self, now: p.RewardDemand) -> None:
+        mine = sum(job.pool == now.index for job in self._jobs.values())
+        coming = max(0, mine - -(-now.joined // self._ranks))
+        wanted = -(-now.waiting // (self._ranks * self._settings.per_worker)) - coming
+        names = (f"reward-{now.index}-{n}" for n in itertools.count(1))
+        for _ in range(min(wanted, self._settings.max_jobs - len(self._jobs))):
+            name = next(name for name in names if name not in self._jobs)
+            self._jobs[name] = _Job(now.index)
+            self._do(ev.RequestCapacity(name))
+
+    def _backs_off(self) -> bool:
+        if not self._refusals:
+            return False
+        wait_s = BACK_OFF_S * min(2 ** (self._refusals - 1), MOST_BACK_OFF)
+        return time.monotonic() - self._refused_at < wait_s

@@ -1,0 +1,133 @@
+"""Reward workers from Slurm jobs, on the pool's side: the door of a pool, and a porter for each.
+
+Each pool has a door of its own (rose/comm/join.py) in its folder, through which a rank of such a
+job joins over MPI. Behind its porter (rose/comm/guest.py) it speaks to the pool as the pool's own
+workers do. Left out: who asks for the jobs (rose/coordinator/reward_jobs.py), and the other side
+(joiner.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import msgspec
+
+from rose.comm import frames
+from rose.comm.guest import Guest, GuestGone
+from rose.comm.join import Ask, Door
+from rose.config import Config, cpus_of
+from rose.launch import local
+from rose.reward.messages import AGAIN, BEAT, BEAT_S, STOP
+from rose.reward.pool import Pool
+
+LOOK_S = 0.1  # between two looks at who asks
+PATIENCE_S = 30.0  # from the admission, which is a rank's last wait, to its connection
+FAREWELL_S = 0.3  # for the last word to pass the porter
+
+
+class _Joined:
+    """A joined rank, as the pool's worker."""
+
+    def __init__(self, guest: Guest) -> None:
+        self.guest = guest
+
+    def poll(self) -> None:
+        return None
+
+    def rest(self) -> None:
+        self.guest.forward(STOP)
+
+    def kill(self) -> None:
+        self.guest.forward(AGAIN)
+
+
+class Guests:
+    """Of one pool, for one attempt. `folder`: the pool's."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        attempt: int,
+        pool: Pool,
+        spawn: Callable[[Coroutine], asyncio.Task],
+    ) -> None:
+        cluster = config.cluster
+        self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
+        self._most = config.reward.max_jobs * cpus_of(cluster.slurm.reward, config.rollout)
+        self._door = Door(folder, attempt)
+        self._pool, self._spawn = pool, spawn
+        self._connecting: dict[str, asyncio.Event] = {}  # by the rank's id
+        self._joined: set[_Joined] = set()
+        self._launcher: tuple[str, ...] = ()
+
+    async def run(self) -> None:
+        """For ever: let ranks in. The door's files may lie on a slow file system, so another thread
+        looks at them."""
+        # not every site's MPI has one
+        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
+        await asyncio.to_thread(self._door.open)
+        beat_at = time.monotonic()
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                asks, connecting = await asyncio.to_thread(self._door.look)
+                for id, ask in asks:
+                    await self._decide(id, ask)
+                for id in set(connecting) & self._connecting.keys():
+                    self._connecting[id].set()
+                if time.monotonic() - beat_at > BEAT_S:
+                    beat_at = time.monotonic()
+                    for joined in self._joined:
+                        joined.guest.forward(BEAT)
+        finally:
+            self._door.close()
+
+    async def _decide(self, id: str, ask: Ask | str) -> None:
+        if isinstance(ask, str):
+            print(f"join refused: {id}: {ask}", flush=True)
+            await asyncio.to_thread(self._door.answer, id, reason=ask)
+        elif len(self._connecting) >= self._most:
+            why = f"{self._most} reward ranks have joined already (reward.max_jobs)"
+            await asyncio.to_thread(self._door.answer, id, reason=why, temporary=True)
+        else:
+            self._connecting[id] = asyncio.Event()
+            self._spawn(self._serve(id, ask))
+
+    async def _serve(self, id: str, ask: Ask) -> None:
+        """From the admission to the end of one rank. Whatever is wrong with it concerns it alone:
+        the pool gives others what it held."""
+        guest, who = None, f"process {ask.pid} on {ask.host}, job {ask.job}"
+        try:
+            guest = await Guest.open(self._launcher, self._mpi_env)
+            await asyncio.to_thread(self._door.answer, id, worker="reward", port=guest.port)
+            async with asyncio.timeout(PATIENCE_S):
+                await self._connecting[id].wait()
+            await guest.accept()
+            joined = _Joined(guest)
+            self._joined.add(joined)
+            print(f"joined: {who}", flush=True)
+            try:
+                await self._pool.serve_joined(joined, guest.reader, guest.writer)
+            finally:
+                self._joined.discard(joined)
+            print(f"left: {who}", flush=True)
+        except GuestGone as error:
+            await asyncio.to_thread(self._door.answer, id, reason=str(error), temporary=True)
+            print(f"not joined: {who}: {error}", flush=True)
+        except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError) as error:
+            print(f"not joined: {who}: {error!r}", flush=True)
+        finally:
+            del self._connecting[id]
+            await asyncio.to_thread(self._door.forget, id)
+            if guest is not None:
+                await asyncio.sleep(FAREWELL_S)
+                await guest.close()
+
+    async def close(self) -> None:
+        """After the pool has dismissed them, let their last word go."""
+        if self._joined:
+            await asyncio.sleep(FAREWELL_S)

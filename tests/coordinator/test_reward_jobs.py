@@ -1,0 +1,82 @@
+"""Which Slurm jobs the coordinator asks for while rewards wait, and which it gives back."""
+
+import pytest
+
+from rose.coordinator import reward_jobs
+from rose.protocol import RewardDemand
+from rose.scheduler import events as ev
+
+
+@pytest.fixture
+def now(monkeypatch):
+    class Clock:
+        at = 1000.0
+
+        def monotonic(self):
+            return self.at
+
+    clock = Clock()
+    monkeypatch.setattr(reward_jobs, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def jobs(make_config, tmp_path, now):
+    settings = ("cluster=dev", "reward=function", "reward.args.path=mine.py:score")
+    config = make_config(*settings, "reward.max_jobs=3", "cluster.slurm.reward.cpus_per_task=2")
+    made = reward_jobs.RewardJobs(config, tmp_path, print, print)
+    made.asked = []
+    made._do = made.asked.append
+    return made
+
+
+def waits(count, waited_s=6.0, joined=0, pool=0):
+    return RewardDemand(pool, count, waited_s, joined)
+
+
+def ask(*names):
+    return [ev.RequestCapacity(name) for name in names]
+
+
+def test_a_long_queue_asks_for_as_many_as_it_has_answers_and_max_jobs_allows(jobs):
+    jobs.demand(waits(3, waited_s=4.9))
+    assert jobs.asked == []
+    jobs.demand(waits(3))
+    jobs.demand(waits(3))  # two are on their way
+    assert jobs.asked == ask("reward-0-1", "reward-0-2")
+    jobs.feed(ev.CapacityGranted(at=0.0, request="reward-0-1"))
+    jobs.demand(waits(3, joined=2))  # one computes, one is on its way
+    assert jobs.running == 1 and jobs.asked[2:] == ask("reward-0-3")
+    jobs.demand(waits(50, joined=2))
+    jobs.demand(waits(50, pool=1))
+    assert len(jobs.asked) == 3  # reward.max_jobs is of the run
+
+
+def test_one_that_ended_is_replaced_and_after_a_refusal_the_next_waits_longer_each_time(jobs, now):
+    jobs.demand(waits(1))
+    jobs.feed(ev.CapacityGranted(at=0.0, request="reward-0-1"))
+    jobs.feed(ev.CapacityEnded(at=0.0, request="reward-0-1"))
+    jobs.demand(waits(1))
+    assert jobs.asked == ask("reward-0-1") * 2
+    for wait_s in (60, 120):
+        count = len(jobs.asked)
+        jobs.feed(ev.CapacityRefused(at=0.0, request="reward-0-1", reason="full"))
+        now.at += wait_s - 1
+        jobs.demand(waits(1))
+        assert len(jobs.asked) == count
+        now.at += 2
+        jobs.demand(waits(1))
+        assert len(jobs.asked) == count + 1
+
+
+def test_what_still_queues_when_nothing_waits_is_given_back_and_what_runs_ends_by_itself(jobs, now):
+    jobs.feed(ev.CapacityQueued(at=0.0, request="reward-0-7"))  # an earlier attempt's
+    jobs.demand(waits(4))
+    assert jobs.asked == ask("reward-0-1")
+    jobs.feed(ev.CapacityGranted(at=0.0, request="reward-0-1"))
+    jobs.demand(waits(0))
+    jobs.tick()
+    now.at += 31  # reward.idle_s and one
+    jobs.tick()
+    jobs.tick()
+    assert jobs.asked[1:] == [ev.ReleaseCapacity("reward-0-7")] and jobs.running == 1
