@@ -250,7 +250,10 @@ def check_turn_rewards(c: Config) -> None:
             "it must be false"
         )
     if c.rollout.replay is not None:
-        replay.check_turn_rewards(Path(c.rollout.replay), needs)
+        try:
+            replay.check_turn_rewards(Path(c.rollout.replay), needs)
+        except ValueError as error:  # a damaged file
+            raise ConfigError(str(error)) from None
         return
     for name, member in c.env.members.items():
         if not envs.rewards_turns(member):

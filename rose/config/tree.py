@@ -211,7 +211,8 @@ class Rollout(Section):
     turn_timeout_s: Positive
     engine_restarts: Natural  # of one worker, over the run
     # After a restart trajectories under way go on from their recorded turns, if the weights that
-    # made them are at most so many versions old; null: they begin anew.
+    # made them are at most so many versions old, by which the staleness of asynchronous policies
+    # may then pass its bound; null: they begin anew.
     resume_turns: Natural | None
     replay: str | None  # train from the trajectories saved by another run instead of rolling out
     engine_args: dict[str, Any]  # passed to vLLM as they are

@@ -142,6 +142,7 @@ class Coordinator:
         try:
             await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
+            self.hub.log.stopped()
             self._stepping.cancel()
             deadline_s = resume.stop_s(self.run_dir, self.config.cluster) / 2
             try:

@@ -57,7 +57,9 @@ def check(run_dir: Path, steps: int) -> None:
 def check_turn_rewards(run_dir: Path, needs: str) -> None:
     """Raises `ConfigError` unless the first saved step's trajectories have rewards of turns,
     which whoever `needs` names can't do without."""
-    if not all(t.turn_rewards for group in load(run_dir, 1) for t in group):
+    if not all(
+        t.turn_rewards or not t.response_tokens for group in load(run_dir, 1) for t in group
+    ):
         raise ConfigError(
             f"rollout.replay={str(run_dir)!r}: its trajectories have no rewards of turns, {needs}; "
             "give the folder of a run whose environment gives them, or another algorithm"

@@ -6,7 +6,9 @@ anew and gets its recorded answers stands where it stood, and no token of it is 
 it was made for, so an environment that answers otherwise this time gets new turns from there on).
 
 A file holds what was recorded under one policy version; files whose turns no restart could use are
-removed with each checkpoint. Left out: the state of machines that agents work on.
+removed with each checkpoint. A run that failed twice at one step might do so for its turns: the
+third start makes them anew. Policies don't observe turns that are answered from here. Left out: the
+state of machines that agents work on.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from typing import BinaryIO
 import msgspec
 import xxhash
 
+from rose.files import write_whole
 from rose.protocol import FinishReason, TurnRequest, TurnResult, unpack_tokens
 
 HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
+STARTS = "starts"  # file: the step, and how often it was started from without an orderly end
+MOST_STARTS = 2
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -49,14 +54,36 @@ class TurnLog:
         self._version = -1  # of the open file
         self._newest_known = step
         self.resumed_turns = self.resumed_tokens = 0  # since the step's begin
-        if behind is None:
-            return
-        self._folder.mkdir(exist_ok=True)
+        if behind is not None:
+            self._folder.mkdir(exist_ok=True)
+            behind = -1 if self._fails(step) else behind
         for path, version in self._files():
-            if step - behind <= version <= step:
+            if behind is not None and step - behind <= version <= step:
                 self._learn(_read(path))
             else:
                 path.unlink(missing_ok=True)
+
+    def _fails(self, step: int) -> bool:
+        """Whether the run has begun at `step` before, and failed, too often; counts this start."""
+        path = self._folder / STARTS
+        try:
+            last, starts = map(int, path.read_text().split())
+        except (OSError, ValueError):
+            last, starts = step, 0
+        failed = last == step and starts >= MOST_STARTS
+        if failed:
+            print(
+                f"the run failed {starts} times after step {step}: the turns that its unfinished "
+                "trajectories had are made anew",
+                flush=True,
+            )
+        write_whole(path, f"{step} {1 if failed or last != step else starts + 1}\n".encode())
+        return failed
+
+    def stopped(self) -> None:
+        """This attempt ends in order: its turns are not why."""
+        if self._behind is not None:
+            (self._folder / STARTS).unlink(missing_ok=True)
 
     def _learn(self, records: list[Record]) -> None:
         """Of a context with complete turns only these: what was begun has become one of them."""
@@ -115,8 +142,8 @@ class TurnLog:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            file.close()
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version:06d}.turns"

@@ -246,8 +246,9 @@ class TurnHub:
                 turn=m.turn,
                 trajectory=m.trajectory,
                 group=m.group,
-                context_tokens=len(m.tokens) // 4 + made,
-                max_new_tokens=m.sampling.max_new_tokens - made,
+                context_tokens=len(m.tokens) // 4,
+                max_new_tokens=m.sampling.max_new_tokens,
+                made_tokens=made,
                 domain=m.domain,
                 outcome=m.outcome,
             )

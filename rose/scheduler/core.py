@@ -308,6 +308,7 @@ class Scheduler:
             e.at,
             e.domain,
             e.outcome,
+            made_tokens=e.made_tokens,
         )
         self.cluster.turns[e.turn] = turn
         self.cluster.group_of[e.trajectory] = e.group

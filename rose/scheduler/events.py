@@ -103,6 +103,7 @@ class TurnRequested(Event):
     max_new_tokens: int
     domain: str = ""  # the environment's name, in a mixture the member's
     outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows
+    made_tokens: int = 0  # of the turn, by an earlier attempt of the run
 
 
 class TurnProgressed(Event):

@@ -23,8 +23,15 @@ def result(turn="g0.0.t0", tokens=(7, 8), version=0, finish=p.FinishReason.STOP)
     )
 
 
-def written(folder, *pairs, version=0, step=0, behind=0):
+def opened(folder, step, behind):
+    """By an attempt that ends in order."""
     log = TurnLog(folder, step, behind)
+    log.stopped()
+    return log
+
+
+def written(folder, *pairs, version=0, step=0, behind=0):
+    log = opened(folder, step, behind)
     for asked, answer in pairs:
         log.add(asked, answer, version)
     log.close()
@@ -32,7 +39,7 @@ def written(folder, *pairs, version=0, step=0, behind=0):
 
 def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
     written(tmp_path, (request(), result()))
-    log = TurnLog(tmp_path, 0, 0)
+    log = opened(tmp_path, 0, 0)
     for other in (request("g0.1.t0"), request(tokens=(1, 2, 4)), request(new=11), request(seed=6)):
         assert log.find(other, 0) is None
     # an agent's concurrent calls may come in another order
@@ -43,7 +50,7 @@ def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
 
 def test_the_same_context_asked_twice_has_two_answers_in_their_order(tmp_path):
     written(tmp_path, (request(), result()), (request("g0.0.t1"), result(tokens=(9,))))
-    log = TurnLog(tmp_path, 0, 0)
+    log = opened(tmp_path, 0, 0)
     assert log.find(request(), 0) == result()
     assert log.find(request("g0.0.t1"), 0) == result("g0.0.t1", tokens=(9,))
 
@@ -52,9 +59,9 @@ def test_of_turns_that_were_cut_the_longest_counts_and_none_beside_a_complete_on
     cut = p.FinishReason.ABORT
     for tokens in ((7,), (7, 8), (7, 8, 9)):
         written(tmp_path, (request(), result(tokens=tokens, finish=cut)))
-    assert TurnLog(tmp_path, 0, 0).find(request(), 0) == result(tokens=(7, 8, 9), finish=cut)
+    assert opened(tmp_path, 0, 0).find(request(), 0) == result(tokens=(7, 8, 9), finish=cut)
     written(tmp_path, (request(), result(tokens=(7, 8, 9, 1))))
-    log = TurnLog(tmp_path, 0, 0)
+    log = opened(tmp_path, 0, 0)
     assert log.find(request(), 0) == result(tokens=(7, 8, 9, 1))
     assert log.find(request(), 0) is None
 
@@ -63,12 +70,12 @@ def test_turns_of_lost_weights_and_of_weights_too_old_are_not_used(tmp_path):
     asked = [request(f"g{v}.0.t0") for v in range(6)]
     for v in range(6):
         written(tmp_path, (asked[v], result(asked[v].turn, version=v)), version=v, step=5, behind=9)
-    log = TurnLog(tmp_path, 4, 1)
+    log = opened(tmp_path, 4, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000003.turns", "v000004.turns"]
     assert [log.find(each, 4) is not None for each in asked] == [False] * 3 + [True, True, False]
     # the weights of step 5 are made anew: what the first ones made is gone for good
-    assert TurnLog(tmp_path, 5, 9).find(asked[5], 5) is None
-    later = TurnLog(tmp_path, 4, 1)
+    assert opened(tmp_path, 5, 9).find(asked[5], 5) is None
+    later = opened(tmp_path, 4, 1)
     assert later.find(asked[3], 5) is None and later.find(asked[4], 5) is not None
     assert later.find(asked[4], 6) is None
 
@@ -76,12 +83,12 @@ def test_turns_of_lost_weights_and_of_weights_too_old_are_not_used(tmp_path):
 def test_a_token_that_is_too_old_makes_its_turn_too_old(tmp_path):
     mixed = msgspec.structs.replace(result(tokens=(7, 8)), versions=p.pack_tokens([3, 5]))
     written(tmp_path, (request(), mixed), version=5, step=5, behind=2)
-    assert TurnLog(tmp_path, 5, 1).find(request(), 5) is None
-    assert TurnLog(tmp_path, 5, 2).find(request(), 5) is not None
+    assert opened(tmp_path, 5, 1).find(request(), 5) is None
+    assert opened(tmp_path, 5, 2).find(request(), 5) is not None
 
 
 def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
-    log = TurnLog(tmp_path, 0, 1)
+    log = opened(tmp_path, 0, 1)
     for version in range(4):
         log.add(request(), result(version=version), version)
     log.saved(3)
@@ -96,14 +103,14 @@ def test_a_torn_or_damaged_end_is_cut_off_and_the_file_grows_on(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:-3] + b"x" + whole[-2:], whole[: len(whole) // 2 + 5]):
         path.write_bytes(damaged)
-        log = TurnLog(tmp_path, 0, 0)
+        log = opened(tmp_path, 0, 0)
         assert log.find(request(), 0) == result() and log.find(second, 0) is None
         written(tmp_path, (second, result(second.turn)))
-        assert TurnLog(tmp_path, 0, 0).find(second, 0) == result(second.turn)
+        assert opened(tmp_path, 0, 0).find(second, 0) == result(second.turn)
 
 
 def test_null_records_nothing(tmp_path):
-    log = TurnLog(tmp_path / "turns", 0, None)
+    log = opened(tmp_path / "turns", 0, None)
     log.add(request(), result(), 0)
     log.flush()
     log.saved(1)
@@ -167,4 +174,27 @@ def test_of_a_seeded_turn_that_was_cut_nothing_is_kept(tmp_path):
     first.request("g0.0.t0", new=4)
     first.progress([11, 12])
     first.hub.record_open_turns()
-    assert TurnLog(tmp_path / "turns", 0, 0)._known == {}
+    assert opened(tmp_path / "turns", 0, 0)._known == {}
+
+
+def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew_and_an_orderly_end_is_no_failure(
+    tmp_path, capsys
+):
+    written(tmp_path, (request(), result()))  # the first start
+    for _ in range(3):
+        log = TurnLog(tmp_path, 0, 0)
+        assert log._known
+        log.stopped()
+    for left in (True, True, False):
+        assert bool(TurnLog(tmp_path, 0, 0)._known) is left
+    assert "failed 2 times after step 0" in capsys.readouterr().out
+    for step in (0, 1, 2, 3):
+        TurnLog(tmp_path, step, 0)
+    written(tmp_path, (request(), result()), version=3, step=3)
+    assert TurnLog(tmp_path, 3, 0)._known, "it failed at other steps"
+
+
+def test_null_forgets_what_was_recorded_before(tmp_path):
+    written(tmp_path, (request(), result()))
+    opened(tmp_path, 0, None)
+    assert opened(tmp_path, 0, 0)._known == {}

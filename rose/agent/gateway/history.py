@@ -190,7 +190,7 @@ def _branch(leaf: Node, seen: set[int]) -> Branch:
             shared = len(node.mask)
         if not shared:
             before = node.parent.mask if node.parent else b""
-            turns.append((node.turn, sum(node.mask) - sum(before)))
+            turns.append((node.turn, node.mask.count(1) - before.count(1)))
         seen.add(id(node))
         node = node.parent
     return Branch(

@@ -23,15 +23,16 @@ groups of turns that stand in the same state, which environments would have to n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
-import torch
-from torch import Tensor
 
 from rose.trainer.algorithms.base import Summary
 from rose.trainer.algorithms.grpo import Grpo
 from rose.trainer.algorithms.surrogate import group_advantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -57,8 +58,9 @@ class TurnGrpo(Grpo):
         returns = returns_to_go(rewards, self.gamma)
         made = ~returns.isnan()
         turns = returns.shape[1]
-        same_turn = summary.groups[:, None] * turns + torch.arange(turns)  # (N, K)
-        of_turns = torch.zeros_like(returns)
+        number = summary.groups.new_ones(turns).cumsum(0) - 1  # 0 to K - 1
+        same_turn = summary.groups[:, None] * turns + number  # (N, K)
+        of_turns = returns.new_zeros(returns.shape)
         of_turns[made] = group_advantages(returns[made], same_turn[made], self.scale_by_std)
         outcome = group_advantages(summary.rewards, summary.groups, self.scale_by_std)
         return of_turns.lerp(outcome[:, None].expand_as(of_turns), self.trajectory_weight)
@@ -68,8 +70,8 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
     """Rewards of turns (N, K) float64, NaN where there is no turn -> (N, K) float32, NaN likewise.
     Rounded after the sums: returns that are equal but for the order of their terms then are
     equal."""
-    later, columns = torch.zeros_like(rewards[:, 0]), []
-    for column in rewards.unbind(1)[::-1]:
-        columns.append(column + gamma * later)
-        later = columns[-1].nan_to_num(0.0)
-    return torch.stack(columns[::-1], 1).float()
+    returns, later = rewards.clone(), 0.0
+    for k in reversed(range(rewards.shape[1])):
+        returns[:, k] += gamma * later
+        later = returns[:, k].nan_to_num(0.0)
+    return returns.float()
