@@ -46,7 +46,8 @@ class RewardJobs:
             config, run_dir, self.feed, on_fault, on_change, lent.REWARDS
         )
         self.run, self._do = self._provisioner.run, self._provisioner.do
-        self._jobs: dict[str, _Job] = {}  # by request
+        # by request; an earlier attempt's are there until it is known that they aren't
+        self._jobs = {name: _of(name) for name in lent.noted(run_dir, lent.REWARDS)}
         self._quiet_since: dict[int, float] = {}  # by pool, monotonic
         self._refusals, self._refused_at = 0, 0.0
 
@@ -75,7 +76,7 @@ class RewardJobs:
         """What became of a request."""
         match event:
             case ev.CapacityQueued(request=name):  # maybe an earlier attempt's
-                self._jobs.setdefault(name, _Job(int(name.split("-")[1])))
+                self._jobs.setdefault(name, _of(name))
             case ev.CapacityGranted(request=name) if name in self._jobs:
                 self._jobs[name].runs, self._refusals = True, 0
             case ev.CapacityEnded(request=name):
@@ -99,3 +100,8 @@ class RewardJobs:
             return False
         wait_s = BACK_OFF_S * min(2 ** (self._refusals - 1), MOST_BACK_OFF)
         return time.monotonic() - self._refused_at < wait_s
+
+
+def _of(request: str) -> _Job:
+    """`reward-POOL-NUMBER`."""
+    return _Job(int(request.split("-")[1]))

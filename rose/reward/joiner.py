@@ -136,6 +136,10 @@ class Relay:
         return answers is not None
 
     def _leave(self, why: str, fault: bool, ended: Ended) -> Ended:
+        if fault:  # its last answers are right, unless Slurm ends this process, too
+            time.sleep(HOLD_S)
+        while self._held and not self.signalled:
+            self._link.send(self._held.popleft()[1])
         self._link.send(msgspec.msgpack.encode(Leaving(why, fault)))
         end = time.monotonic() + GOODBYE_S
         while not self._link.push() and time.monotonic() < end:

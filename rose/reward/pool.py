@@ -217,7 +217,8 @@ class Pool:
 
     def _give(self, number: int, job: _Job) -> None:
         worker = self._workers[number]
-        limit_s = self._anchors.limit_s(job.prompt)
+        # a job's node may be slower than those whose times the adaptive limit goes by
+        limit_s = self._settings.timeout_s if worker.joined else self._anchors.limit_s(job.prompt)
         job.tried.append(number)
         job.begun = time.monotonic()
         job.deadline = job.begun + limit_s + GRACE_S

@@ -173,16 +173,14 @@ class Player:
             raise Refused(key, f"the tasks of {self.id} can't be loaded: {_text(error)}") from error
         if not tasks:
             raise Refused(key, f"{self.id} has no tasks with it")
-        return tasks
+        return sorted(tasks, key=_digest)  # a seed means the same task in every process
 
     def _split(self, share):
         """By each task's content but its place: equal tasks are on one side, and added or reordered
         ones change no other's."""
         sides = [], []
         for task in self._tasks(self.env.taskset, "args"):
-            content = task.data.model_dump(mode="json", exclude={"idx"})
-            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
-            sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(task)
+            sides[int.from_bytes(_digest(task)[:8], "big") < share * 2**64].append(task)
         if not all(sides):
             whole = len(sides[0]) + len(sides[1])
             raise Refused(
@@ -241,6 +239,12 @@ LATE = (
 )  # of the library: no reward is whole
 
 
+def _digest(task):
+    """Of its content but its place."""
+    content = task.data.model_dump(mode="json", exclude={"idx"})
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+
+
 def _text(error):
     return f"{type(error).__name__}: {error}"
 
@@ -294,7 +298,9 @@ def main():
     except Refused as error:
         answer({"key": error.key, "error": str(error)})
         return 1
-    answer({"train": len(player.train), "held_out": len(player.held_out)})
+    tasks = b"".join(map(_digest, [*player.train, *player.held_out]))
+    counts = {"train": len(player.train), "held_out": len(player.held_out)}
+    answer(counts | {"tasks": hashlib.sha256(tasks).hexdigest()})
     asyncio.run(serve(player, answer))
     return 0
 

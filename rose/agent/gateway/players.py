@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from rose import processes
 from rose.agent.envs.verifiers import LOAD_S, Verifiers
@@ -26,6 +29,7 @@ class Players:
     def __init__(self) -> None:
         self._processes: dict[tuple[str, ...], _Process] = {}
         self._starting = asyncio.Lock()
+        self._failed: dict[tuple[str, ...], tuple[float, OSError]] = {}  # the last start: when, why
 
     async def start(
         self, verifiers: Verifiers, order: dict[str, Any], take: Callable[[dict[str, Any]], None]
@@ -33,11 +37,22 @@ class Players:
         """An episode; `order` is `Player.play`'s, with its `name`. `take` gets its answer if it has
         a reward. Raises OSError when there is no process to play it."""
         key = (verifiers.settings, *verifiers.command, *verifiers.environment)
+        asked = time.monotonic()
         async with self._starting:  # or episodes that begin at once would start one each
             process = self._processes.get(key)
             if process is None or process.over:
-                process = self._processes[key] = await _Process.start(verifiers)
+                at, error = self._failed.get(key, (0.0, None))
+                if error is not None and at >= asked:  # while this episode waited for it
+                    raise OSError(str(error))
+                process = self._processes[key] = await self._begin(key, verifiers)
         return process.play(order, take)
+
+    async def _begin(self, key: tuple[str, ...], verifiers: Verifiers) -> _Process:
+        try:
+            return await _Process.start(verifiers)
+        except OSError as error:
+            self._failed[key] = time.monotonic(), error
+            raise
 
     async def close(self) -> None:
         for process in self._processes.values():
@@ -102,6 +117,11 @@ class _Process:
         except BaseException:
             process.kill()
             raise
+        if "error" not in loaded and loaded != verifiers.tasks:
+            loaded = {
+                "error": f"it loaded other tasks than before ({loaded}, then {verifiers.tasks}): a "
+                "seed must mean the same task each time; give the taskset a fixed seed or an order"
+            }
         if "error" in loaded:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -129,6 +149,11 @@ class _Process:
             playing.answered({"error": "the process that plays the episodes has ended"})
 
     async def kill(self) -> None:
+        """With what it has started: tool servers have sessions of their own."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

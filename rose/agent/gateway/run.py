@@ -133,8 +133,7 @@ class _Run:
         else:
             begin, name = self._fork(agent.function, self.variables), "function"
         await self._execute(begin, name, agents=True)
-        # an agent that raises at the refusal has no reward, and is one that went on for too long
-        required = required and not self.session.truncated
+        required = required and not self._excused
         if agent.reward is None:
             return self._read_reward(required)
         said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
@@ -147,6 +146,12 @@ class _Run:
         judging = self._fork(agent.reward, without, str(transcript))
         await self._execute(judging, "reward")
         return self._read_reward(required)
+
+    @property
+    def _excused(self) -> bool:
+        """An agent that raises when it is refused a call has no reward, and is one that went on for
+        too long. The library's episodes end in order there: what raises is their scoring."""
+        return self.session.truncated and not isinstance(self.agent, Verifiers)
 
     def _fork(
         self, function: str, variables: dict[str, str], *arguments: str
@@ -187,7 +192,7 @@ class _Run:
             raise self._failure(f"{what}: {error}", running) from error
         finally:
             await asyncio.shield(running.end())
-        if code and not (agents and self.session.truncated):
+        if code and not (agents and self._excused):
             raise self._failure(f"{what} ended with code {code}", running)
 
     async def _watch(self, running: Program | Playing) -> int:
