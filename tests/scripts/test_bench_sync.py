@@ -65,7 +65,7 @@ def test_a_run_with_too_few_versions_is_refused(run, tmp_path):
         run_weights.last_versions(tmp_path, 2)
 
 
-@pytest.mark.parametrize("name", ["dense", *(set(run_weights.RIVALS) - {"ours"})])
+@pytest.mark.parametrize("name", ["dense", *sorted(set(run_weights.RIVALS) - {"ours"})])
 def test_a_rival_gives_back_every_value_with_and_without_a_base(name):
     codec, draw = run_weights.CodecOf(name), np.random.default_rng(0)
     old = draw.integers(0, 65536, 1001, dtype=np.uint16)

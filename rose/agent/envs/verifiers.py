@@ -88,7 +88,8 @@ class Verifiers(Agent):
 
 @functools.cache  # each trajectory makes an environment of its own
 def _load(command: tuple[str, ...], settings: str, given: tuple[str, ...]) -> dict[str, Any]:
-    """How many tasks train and are held out, and a digest of them all. Raises `ConfigError` naming what can't be used."""
+    """How many tasks train and are held out, and a digest of them all. Raises `ConfigError` naming
+    what can't be used."""
     python, values = command[0], json.loads(settings)
     try:
         done = subprocess.run(
