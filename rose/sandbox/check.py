@@ -19,8 +19,9 @@ from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 from rose.sandbox import kernel
-from rose.sandbox.init import begin_program
+from rose.sandbox.init import GUARDED, begin_program
 
+HOME = "/logs/home"  # the program's, empty
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
@@ -60,8 +61,11 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
-        for folder in (order["at"], *{os.path.dirname(path) for path in order["collect"]}):
-            _own_folder(folder)
+        options = kernel.MS_NOSUID | kernel.MS_NODEV
+        for name in GUARDED:
+            kernel.mount("tmpfs", f"/{name}", "tmpfs", options, "mode=755,size=64m")
+        for folder in (order["at"], HOME, *map(os.path.dirname, order["collect"])):
+            os.makedirs(folder, exist_ok=True)
         unpack(tar, order["at"])
         pid = os.fork()
         if pid == 0:
@@ -69,7 +73,9 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
                 os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
-                begin_program(order["argv"], spec, spec["workdir"])
+                own = {"HOME": HOME, "PYTHONNOUSERSITE": "1"}  # /root is the agent's
+                variables = spec["variables"] | own
+                begin_program(order["argv"], spec | {"variables": variables}, spec["workdir"])
             finally:
                 os._exit(127)
         os.close(output)
@@ -77,6 +83,8 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
         while code is None:  # orphans of the program are reaped on the way
             ended, status = os.waitpid(-1, 0)
             code = os.waitstatus_to_exitcode(status) if ended == pid else None
+        with contextlib.suppress(ProcessLookupError):  # code under test may have left writers
+            os.kill(-1, signal.SIGKILL)
         answer: dict[str, Any] = {"code": code, "files": {}}
         for path in order["collect"]:
             with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -86,15 +94,6 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
     os._exit(0)
-
-
-def _own_folder(folder: str) -> None:
-    """An empty tmpfs at `folder`; what the agent may have put there is not seen."""
-    if os.path.islink(folder) or os.path.isfile(folder):
-        os.unlink(folder)
-    os.makedirs(folder, exist_ok=True)
-    options = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("tmpfs", os.path.realpath(folder), "tmpfs", options, "mode=755,size=64m")
 
 
 def pack(folder: str) -> bytes:

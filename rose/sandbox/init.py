@@ -26,6 +26,7 @@ from rose.sandbox.backend import MIB, SESSION
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
 SESSION_FILES = "/run/rose"
+GUARDED = ("tests", "logs")  # where a check mounts its own; a mount point can't be removed
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 KILL_ROUNDS = 200  # of 5 ms: a fork bomb takes some until its last process is gone
 BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since boot
@@ -80,15 +81,28 @@ def build(spec: dict[str, Any], base: str, lower: str) -> None:
     for each in spec["mounts"]:
         os.makedirs(root + each["target"], exist_ok=True)
         kernel.bind(each["source"], root + each["target"], read_only=True)
-    for name in ("dev", "proc", "tmp", "run", "root", spec["workdir"].lstrip("/")):
+    for name in ("dev", "proc", "tmp", "run", "root"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     os.chmod(f"{root}/tmp", 0o1777)
     devices(f"{root}/dev")
+    for name in GUARDED:
+        guard(f"{root}/{name}")
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
     session_files(root + SESSION_FILES)
     kernel.raise_loopback()
     socket.sethostname("sandbox")
     kernel.change_root(root)
+    os.makedirs(spec["workdir"], exist_ok=True)  # not before: an image's link may lead outside
+
+
+def guard(folder: str) -> None:
+    """An empty mount, read-only: a folder that lies in the overlay the agent could remove, and with
+    it, in every mount namespace, what is mounted there."""
+    if os.path.islink(folder) or os.path.isfile(folder):
+        os.unlink(folder)
+    os.makedirs(folder, exist_ok=True)
+    options = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_RDONLY
+    kernel.mount("tmpfs", folder, "tmpfs", options, "mode=755,size=4k")
 
 
 def devices(folder: str) -> None:

@@ -121,9 +121,7 @@ class Keeper:
             os.mkdir(f"{place}/{name}", 0o755)
         host = f"{place}/host"
         for name in SYSTEM:
-            if os.path.islink(f"/{name}"):
-                os.symlink(os.readlink(f"/{name}"), f"{host}/{name}")
-            elif os.path.isdir(f"/{name}"):
+            if os.path.isdir(f"/{name}"):  # of a merged system links, which an agent could replace
                 os.mkdir(f"{host}/{name}")
                 os.mkdir(f"{host}/{name}/.rose-bound")
         for pattern in ETC:

@@ -15,6 +15,7 @@ import time
 from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
 
 LONG_S = 60.0  # a deadline that no test waits for
+VERDICT = "/logs/verifier/reward.txt"
 SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
 GOES_ON = "echo alive; echo $((6 * 7))"
 
@@ -157,6 +158,38 @@ async def a_check_is_beyond_reach(box):
         assert late.code is None and late.output == "begun\n" and not late.files
 
 
+async def check(box, script, argv=("/bin/bash", "/tests/check.sh")):
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/check.sh", "w") as file:
+            file.write(script)
+        return await box.check(list(argv), folder, collect=(VERDICT,), wait_s=LONG_S)
+
+
+async def what_a_check_stands_on_can_not_be_replaced(box):
+    paths = [p for p in ("/bin", "/sbin", "/lib", "/lib64") if os.path.isdir(p)]
+    for path in (*paths, "/usr", "/etc", "/tests", "/logs"):
+        refused = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
+        assert refused.code and "busy" in refused.output, (path, refused)
+    for planted in ("mkfifo /tests/x", "touch /logs/x", "ln -s /app /tests/x"):
+        assert "Read-only" in (await box.run(planted, LONG_S)).output, planted
+    await box.run("mkdir -p ~/.local; export PYTHONUSERBASE=/root/.local", LONG_S)
+    site = "python3 -c 'import site; print(site.USER_SITE)'"
+    await box.run(f"mkdir -p $({site}); echo 'print(666)' > $({site})/usercustomize.py", LONG_S)
+    hunt = "while :; do rmdir /tests /logs; mv /tests /gone; rm -rf /logs; done"
+    await box.run(f"({hunt}) >/dev/null 2>&1 &", LONG_S)
+    done = await check(box, "for i in {1..20}; do ls /tests; done; python3 -c 'print(42)'; ls ~")
+    assert done.code == 0 and done.output.split() == ["check.sh"] * 20 + ["42"], done
+
+
+async def a_check_outlives_what_fills_the_sandbox(box):
+    fill = "import os, time\nwhile os.fork(): pass\ntime.sleep(1000)"
+    assert "BlockingIOError" in (await box.run(f"python3 -c '{fill}'", LONG_S)).output
+    await box.run("head -c 100M /dev/zero > /app/big; head -c 100M /dev/zero > /big", LONG_S)
+    done = await check(box, "echo 1 > /logs/verifier/reward.txt")
+    assert done.files[VERDICT] == b"1\n", done
+    await still_alive(box)
+
+
 # --------------------------------------------------------------------------- slow
 
 
@@ -225,7 +258,7 @@ async def sixty_four_run_at_once(box):
 
 FAST = [f for f in list(globals().values()) if getattr(f, "__code__", None)]
 SLOW = FAST[(cut := [f.__name__ for f in FAST].index("a_fork_bomb_stays_inside")) :]
-FAST = [f for f in FAST[:cut] if f is not still_alive]
+FAST = [f for f in FAST[:cut] if f not in (still_alive, check)]
 
 
 async def main(names: list[str]) -> None:

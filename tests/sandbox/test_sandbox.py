@@ -88,6 +88,8 @@ QUICK = [
     "the_disk_has_a_bound",
     "the_host_is_not_seen",
     "files_are_read_and_written",
+    "what_a_check_stands_on_can_not_be_replaced",
+    "a_check_outlives_what_fills_the_sandbox",
 ]
 
 
