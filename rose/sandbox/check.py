@@ -9,6 +9,7 @@ root itself, as its Python: a root without an image has these read-only, an imag
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -19,9 +20,11 @@ from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 from rose.sandbox import kernel
-from rose.sandbox.init import GUARDED, begin_program
+from rose.sandbox.backend import GUARDED
+from rose.sandbox.init import begin_program
 
 HOME = "/logs/home"  # the program's, empty
+FULL = (errno.EAGAIN, errno.ENOMEM)
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
@@ -51,7 +54,7 @@ def run(spec: dict[str, Any], order: dict[str, Any], spaces: list[int], fds: lis
         os.kill(inner, signal.SIGKILL)
         os.waitpid(inner, 0)
     except OSError as error:
-        os.write(to, json.dumps({"failed": str(error)}).encode())
+        os.write(to, json.dumps(_failed(error)).encode())
     finally:
         os._exit(0)
 
@@ -90,10 +93,16 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 answer["files"][path] = file.read(order["limit"]).decode("latin-1")
     except Exception as error:  # whatever it is, the host must learn of it
-        answer = {"failed": f"{type(error).__name__}: {error}"}
+        answer = _failed(error)
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
     os._exit(0)
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    """`full`: whether it is for want of what the agent may have used up."""
+    full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
+    return {"failed": f"{type(error).__name__}: {error}", "full": full}
 
 
 def pack(folder: str) -> bytes:

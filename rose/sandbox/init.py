@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -21,20 +22,23 @@ import time
 from typing import Any, NoReturn
 
 from rose.sandbox import kernel
-from rose.sandbox.backend import MIB, SESSION
+from rose.sandbox.backend import GUARDED, MIB, SESSION
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
 SESSION_FILES = "/run/rose"
-GUARDED = ("tests", "logs")  # where a check mounts its own; a mount point can't be removed
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 KILL_ROUNDS = 200  # of 5 ms: a fork bomb takes some until its last process is gone
 BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since boot
 
 
 def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Raises OSError."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    to.sendmsg([json.dumps(message).encode()], rights)
+    data = json.dumps(message).encode()
+    if len(data) > MESSAGE_BYTES:
+        raise OSError(errno.EMSGSIZE, f"{len(data)} bytes; at most {MESSAGE_BYTES}")
+    to.sendmsg([data], rights)
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -173,11 +177,13 @@ class Init:
     def handle(self, order: dict[str, Any]) -> None:
         try:
             match order["do"]:
-                case "session":
+                case "end":
                     end_others(0)
                     self.reap()
+                    answer: dict[str, Any] = {}
+                case "session":
                     self.session = self.begin_session(order["cwd"])
-                    answer: dict[str, Any] = {"pid": self.session}
+                    answer = {"pid": self.session}
                 case "stop":
                     end_others(order["since"], spare=(self.session,))
                     answer = {}
@@ -211,8 +217,11 @@ class Init:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # its /proc files are the host's root's as long as it is, like process 1, not dumpable
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("500")
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # until it becomes a program
         return pid
 
     def begin_session(self, cwd: str | None) -> int:
@@ -246,7 +255,7 @@ class Init:
             if not stat.S_ISREG(found.st_mode) or found.st_dev == os.stat("/proc").st_dev:
                 raise OSError(22, f"not a regular file: {path!r}")
             send(self.control, {"answer": {}}, (fd,))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as RecursionError, of a path with a thousand folders
             code = getattr(error, "errno", None) or 22
             send(self.control, {"answer": {"error": code, "words": str(error)}})
         finally:

@@ -90,6 +90,9 @@ QUICK = [
     "files_are_read_and_written",
     "what_a_check_stands_on_can_not_be_replaced",
     "a_check_outlives_what_fills_the_sandbox",
+    "a_check_that_floods_is_stopped",
+    "strange_orders_leave_the_sandbox_as_it_is",
+    "a_memory_hog_is_killed_and_process_1_is_not",
 ]
 
 
@@ -195,7 +198,11 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
         ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
         ({"workdir": "app"}, "workdir='app': a path from the root"),
         ({"workdir": "/"}, "workdir='/': a path from the root"),
-        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a number above 0"),
+        ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
+        ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
+        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
+        ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
+        ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
         ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
     ],
 )
