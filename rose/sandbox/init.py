@@ -257,7 +257,8 @@ class Init:
             send(self.control, {"answer": {}}, (fd,))
         except Exception as error:  # as RecursionError, of a path with a thousand folders
             code = getattr(error, "errno", None) or 22
-            send(self.control, {"answer": {"error": code, "words": str(error)}})
+            words = getattr(error, "strerror", None) or str(error)
+            send(self.control, {"answer": {"error": code, "words": words}})
         finally:
             os._exit(0)
 

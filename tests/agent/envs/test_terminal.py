@@ -147,6 +147,14 @@ def test_a_file_is_edited_where_the_text_stands_once():
         assert missing.invalid and "has old 0 times" in missing.observation
         nowhere = await env.step(edit("a", "b", "/app/none"))
         assert nowhere.invalid and "No such file" in nowhere.observation
+        await env.box.write_file("/app/long", b"begin" + bytes(1 << 20))
+        for path, old, words in (
+            ("/app/long", "begin", "/app/long: edit_file takes files of 1 MiB at most."),
+            ("/app/" + "x" * 200_000, "a", "File name too long"),
+            ("/app/\ud800", "\ud800", "/app/?: No such file"),
+        ):
+            refused = await env.step(edit(old, "b", path))
+            assert refused.invalid and words in refused.observation
         assert (await env.step(edit(before, after, f"/app/{rung.target}"))).observation == "Done."
         assert (await env.end()).success
         await env.close()
@@ -174,3 +182,26 @@ def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp
     _, steps = play(4, "python3 test_*.py", solution, "python3 test_*.py", tasks=str(out))
     assert "exit code 1" in steps[0].observation and "not" in steps[0].observation
     assert steps[2].observation == "[no output]" and steps[-1].success
+
+
+def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path):
+    out = tmp_path / "tasks"
+    make_repair_tasks.main(["--out", str(out), "--count", "2", "--held-out", "1", "--seed", "3"])
+    chosen = random.Random(4).choice(_tasks.load(str(out))[0])
+    name = chosen.name.partition("-")[0]
+    forge = "import os\nverdict = '/logs/verifier/reward.txt'\n"
+    written = forge + "open(verdict, 'w').write('1')\n"
+    for cheat in (
+        "import os; os._exit(0)\n",
+        written + "os._exit(0)\n",
+        written + "os.kill(os.getppid(), 9)\n",
+        forge + "os.symlink('/proc/sys/net/ipv4/ip_default_ttl', verdict)\n",
+        written
+        + "if os.fork(): os._exit(0)\nos.closerange(0, 9)\nwhile True: open(verdict, 'w').write('1')\n",
+        "import json\nknown = json.load(open('/tests/cases.json'))\n"
+        f"def {name}(case): return next(b for a, b in known if a == case)\n",
+        "import os\nfound = open(f'/proc/{os.getppid()}/mem', 'rb')\nos._exit(0)\n",
+    ):
+        write = f"cat > {name}.py <<'END'\n{cheat}END\n"
+        step = play(4, write, tasks=str(out))[1][-1]
+        assert step.done and step.reward == 0, cheat
