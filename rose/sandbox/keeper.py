@@ -13,7 +13,6 @@ without, its only user is this one, in a user namespace of the keeper's.
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import json
 import os
@@ -172,7 +171,7 @@ class Keeper:
             try:
                 said = {"pid": self.begin(order, control)}
             except (OSError, ValueError, TypeError) as error:
-                hint = switched_off() if getattr(error, "errno", 0) == errno.ENOSPC else ""
+                hint = switched_off() if "unshare" in str(error) else ""
                 said = {"failed": f"{error}{hint}"}
             with contextlib.suppress(OSError):  # the host has given it up already
                 send(control, said)

@@ -216,6 +216,20 @@ def test_an_unknown_backend_is_named(loop):
         loop.run(Sandbox.start(Spec(), "docker"))
 
 
+def test_a_switch_that_refuses_user_namespaces_is_named():
+    """max_user_namespaces of a user namespace of its own: the machine's stays as it is."""
+    start = "import asyncio; from rose.sandbox import *; "
+    start += "asyncio.run(Sandbox.start(Spec(), 'namespaces'))"
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", start],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert "user.max_user_namespaces=0 is in the way of user namespaces" in done.stderr
+
+
 def second_version(tmp_path: Path, controllers: str) -> Groups:
     """A tree like that of a delegated cgroup v2, which this machine may not have."""
     group = tmp_path / "fs/job"

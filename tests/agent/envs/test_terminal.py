@@ -93,11 +93,45 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
         "task untested: no tests/test.sh",
         "task imaged: environment.docker_image='debian:12' is missing",
         "task built: environment/Dockerfile is not built here",
-        "task timed: task.toml: -1 is no number above 0",
+        "task timed: task.toml: agent.timeout_sec=-1 is no number above 0",
         "task torn: ",
     ):
         assert expected in words
     assert "fine" not in words.replace("task fine", "")
+
+
+@pytest.mark.parametrize(
+    "toml, words",
+    [
+        ("agent = 3", r"task\.toml: agent=3: a table"),
+        ("[verifier]\ntimeout_sec = nan", r"verifier\.timeout_sec=nan is no number above 0"),
+        ("[environment]\ncpus = inf", r"environment\.cpus=inf is no number above 0"),
+        ("[environment]\nmemory_mb = 99.5", r"environment\.memory_mb=99\.5 is no whole number"),
+        ("[environment]\nworkdir = '/usr/x'", r"environment\.workdir='/usr/x': without"),
+        ("[environment]\nworkdir = '/a/../usr'", r"environment\.workdir='/a/\.\./usr': without"),
+        ("[environment]\nworkdir = 3", r"environment\.workdir='3': a path from the root"),
+        ("[verifier]\ntimeout_sec = 900", r"timeout_sec=900 is not below env\.step_timeout_s=900"),
+        ("[environment]\nstorage_mb = 1000", "disk of 1000 MiB takes memory of 1064 MiB at least"),
+    ],
+)
+def test_a_task_that_could_not_run_is_named_before_the_run(tmp_path, toml, words):
+    task(tmp_path, "wrong", toml=toml)
+    with pytest.raises(ConfigError, match=f"task wrong: .*{words}"):
+        Terminal(tasks=str(tmp_path)).preflight(900.0)
+
+
+def test_an_image_without_bash_and_a_machine_without_its_backend_are_named(tmp_path, monkeypatch):
+    (task(tmp_path, "bare") / "environment/rootfs/etc").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="task bare: environment/rootfs has no /bin/bash"):
+        Terminal(tasks=str(tmp_path))
+    (tmp_path / "bare/environment/rootfs/bin").mkdir()
+    (tmp_path / "bare/environment/rootfs/bin/bash").symlink_to("/nowhere")
+    Terminal(tasks=str(tmp_path)).preflight(900.0)
+    with pytest.raises(ConfigError, match=r"env\.args\.command_s=30: below env\.step_timeout_s=30"):
+        Terminal().preflight(30.0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="env.args.backend='gvisor': .*runsc is not installed"):
+        Terminal(backend="gvisor").preflight(900.0)
 
 
 def test_no_tasks_and_bad_arguments_are_named(tmp_path):
