@@ -244,7 +244,7 @@ def second_version(tmp_path: Path, controllers: str) -> Groups:
 def test_limits_of_cgroup_v2(tmp_path):
     groups = second_version(tmp_path, "cpu io memory pids\n")
     assert groups.lacking == {}
-    assert (tmp_path / "fs/job/cgroup.subtree_control").read_text() == "+cpu +memory +pids"
+    assert (tmp_path / "fs/job/cgroup.subtree_control").read_text() == "+memory +pids +cpu"
     groups.make("rose-1-2-3", Limits(memory_mib=64, processes=20, cpus=0.5), pid=77)
     made = tmp_path / "fs/job/rose-1-2-3"
     read = {path.name: path.read_text() for path in made.iterdir()}
@@ -254,6 +254,21 @@ def test_limits_of_cgroup_v2(tmp_path):
         "cpu.max": "50000 100000",
         "cgroup.procs": "77",
     }
+
+
+def test_a_group_that_can_pass_nothing_on_leaves_it_to_the_one_above(tmp_path):
+    """The kernel refuses the write where a group has processes; here a folder is in its place."""
+    own = tmp_path / "fs/job/host"
+    (own / "cgroup.subtree_control").mkdir(parents=True)
+    (own / "cgroup.controllers").write_text("memory pids\n")
+    (tmp_path / "own").write_text("0::/job/host\n")
+    (tmp_path / "mounts").write_text(f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
+    places = (str(tmp_path / "own"), str(tmp_path / "mounts"))
+    assert "DelegateSubgroup=host COMMAND" in Groups(*places).lacking["memory"]
+    (tmp_path / "fs/job/cgroup.controllers").write_text("cpu memory pids\n")
+    assert Groups(*places).lacking == {}
+    Groups(*places).make("rose-1-2-3", Limits(), pid=77)
+    assert (tmp_path / "fs/job/rose-1-2-3/pids.max").read_text() == "136"
 
 
 def test_a_missing_controller_is_named(tmp_path):
