@@ -126,11 +126,13 @@ async def files_are_read_and_written(box):
 
 async def two_sandboxes_share_nothing(box):
     async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
-        await box.run("echo mine > /tmp/mine; (sleep 1000 &) ", LONG_S)
+        begun = "(sleep 1000 &); until pgrep -x sleep; do :; done"
+        await box.run(f"echo mine > /tmp/mine; {begun}", LONG_S)
         result = await other.run("ls /tmp /app /root; ls -d /proc/[0-9]* | wc -l", LONG_S)
         assert "mine" not in result.output
         await other.run("kill -9 -1; kill -9 $$", LONG_S)
-        assert (await box.run("pgrep -c sleep", LONG_S)).output == "1\n"
+        left = await box.run("pgrep -c sleep", LONG_S)
+        assert left.output == "1\n", left
 
 
 async def a_check_is_beyond_reach(box):
