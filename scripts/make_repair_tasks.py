@@ -6,7 +6,8 @@
 A module is one of `MODULES` with constants drawn from the seed; its bug is one changed operator,
 comparison or constant, of which tests that the module passes fail. So each task is solved by the
 module as it was (solution/solve.sh). No two have the same text, and no module is in both splits. The
-agent sees half of the tests, one failing at least; all of them judge. Left out: bugs of two places.
+agent sees half of the tests, one failing at least; all of them judge, in another process than the
+module's. Left out: bugs of two places.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 RUN_S = 5.0  # of all tests of a module: a bug may make a loop endless
 DRAWS = 200  # for one task that is not there yet
 CASES = 12
+CHECK_S = 10  # of the agent's module; below verifier.timeout_sec
 
 # (name, source, inputs): A and B are constants of 2 to 60, A < B; inputs draw the arguments.
 MODULES = {
@@ -71,24 +73,60 @@ for case in order["cases"]:
 print(json.dumps(made))
 """
 CHECK = '''\
-"""Exit code 0 if {name} gives what is expected."""
+"""Exit code 0 if {name} gives what is expected. {name} runs in a process of its own."""
 
+import ctypes
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
-# an edit within a second of the last run, and of the same length, would leave its bytecode in use
-sys.dont_write_bytecode = True
-sys.pycache_prefix = str(Path(__file__).parent / "none")
+RUN = """
+import json, os, sys
+answer, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+cases = json.load(sys.stdin)
 sys.path.insert(0, "/app")
 from {name} import {name}
-
+made = []
+for case in cases:
+    try:
+        made.append({name}(case))
+    except Exception as error:
+        made.append(repr(error))
+print(json.dumps(made), file=answer)
+"""
+hidden = {hidden}
+source = Path(__file__).parent / "{cases}"
+verdict = Path("/logs/verifier/reward.txt")
+cases = json.loads(source.read_text())
+if hidden:  # the module can neither look up what is expected nor read it in this process
+    source.unlink()
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+# an edit within a second of the last run, and of the same length, would leave its bytecode in use
+argv = [sys.executable, "-I", "-B", "-X", "pycache_prefix=/nowhere", "-c", RUN]
+given = json.dumps([case for case, _ in cases])
+try:
+    done = subprocess.run(argv, input=given, stdout=subprocess.PIPE, text=True, timeout={run_s})
+    answers = json.loads(done.stdout)
+except (subprocess.TimeoutExpired, OSError, ValueError):
+    answers = None
+if not isinstance(answers, list) or len(answers) != len(cases):
+    print("{name}.py does not answer every case within {run_s} s")
+    answers = [None] * len(cases)
 failed = 0
-for case, expected in json.loads((Path(__file__).parent / "{cases}").read_text()):
-    found = {name}(case)
-    if found != expected:
+for (case, expected), found in zip(cases, answers):
+    if type(found) is not type(expected) or found != expected:
         failed += 1
         print(f"{name}({{case}}) is {{found}}, not {{expected}}")
+if hidden:  # nothing that the module started writes after this process
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    verdict.unlink(missing_ok=True)
+    verdict.write_text(str(int(failed == 0)))
 sys.exit(failed > 0)
 '''
 
@@ -154,10 +192,12 @@ def write(folder: Path, name: str, whole: str, broken: str, cases: list, shown: 
     (folder / "environment" / f"{name}.py").write_text(broken)
     (folder / "environment" / "examples.json").write_text(json.dumps(shown))
     (folder / "environment" / f"test_{name}.py").write_text(
-        CHECK.format(name=name, cases="examples.json")
+        CHECK.format(name=name, cases="examples.json", hidden=False, run_s=CHECK_S)
     )
     (folder / "tests" / "cases.json").write_text(json.dumps(cases))
-    (folder / "tests" / "check.py").write_text(CHECK.format(name=name, cases="cases.json"))
+    (folder / "tests" / "check.py").write_text(
+        CHECK.format(name=name, cases="cases.json", hidden=True, run_s=CHECK_S)
+    )
     (folder / "tests" / "test.sh").write_text("exec python3 -I /tests/check.py\n")
     (folder / "solution" / "solve.sh").write_text(f"cat > {name}.py <<'END'\n{whole}END\n")
     (folder / "instruction.md").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,10 @@ while IFS= builtin read -r -d '' __rose <&3; do
   builtin printf '%s\\0' "$?" >&4
 done
 """
+# Folders of the root: a sandbox's own mounts, and the host's where there is no image
+GUARDED = ("tests", "logs")  # a check mounts its own there
+OWN_FOLDERS = (*GUARDED, "dev", "proc", "run")
+HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 COMMAND_BYTES = 64 * 1024  # of one command: bash reads it byte by byte
 
 
@@ -62,9 +67,16 @@ class Spec:
             )
         if not os.path.isabs(self.workdir) or os.path.normpath(self.workdir) == "/":
             raise SandboxError(f"workdir={self.workdir!r}: a path from the root, below /")
+        parts = self.workdir.split("/")
+        taken = OWN_FOLDERS + ((*HOST_FOLDERS, "etc") if self.image is None else ())
+        if ".." in parts or "\0" in self.workdir or next(filter(None, parts)) in taken:
+            raise SandboxError(
+                f"workdir={self.workdir!r}: without .. and outside of {', '.join(taken)}"
+            )
         for key, value in asdict(self.limits).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise SandboxError(f"limits.{key}={value!r}: a number above 0")
+            kind, words = (int | float, "a") if key == "cpus" else (int, "a whole")
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+                raise SandboxError(f"limits.{key}={value!r}: {words} number above 0")
 
     def variables(self) -> dict[str, str]:
         """The environment of the sandbox's programs."""

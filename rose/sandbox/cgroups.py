@@ -20,6 +20,10 @@ from rose.sandbox.backend import MIB, Limits
 PERIOD_US = 100_000
 NAME = re.compile(r"rose-(\d+)-(\d+)-\d+")
 END_S = 5.0  # until a group's processes, which got SIGKILL, are gone
+REMEDY = (
+    "a delegated group helps, with COMMAND in a subgroup (systemd 254 or later): "
+    "systemd-run --user --pipe --wait -p Delegate=yes -p DelegateSubgroup=host COMMAND"
+)
 CONTROLLERS = ("memory", "pids", "cpu")
 FILES = {  # controller -> the file of its limit, v1 and v2
     "memory": ("memory.limit_in_bytes", "memory.max"),
@@ -72,27 +76,32 @@ class Groups:
 
     def _try(self, folder: Path, names: str, second: bool) -> None:
         controllers = tuple(n for n in names.split(",") if n in CONTROLLERS)
-        if second:
-            there = (folder / "cgroup.controllers").read_text().split()
-            controllers = tuple(n for n in there if n in CONTROLLERS)
-        elif not controllers:
+        if not second:
+            if controllers and os.access(folder, os.W_OK):
+                self.parents[folder] = controllers
+            else:
+                self.why.update(dict.fromkeys(controllers, f"{folder} is not writable"))
             return
-        refused = None
-        if not os.access(folder, os.W_OK):
-            refused = f"{folder} is not writable"
-        elif second and controllers:
-            wanted = " ".join(f"+{name}" for name in controllers)
+        # A group of version 2 with processes, as this one's own, can pass no controllers on, so the
+        # one above is tried, too: where a delegated group has this process in a subgroup.
+        for place in (folder, folder.parent):
+            file = place / "cgroup.controllers"
+            there = file.read_text().split() if file.is_file() else []
+            controllers = tuple(n for n in CONTROLLERS if n in there)
+            if not controllers:
+                continue
             try:
-                (folder / "cgroup.subtree_control").write_text(wanted)
+                (place / "cgroup.subtree_control").write_text(
+                    " ".join(f"+{name}" for name in controllers)
+                )
             except OSError as error:
-                refused = f"{folder}/cgroup.subtree_control: {error.strerror}"
-        if refused:
-            remedy = "a delegated group helps: systemd-run --user --scope -p Delegate=yes COMMAND"
-            self.why.update(dict.fromkeys(controllers, f"{refused}; {remedy}"))
-            return
-        self.parents[folder] = controllers
-        if second:
-            self.second.add(folder)
+                refused = f"{place}/cgroup.subtree_control: {error.strerror}; {REMEDY}"
+                self.why = dict.fromkeys(controllers, refused) | self.why
+            else:
+                if os.access(place, os.W_OK):
+                    self.parents[place] = controllers
+                    self.second.add(place)
+                    return
 
     @property
     def lacking(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ root itself, as its Python: a root without an image has these read-only, an imag
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -19,8 +20,11 @@ from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 from rose.sandbox import kernel
+from rose.sandbox.backend import GUARDED
 from rose.sandbox.init import begin_program
 
+HOME = "/logs/home"  # the program's, empty
+FULL = (errno.EAGAIN, errno.ENOMEM)
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
@@ -50,7 +54,7 @@ def run(spec: dict[str, Any], order: dict[str, Any], spaces: list[int], fds: lis
         os.kill(inner, signal.SIGKILL)
         os.waitpid(inner, 0)
     except OSError as error:
-        os.write(to, json.dumps({"failed": str(error)}).encode())
+        os.write(to, json.dumps(_failed(error)).encode())
     finally:
         os._exit(0)
 
@@ -60,8 +64,11 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
-        for folder in (order["at"], *{os.path.dirname(path) for path in order["collect"]}):
-            _own_folder(folder)
+        options = kernel.MS_NOSUID | kernel.MS_NODEV
+        for name in GUARDED:
+            kernel.mount("tmpfs", f"/{name}", "tmpfs", options, "mode=755,size=64m")
+        for folder in (order["at"], HOME, *map(os.path.dirname, order["collect"])):
+            os.makedirs(folder, exist_ok=True)
         unpack(tar, order["at"])
         pid = os.fork()
         if pid == 0:
@@ -69,7 +76,9 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
                 os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
-                begin_program(order["argv"], spec, spec["workdir"])
+                own = {"HOME": HOME, "PYTHONNOUSERSITE": "1"}  # /root is the agent's
+                variables = spec["variables"] | own
+                begin_program(order["argv"], spec | {"variables": variables}, spec["workdir"])
             finally:
                 os._exit(127)
         os.close(output)
@@ -77,24 +86,23 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
         while code is None:  # orphans of the program are reaped on the way
             ended, status = os.waitpid(-1, 0)
             code = os.waitstatus_to_exitcode(status) if ended == pid else None
+        with contextlib.suppress(ProcessLookupError):  # code under test may have left writers
+            os.kill(-1, signal.SIGKILL)
         answer: dict[str, Any] = {"code": code, "files": {}}
         for path in order["collect"]:
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 answer["files"][path] = file.read(order["limit"]).decode("latin-1")
     except Exception as error:  # whatever it is, the host must learn of it
-        answer = {"failed": f"{type(error).__name__}: {error}"}
+        answer = _failed(error)
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
     os._exit(0)
 
 
-def _own_folder(folder: str) -> None:
-    """An empty tmpfs at `folder`; what the agent may have put there is not seen."""
-    if os.path.islink(folder) or os.path.isfile(folder):
-        os.unlink(folder)
-    os.makedirs(folder, exist_ok=True)
-    options = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("tmpfs", os.path.realpath(folder), "tmpfs", options, "mode=755,size=64m")
+def _failed(error: Exception) -> dict[str, Any]:
+    """`full`: whether it is for want of what the agent may have used up."""
+    full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
+    return {"failed": f"{type(error).__name__}: {error}", "full": full}
 
 
 def pack(folder: str) -> bytes:

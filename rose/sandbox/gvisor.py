@@ -27,10 +27,6 @@ class Runsc:
     def prepare(spec: Spec, folder: Path) -> None:
         for name in ("state", "bundle", "bundle/root"):
             (folder / name).mkdir()
-        if spec.image is None:
-            for path in SYSTEM:  # of merged systems these are links
-                if os.path.islink(path):
-                    os.symlink(os.readlink(path), f"{folder}/bundle/root{path}")
         (folder / "bundle" / "config.json").write_text(json.dumps(config(spec, folder)))
 
     @staticmethod
@@ -61,7 +57,8 @@ def config(spec: Spec, folder: Path) -> dict[str, Any]:
     capabilities = [f"CAP_{name}" for name in KEPT]
     mounts = [(each.source, each.target) for each in spec.mounts]
     if spec.image is None:
-        mounts += [(p, p) for p in SYSTEM if os.path.isdir(p) and not os.path.islink(p)]
+        # of merged systems some are links, which an agent could replace if they were so inside
+        mounts += [(os.path.realpath(p), p) for p in SYSTEM if os.path.isdir(p)]
     tmpfs = {"type": "tmpfs", "source": "tmpfs"}
     limits = spec.limits
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -21,7 +22,7 @@ import time
 from typing import Any, NoReturn
 
 from rose.sandbox import kernel
-from rose.sandbox.backend import MIB, SESSION
+from rose.sandbox.backend import GUARDED, MIB, SESSION
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
@@ -32,8 +33,12 @@ BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since
 
 
 def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Raises OSError."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    to.sendmsg([json.dumps(message).encode()], rights)
+    data = json.dumps(message).encode()
+    if len(data) > MESSAGE_BYTES:
+        raise OSError(errno.EMSGSIZE, f"{len(data)} bytes; at most {MESSAGE_BYTES}")
+    to.sendmsg([data], rights)
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -80,15 +85,28 @@ def build(spec: dict[str, Any], base: str, lower: str) -> None:
     for each in spec["mounts"]:
         os.makedirs(root + each["target"], exist_ok=True)
         kernel.bind(each["source"], root + each["target"], read_only=True)
-    for name in ("dev", "proc", "tmp", "run", "root", spec["workdir"].lstrip("/")):
+    for name in ("dev", "proc", "tmp", "run", "root"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     os.chmod(f"{root}/tmp", 0o1777)
     devices(f"{root}/dev")
+    for name in GUARDED:
+        guard(f"{root}/{name}")
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
     session_files(root + SESSION_FILES)
     kernel.raise_loopback()
     socket.sethostname("sandbox")
     kernel.change_root(root)
+    os.makedirs(spec["workdir"], exist_ok=True)  # not before: an image's link may lead outside
+
+
+def guard(folder: str) -> None:
+    """An empty mount, read-only: a folder that lies in the overlay the agent could remove, and with
+    it, in every mount namespace, what is mounted there."""
+    if os.path.islink(folder) or os.path.isfile(folder):
+        os.unlink(folder)
+    os.makedirs(folder, exist_ok=True)
+    options = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_RDONLY
+    kernel.mount("tmpfs", folder, "tmpfs", options, "mode=755,size=4k")
 
 
 def devices(folder: str) -> None:
@@ -159,11 +177,13 @@ class Init:
     def handle(self, order: dict[str, Any]) -> None:
         try:
             match order["do"]:
-                case "session":
+                case "end":
                     end_others(0)
                     self.reap()
+                    answer: dict[str, Any] = {}
+                case "session":
                     self.session = self.begin_session(order["cwd"])
-                    answer: dict[str, Any] = {"pid": self.session}
+                    answer = {"pid": self.session}
                 case "stop":
                     end_others(order["since"], spare=(self.session,))
                     answer = {}
@@ -197,8 +217,11 @@ class Init:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # its /proc files are the host's root's as long as it is, like process 1, not dumpable
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("500")
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # until it becomes a program
         return pid
 
     def begin_session(self, cwd: str | None) -> int:
@@ -232,9 +255,10 @@ class Init:
             if not stat.S_ISREG(found.st_mode) or found.st_dev == os.stat("/proc").st_dev:
                 raise OSError(22, f"not a regular file: {path!r}")
             send(self.control, {"answer": {}}, (fd,))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as RecursionError, of a path with a thousand folders
             code = getattr(error, "errno", None) or 22
-            send(self.control, {"answer": {"error": code, "words": str(error)}})
+            words = getattr(error, "strerror", None) or str(error)
+            send(self.control, {"answer": {"error": code, "words": words}})
         finally:
             os._exit(0)
 

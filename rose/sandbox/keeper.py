@@ -25,7 +25,7 @@ import sys
 from typing import Any
 
 from rose.sandbox import check, kernel
-from rose.sandbox.backend import Limits
+from rose.sandbox.backend import HOST_FOLDERS, Limits
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.init import WORK, receive, run, send
 
@@ -78,7 +78,6 @@ SWITCHES = {
     "/proc/sys/kernel/unprivileged_userns_clone": "0",
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
 }
-SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
 class Keeper:
@@ -120,10 +119,8 @@ class Keeper:
         for name in (WORK, "images", "host", "host/etc"):
             os.mkdir(f"{place}/{name}", 0o755)
         host = f"{place}/host"
-        for name in SYSTEM:
-            if os.path.islink(f"/{name}"):
-                os.symlink(os.readlink(f"/{name}"), f"{host}/{name}")
-            elif os.path.isdir(f"/{name}"):
+        for name in HOST_FOLDERS:
+            if os.path.isdir(f"/{name}"):  # of a merged system links, which an agent could replace
                 os.mkdir(f"{host}/{name}")
                 os.mkdir(f"{host}/{name}/.rose-bound")
         for pattern in ETC:
@@ -173,8 +170,9 @@ class Keeper:
             order["lacking"] = list(self.groups.lacking)
             try:
                 said = {"pid": self.begin(order, control)}
-            except OSError as error:
-                said = {"failed": str(error)}
+            except (OSError, ValueError, TypeError) as error:
+                hint = switched_off() if "unshare" in str(error) else ""
+                said = {"failed": f"{error}{hint}"}
             with contextlib.suppress(OSError):  # the host has given it up already
                 send(control, said)
             control.close()
@@ -224,7 +222,7 @@ class Keeper:
             if not words.isdigit():
                 raise OSError(words.decode() or "its first process ended")
             return self.admit(int(words), spaces, spec, go[1])
-        except OSError:
+        except (OSError, ValueError, TypeError):
             for fd in spaces:
                 os.close(fd)
             raise
@@ -237,7 +235,7 @@ class Keeper:
         self.made += 1
         try:
             self.groups.make(f"{self.name}-{self.made}", Limits(**spec["limits"]), pid)
-        except OSError:
+        except (OSError, ValueError, TypeError):
             os.kill(pid, signal.SIGKILL)
             self.groups.remove(f"{self.name}-{self.made}")
             raise
@@ -355,12 +353,12 @@ def _private(folder: str, names: list[str]) -> list[str]:
 
 
 def switched_off() -> str:
-    """The settings of this machine that keep users without root from namespaces, if there are."""
+    """The setting of this machine that keeps users from user namespaces, if there is one."""
     for path, value in SWITCHES.items():
         with contextlib.suppress(OSError), open(path) as file:
             if file.read().strip() == value:
                 name = path.removeprefix("/proc/sys/").replace("/", ".")
-                return f"; {name}={value} keeps user namespaces from users without root"
+                return f"; {name}={value} is in the way of user namespaces"
     return ""
 
 

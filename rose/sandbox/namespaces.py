@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -16,11 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rose.sandbox.backend import Fresh, SandboxError, Spec
+from rose.sandbox.backend import GUARDED, Fresh, SandboxError, Spec
 from rose.sandbox.init import receive, send
 
 NAME = "namespaces"
 START_S = 30.0  # of the keeper and of a sandbox, on a busy machine
+CHECK_FLOOD_BYTES = 16 << 20  # a check that prints more is stopped
+ANSWER_BYTES = 64 << 20
+PATH_BYTES = 4096  # Linux's PATH_MAX
 ORDER_S = 30.0  # what process 1 does takes milliseconds
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -63,8 +67,8 @@ class _Line:
         if not self.open:
             future.set_exception(SandboxError("the sandbox's first process has ended"))
             return future
+        send(self.end, message)  # first: an order that was not sent gets no answer
         self._waiting.append(future)
-        send(self.end, message)
         return future
 
     def close(self) -> None:
@@ -216,11 +220,12 @@ class Namespaces:
         return answer, fds
 
     async def restart(self, cwd: str | None) -> None:
-        for fd in (self.commands, self.output, self.codes):
-            with contextlib.suppress(BlockingIOError):
-                while os.read(fd, 1 << 16):
-                    pass
         try:
+            await self._order(do="end")
+            for fd in (self.commands, self.output, self.codes):  # nobody is left to fill them
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(fd, 1 << 16):
+                        pass
             await self._order(do="session", cwd=cwd)
         except OSError as error:
             raise SandboxError(f"no new shell could be started: {error}") from None
@@ -236,42 +241,67 @@ class Namespaces:
             return None
 
     async def read(self, path: str, limit: int) -> bytes:
-        _, (fd,) = await self._order(do="open", path=path, write=False)
+        _, (fd,) = await self._order(do="open", path=_path(path), write=False)
         with os.fdopen(fd, "rb") as file:
             return file.read(limit)
 
     async def write(self, path: str, data: bytes) -> None:
-        _, (fd,) = await self._order(do="open", path=path, write=True)
+        _, (fd,) = await self._order(do="open", path=_path(path), write=True)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
 
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
+        if not all(
+            path.startswith(tuple(f"/{g}/" for g in GUARDED)) for path in (f"{at}/", *collect)
+        ):
+            raise SandboxError(f"a check's files lie below {GUARDED}, not {at!r} and {collect}")
         order = {"check": self.pid, "argv": argv, "at": at, "collect": collect, "limit": limit}
-        with tempfile.TemporaryFile() as packed, tempfile.TemporaryFile() as printed:
-            packed.write(files)
-            packed.flush()
-            packed.seek(0)
-            result, end = os.pipe()
-            try:
-                send(self._keeper.end, order, (packed.fileno(), printed.fileno(), end))
-            except OSError as error:
-                os.close(result)
-                raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
-            finally:
-                os.close(end)
-            try:
-                said = await asyncio.wait_for(_until_end(result), wait_s)
-            except TimeoutError:
-                said = b""
-            printed.seek(0)
-            output = printed.read(limit).decode(errors="replace")
-        answer = json.loads(said) if said else {"code": None, "files": {}}
+        answer, output = await self._check(order, files, wait_s)
+        if answer.get("full"):  # the agent's processes have used up what it takes to begin one
+            await self.stop_since(0)
+            answer, output = await self._check(order, files, wait_s)
+        if answer.get("full"):
+            return Fresh(None, answer["failed"], {})
         if "failed" in answer:
             raise SandboxError(f"backend {NAME}: {answer['failed']}")
         read = {path: text.encode("latin-1") for path, text in answer["files"].items()}
-        return Fresh(answer["code"], output, read)
+        return Fresh(answer["code"], output.decode(errors="replace"), read)
+
+    async def _check(
+        self, order: dict[str, Any], files: bytes, wait_s: float
+    ) -> tuple[dict[str, Any], bytes]:
+        """A check's answer, with `code` None if it was stopped, and what it printed."""
+        (printed, theirs), (result, end) = os.pipe(), os.pipe()
+        with tempfile.TemporaryFile() as packed:
+            packed.write(files)
+            packed.flush()
+            packed.seek(0)
+            try:
+                send(self._keeper.end, order, (packed.fileno(), theirs, end))
+            except OSError as error:
+                _close([printed, result])
+                raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
+            finally:
+                _close([theirs, end])
+        said, output = bytearray(), bytearray()
+        done = asyncio.ensure_future(_until_end(result, said, ANSWER_BYTES, ANSWER_BYTES))
+        shown = asyncio.ensure_future(
+            _until_end(printed, output, order["limit"], CHECK_FLOOD_BYTES)
+        )
+        try:
+            async with asyncio.timeout(wait_s):
+                if await shown:  # else it printed too much
+                    await done
+        except TimeoutError:
+            pass
+        finally:
+            done.cancel()
+            shown.cancel()
+            await asyncio.wait({done, shown})  # they close their pipes, which ends the check
+        ended = not done.cancelled() and said
+        return (json.loads(said) if ended else {"code": None, "files": {}}), bytes(output)
 
     async def close(self) -> None:
         """Process 1 ends when its line does, and every other process with it."""
@@ -280,21 +310,29 @@ class Namespaces:
         self.commands = self.output = self.codes = -1
 
 
-async def _until_end(fd: int) -> bytes:
-    """All that is written to a pipe; closes it."""
+def _path(path: str) -> str:
+    if len(path.encode(errors="replace")) >= PATH_BYTES:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    return path
+
+
+async def _until_end(fd: int, into: bytearray, keep: int, most: int) -> bool:
+    """Read a pipe to its end, or `most` bytes of it (then False), and close it; the first `keep`
+    bytes go `into`."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-    parts: list[bytes] = []
+    count = 0
 
     def read() -> None:
+        nonlocal count
         data = os.read(fd, 1 << 16)
-        parts.append(data)
-        if not data and not done.done():
-            done.set_result(None)
+        count += len(data)
+        into.extend(data[: max(0, keep - len(into))])
+        if (not data or count > most) and not done.done():
+            done.set_result(not data)
 
     loop.add_reader(fd, read)
     try:
-        await done
+        return await done
     finally:
         loop.remove_reader(fd)
         os.close(fd)
-    return b"".join(parts)

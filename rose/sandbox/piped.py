@@ -155,7 +155,7 @@ class Piped:
             f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
             f"done 2>/dev/null; rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
             f"{folders} && tar x -C {shlex.quote(at)} && cd {shlex.quote(self.spec.workdir)} && "
-            f"exec {shlex.join(argv)} </dev/null 2>&1"
+            f"HOME=$(mktemp -d) PYTHONNOUSERSITE=1 exec {shlex.join(argv)} </dev/null 2>&1"
         )
         try:
             code, out, words = await self._inside(script, files, wait_s)

@@ -116,11 +116,13 @@ def name_of_program(name: str) -> str:
     return {gvisor.NAME: gvisor.PROGRAM, apptainer.NAME: apptainer.PROGRAM}[name]
 
 
-def choose() -> str:
-    """The backend that `auto` takes here. Raises `SandboxError`."""
-    found = describe()
-    for each in found:
-        if not each.problem:
-            return each.backend
-    problems = "; ".join(f"{each.backend}: {each.problem}" for each in found)
-    raise SandboxError(f"no backend for sandboxes works here: {problems}")
+def choose(backend: str = AUTO) -> str:
+    """`backend`, or the one that `auto` takes here, tried by a sandbox that runs one command. For a
+    thread without an event loop. Raises `SandboxError`."""
+    problems = []
+    for name in BACKENDS if backend == AUTO else (backend,):
+        found = asyncio.run(_describe(name))
+        if not found.problem:
+            return name
+        problems.append(f"{name}: {found.problem}")
+    raise SandboxError(f"no backend for sandboxes works here: {'; '.join(problems)}")

@@ -22,6 +22,7 @@ from rose.sandbox.probe import announce, begin
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
 READ_BYTES = 1 << 16
+CODE_BYTES = 4  # and more is no exit code
 GRACE_S = 1.0  # for the shell to notice that what it ran is gone
 STOP_EVERY_S = 0.1
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -203,7 +204,7 @@ class _Turn:
     def _read_code(self) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._fds[2], READ_BYTES)
-            self._codes += data
+            self._codes = self._codes[-CODE_BYTES:] + data  # a flood of the agent's is not kept
             if not data:
                 self.loop.remove_reader(self._fds[2])
         code, end, _ = self._codes.partition(b"\0")

@@ -15,6 +15,7 @@ import time
 from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
 
 LONG_S = 60.0  # a deadline that no test waits for
+VERDICT = "/logs/verifier/reward.txt"
 SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
 GOES_ON = "echo alive; echo $((6 * 7))"
 
@@ -125,11 +126,13 @@ async def files_are_read_and_written(box):
 
 async def two_sandboxes_share_nothing(box):
     async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
-        await box.run("echo mine > /tmp/mine; (sleep 1000 &) ", LONG_S)
+        begun = "(sleep 1000 &); until pgrep -x sleep; do :; done"
+        await box.run(f"echo mine > /tmp/mine; {begun}", LONG_S)
         result = await other.run("ls /tmp /app /root; ls -d /proc/[0-9]* | wc -l", LONG_S)
         assert "mine" not in result.output
         await other.run("kill -9 -1; kill -9 $$", LONG_S)
-        assert (await box.run("pgrep -c sleep", LONG_S)).output == "1\n"
+        left = await box.run("pgrep -c sleep", LONG_S)
+        assert left.output == "1\n", left
 
 
 async def a_check_is_beyond_reach(box):
@@ -155,6 +158,90 @@ async def a_check_is_beyond_reach(box):
             file.write("echo begun; sleep 1000")
         late = await box.check(argv, folder, collect=(verdict,), wait_s=0.3)
         assert late.code is None and late.output == "begun\n" and not late.files
+
+
+async def check(box, script, argv=("/bin/bash", "/tests/check.sh")):
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/check.sh", "w") as file:
+            file.write(script)
+        return await box.check(list(argv), folder, collect=(VERDICT,), wait_s=LONG_S)
+
+
+async def what_a_check_stands_on_can_not_be_replaced(box):
+    paths = [p for p in ("/bin", "/sbin", "/lib", "/lib64") if os.path.isdir(p)]
+    for path in (*paths, "/usr", "/etc", "/tests", "/logs"):
+        refused = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
+        assert refused.code and "busy" in refused.output, (path, refused)
+    for planted in ("mkfifo /tests/x", "touch /logs/x", "ln -s /app /tests/x"):
+        assert "Read-only" in (await box.run(planted, LONG_S)).output, planted
+    await box.run("mkdir -p ~/.local; export PYTHONUSERBASE=/root/.local", LONG_S)
+    site = "python3 -c 'import site; print(site.USER_SITE)'"
+    await box.run(f"mkdir -p $({site}); echo 'print(666)' > $({site})/usercustomize.py", LONG_S)
+    hunt = "while :; do rmdir /tests /logs; mv /tests /gone; rm -rf /logs; done"
+    await box.run(f"({hunt}) >/dev/null 2>&1 &", LONG_S)
+    done = await check(box, "for i in {1..20}; do ls /tests; done; python3 -c 'print(42)'; ls ~")
+    assert done.code == 0 and done.output.split() == ["check.sh"] * 20 + ["42"], done
+
+
+async def a_check_outlives_what_fills_the_sandbox(box):
+    fill = """
+import os, time
+full, write = os.pipe()
+for user in range(9):  # of other users, if there are some, the kernel counts as many again
+    if os.fork() == 0:
+        try:
+            os.setuid(user)
+            while os.fork():
+                pass
+        except OSError:
+            os.write(write, b"f")
+        time.sleep(1000)
+left = 9
+while left:
+    left -= len(os.read(full, left))
+"""
+    await box.write_file("/tmp/fill.py", fill.encode())
+    await box.run("head -c 100M /dev/zero > /app/big; head -c 100M /dev/zero > /big", LONG_S)
+    await box.run("python3 /tmp/fill.py 2>/dev/null", LONG_S)
+    done = await check(box, "echo 1 > /logs/verifier/reward.txt")
+    assert done.files[VERDICT] == b"1\n", done
+    await still_alive(box)
+
+
+async def a_check_that_floods_is_stopped(box):
+    done = await check(box, "yes")
+    assert done.code is None and done.output == "y\n" * 8192, done
+
+
+async def strange_orders_leave_the_sandbox_as_it_is(box):
+    for path in ("/app/" + "x" * 200_000, "/app/" + "x/" * 2045, "/app/\ud800"):
+        for what in (box.read_file(path), box.write_file(path, b"")):
+            try:
+                await what
+            except OSError:
+                continue
+            raise AssertionError(f"{path[:20]} was taken")
+    await box.write_file("/app/fine", b"1")
+    assert await box.read_file("/app/fine") == b"1"
+    flood = "while :; do echo 11111111 >> /proc/$$/fd/4; echo; done"
+    assert (await box.run(f"{flood} & {flood}", 0.3, limit=10)).restarted
+    await still_alive(box)
+    bad = Spec(limits=SMALL)  # as an order that no check has seen
+    object.__setattr__(bad, "limits", Limits(cpus=float("nan")))
+    try:
+        await Sandbox.start(bad, "namespaces")
+    except SandboxError as error:
+        assert "nan" in str(error).lower(), error
+    await still_alive(box)
+
+
+async def a_memory_hog_is_killed_and_process_1_is_not(box):
+    scores = await box.run("cat /proc/self/oom_score_adj", LONG_S)
+    assert scores.output == "500\n"
+    hog = "import os\nf = os.memfd_create(str())\nfor _ in range(400): os.write(f, bytes(1 << 20))"
+    result = await box.run(f"python3 -c '{hog}'", LONG_S)
+    assert result.code in (0, 137), result  # 0: no control group counts memory here
+    await still_alive(box)
 
 
 # --------------------------------------------------------------------------- slow
@@ -225,7 +312,7 @@ async def sixty_four_run_at_once(box):
 
 FAST = [f for f in list(globals().values()) if getattr(f, "__code__", None)]
 SLOW = FAST[(cut := [f.__name__ for f in FAST].index("a_fork_bomb_stays_inside")) :]
-FAST = [f for f in FAST[:cut] if f is not still_alive]
+FAST = [f for f in FAST[:cut] if f not in (still_alive, check)]
 
 
 async def main(names: list[str]) -> None:

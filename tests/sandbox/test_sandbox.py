@@ -88,6 +88,11 @@ QUICK = [
     "the_disk_has_a_bound",
     "the_host_is_not_seen",
     "files_are_read_and_written",
+    "what_a_check_stands_on_can_not_be_replaced",
+    "a_check_outlives_what_fills_the_sandbox",
+    "a_check_that_floods_is_stopped",
+    "strange_orders_leave_the_sandbox_as_it_is",
+    "a_memory_hog_is_killed_and_process_1_is_not",
 ]
 
 
@@ -193,7 +198,11 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
         ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
         ({"workdir": "app"}, "workdir='app': a path from the root"),
         ({"workdir": "/"}, "workdir='/': a path from the root"),
-        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a number above 0"),
+        ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
+        ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
+        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
+        ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
+        ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
         ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
     ],
 )
@@ -205,6 +214,20 @@ def test_a_bad_spec_is_named(wrong, words):
 def test_an_unknown_backend_is_named(loop):
     with pytest.raises(SandboxError, match="backend='docker': there are auto, namespaces, gvisor"):
         loop.run(Sandbox.start(Spec(), "docker"))
+
+
+def test_a_switch_that_refuses_user_namespaces_is_named():
+    """max_user_namespaces of a user namespace of its own: the machine's stays as it is."""
+    start = "import asyncio; from rose.sandbox import *; "
+    start += "asyncio.run(Sandbox.start(Spec(), 'namespaces'))"
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", start],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert "user.max_user_namespaces=0 is in the way of user namespaces" in done.stderr
 
 
 def second_version(tmp_path: Path, controllers: str) -> Groups:
@@ -221,7 +244,7 @@ def second_version(tmp_path: Path, controllers: str) -> Groups:
 def test_limits_of_cgroup_v2(tmp_path):
     groups = second_version(tmp_path, "cpu io memory pids\n")
     assert groups.lacking == {}
-    assert (tmp_path / "fs/job/cgroup.subtree_control").read_text() == "+cpu +memory +pids"
+    assert (tmp_path / "fs/job/cgroup.subtree_control").read_text() == "+memory +pids +cpu"
     groups.make("rose-1-2-3", Limits(memory_mib=64, processes=20, cpus=0.5), pid=77)
     made = tmp_path / "fs/job/rose-1-2-3"
     read = {path.name: path.read_text() for path in made.iterdir()}
@@ -231,6 +254,21 @@ def test_limits_of_cgroup_v2(tmp_path):
         "cpu.max": "50000 100000",
         "cgroup.procs": "77",
     }
+
+
+def test_a_group_that_can_pass_nothing_on_leaves_it_to_the_one_above(tmp_path):
+    """The kernel refuses the write where a group has processes; here a folder is in its place."""
+    own = tmp_path / "fs/job/host"
+    (own / "cgroup.subtree_control").mkdir(parents=True)
+    (own / "cgroup.controllers").write_text("memory pids\n")
+    (tmp_path / "own").write_text("0::/job/host\n")
+    (tmp_path / "mounts").write_text(f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
+    places = (str(tmp_path / "own"), str(tmp_path / "mounts"))
+    assert "DelegateSubgroup=host COMMAND" in Groups(*places).lacking["memory"]
+    (tmp_path / "fs/job/cgroup.controllers").write_text("cpu memory pids\n")
+    assert Groups(*places).lacking == {}
+    Groups(*places).make("rose-1-2-3", Limits(), pid=77)
+    assert (tmp_path / "fs/job/rose-1-2-3/pids.max").read_text() == "136"
 
 
 def test_a_missing_controller_is_named(tmp_path):

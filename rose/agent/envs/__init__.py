@@ -85,10 +85,13 @@ def build(env: config.Env) -> Environment:
 
 
 def check(env: config.Env | config.Mixture) -> None:
-    """Raises `ConfigError` unless `build` would succeed for every member; starts nothing."""
+    """Raises `ConfigError` unless `build` would succeed for every member, and what it has as
+    `preflight`, given env.step_timeout_s; nothing that this starts is left."""
     for name, member in env.members.items():
         try:
-            build(member)
+            made = build(member)
+            if preflight := getattr(made, "preflight", None):
+                preflight(member.step_timeout_s)
         except ConfigError as error:
             if member is env:
                 raise

@@ -11,6 +11,8 @@ building Dockerfiles.
 from __future__ import annotations
 
 import functools
+import math
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import xxhash
 
 from rose.config import ConfigError
+from rose.sandbox import SandboxError, Spec
 
 SPLITS = ("train", "held_out")
 TIMEOUT_S = 600.0
@@ -88,9 +91,15 @@ def _task(folder: Path) -> Task:
         raise ValueError("no tests/test.sh")
     toml = folder / "task.toml"
     read: dict[str, Any] = tomllib.loads(toml.read_text()) if toml.is_file() else {}
+    for part in ("agent", "verifier", "environment"):
+        if not isinstance(read.get(part, {}), dict):
+            raise ValueError(f"task.toml: {part}={read[part]!r}: a table, [{part}]")
     environment = read.get("environment", {})
     rootfs = folder / "environment/rootfs"
-    if not rootfs.is_dir():
+    if rootfs.is_dir():  # bin may be a link, from the image's own root
+        if not any(os.path.lexists(rootfs / name / "bash") for name in ("bin", "usr/bin")):
+            raise ValueError("environment/rootfs has no /bin/bash, which runs commands and tests")
+    else:
         if environment.get("docker_image"):
             raise ValueError(
                 f"environment.docker_image={environment['docker_image']!r} is missing: without "
@@ -104,17 +113,23 @@ def _task(folder: Path) -> Task:
     asked = {"memory_mib": "memory_mb", "disk_mib": "storage_mb", "cpus": "cpus"}
     limits = {ours: environment[key] for ours, key in asked.items() if key in environment}
     seconds = [read.get(part, {}).get("timeout_sec", TIMEOUT_S) for part in ("agent", "verifier")]
-    for value in (*limits.values(), *seconds):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"task.toml: {value!r} is no number above 0")
-    workdir = environment.get("workdir", "/app")
-    if not isinstance(workdir, str) or not workdir.startswith("/") or workdir == "/":
-        raise ValueError(f"task.toml: environment.workdir={workdir!r}: a path from the root")
+    for key, value in [*limits.items(), *zip(("agent", "verifier"), seconds, strict=True)]:
+        whole = key in ("memory_mib", "disk_mib")
+        number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            kind = "whole number" if whole else "number"
+            name = f"environment.{asked[key]}" if key in asked else f"{key}.timeout_sec"
+            raise ValueError(f"task.toml: {name}={value!r} is no {kind} above 0")
+    image, workdir = str(rootfs) if rootfs.is_dir() else None, environment.get("workdir", "/app")
+    try:
+        Spec(image=image, workdir=str(workdir))
+    except SandboxError as error:
+        raise ValueError(f"task.toml: environment.{error}") from None
     return Task(
         name=folder.name,
         folder=folder,
         instruction=instruction.read_text().strip(),
-        image=str(rootfs) if rootfs.is_dir() else None,
+        image=image,
         workdir=workdir,
         agent_s=float(seconds[0]),
         verifier_s=float(seconds[1]),

@@ -6,6 +6,7 @@ when the agent answers without a call, and when its turns are used up. Left out:
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -14,8 +15,8 @@ from typing import Any
 from rose.agent.envs import _ladder, _tasks
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
-from rose.sandbox import Limits, Sandbox, Spec
-from rose.sandbox.probe import AUTO, BACKENDS
+from rose.sandbox import Limits, Sandbox, SandboxError, Spec
+from rose.sandbox.probe import AUTO, BACKENDS, choose
 
 LADDER = "ladder"
 VERDICT = "/logs/verifier/reward.txt"
@@ -25,6 +26,7 @@ SYSTEM = (
     "call: then it is tested."
 )
 FILE_BYTES = 1 << 20
+SPARE_MIB = 64  # of a sandbox's memory, beyond its files
 
 
 def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
@@ -75,7 +77,8 @@ class Terminal:
         sizes |= {"cpus": cpus, "command_s": command_s, "output_bytes": output_bytes}
         for key, value in sizes.items():
             whole = int if key not in ("cpus", "command_s") else int | float
-            if isinstance(value, bool) or not isinstance(value, whole) or value <= 0:
+            number = isinstance(value, whole) and not isinstance(value, bool)
+            if not number or not 0 < value < math.inf:
                 raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
         self.tasks = None if tasks == LADDER else _tasks.load(str(tasks))
         self.rungs, self.backend, self.edit_file = tuple(rungs), backend, edit_file
@@ -86,6 +89,38 @@ class Terminal:
         self._rung: _ladder.Rung | None = None
         self._until = 0.0
         self._shown = ""  # the last command's output
+
+    def preflight(self, step_timeout_s: float) -> None:
+        """What is wrong with the tasks' limits or this machine, before a run. Raises
+        `ConfigError`."""
+        if self.command_s >= step_timeout_s:
+            raise ConfigError(
+                f"env.args.command_s={self.command_s:g}: below env.step_timeout_s="
+                f"{step_timeout_s:g}, which bounds the whole step"
+            )
+        asked = {"env.args": ((), 0.0)}
+        for task in {t for split in self.tasks or () for t in split}:
+            asked[f"task {task.name}"] = (task.limits, task.verifier_s)
+        broken = []
+        for name, (limits, verifier_s) in sorted(asked.items()):
+            made = replace(self.limits, **dict(limits))
+            if made.disk_mib + SPARE_MIB > made.memory_mib:  # files lie in memory
+                broken.append(
+                    f"{name}: a disk of {made.disk_mib} MiB takes memory of "
+                    f"{made.disk_mib + SPARE_MIB} MiB at least, not {made.memory_mib}"
+                )
+            if verifier_s >= step_timeout_s:
+                broken.append(
+                    f"{name}: verifier.timeout_sec={verifier_s:g} is not below "
+                    f"env.step_timeout_s={step_timeout_s:g}"
+                )
+        if broken:
+            more = f"; and {len(broken) - 8} more" if broken[8:] else ""
+            raise ConfigError("; ".join(broken[:8]) + more)
+        try:
+            choose(self.backend)
+        except SandboxError as error:
+            raise ConfigError(f"env.args.backend={self.backend!r}: {error}") from None
 
     async def reset(self, seed: int) -> Start:
         await self.close()
@@ -130,14 +165,18 @@ class Terminal:
         return Step(result.words())
 
     async def _edit(self, path: str, old: str, new: str) -> Step:
+        path, old, new = (t.encode(errors="replace").decode() for t in (path, old, new))
         try:
-            data = await self.box.read_file(path, FILE_BYTES)
-            count = data.count(old.encode(errors="replace")) if old else 0
+            data = await self.box.read_file(path, FILE_BYTES + 1)
+            if len(data) > FILE_BYTES:
+                words = f"{path[:200]}: edit_file takes files of {FILE_BYTES >> 20} MiB at most."
+                return Step(words, invalid=True)
+            count = data.count(old.encode()) if old else 0
             if count != 1:
                 return Step(
                     f"{path[:200]} has old {count} times; it must have it once.", invalid=True
                 )
-            made = data.replace(old.encode(), new.encode(errors="replace"))
+            made = data.replace(old.encode(), new.encode())
             await self.box.write_file(path, made)
         except OSError as error:
             return Step(f"{path[:200]}: {error.strerror}", invalid=True)
@@ -164,6 +203,8 @@ class Terminal:
     async def _tested(self, task: _tasks.Task) -> float:
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
+        if done.code is None or done.code < 0:  # whoever ended the tests may have written it, too
+            return 0.0
         written = done.files.get(VERDICT)
         if written is None:
             return float(done.code == 0)

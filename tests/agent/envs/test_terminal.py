@@ -93,11 +93,45 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
         "task untested: no tests/test.sh",
         "task imaged: environment.docker_image='debian:12' is missing",
         "task built: environment/Dockerfile is not built here",
-        "task timed: task.toml: -1 is no number above 0",
+        "task timed: task.toml: agent.timeout_sec=-1 is no number above 0",
         "task torn: ",
     ):
         assert expected in words
     assert "fine" not in words.replace("task fine", "")
+
+
+@pytest.mark.parametrize(
+    "toml, words",
+    [
+        ("agent = 3", r"task\.toml: agent=3: a table"),
+        ("[verifier]\ntimeout_sec = nan", r"verifier\.timeout_sec=nan is no number above 0"),
+        ("[environment]\ncpus = inf", r"environment\.cpus=inf is no number above 0"),
+        ("[environment]\nmemory_mb = 99.5", r"environment\.memory_mb=99\.5 is no whole number"),
+        ("[environment]\nworkdir = '/usr/x'", r"environment\.workdir='/usr/x': without"),
+        ("[environment]\nworkdir = '/a/../usr'", r"environment\.workdir='/a/\.\./usr': without"),
+        ("[environment]\nworkdir = 3", r"environment\.workdir='3': a path from the root"),
+        ("[verifier]\ntimeout_sec = 900", r"timeout_sec=900 is not below env\.step_timeout_s=900"),
+        ("[environment]\nstorage_mb = 1000", "disk of 1000 MiB takes memory of 1064 MiB at least"),
+    ],
+)
+def test_a_task_that_could_not_run_is_named_before_the_run(tmp_path, toml, words):
+    task(tmp_path, "wrong", toml=toml)
+    with pytest.raises(ConfigError, match=f"task wrong: .*{words}"):
+        Terminal(tasks=str(tmp_path)).preflight(900.0)
+
+
+def test_an_image_without_bash_and_a_machine_without_its_backend_are_named(tmp_path, monkeypatch):
+    (task(tmp_path, "bare") / "environment/rootfs/etc").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="task bare: environment/rootfs has no /bin/bash"):
+        Terminal(tasks=str(tmp_path))
+    (tmp_path / "bare/environment/rootfs/bin").mkdir()
+    (tmp_path / "bare/environment/rootfs/bin/bash").symlink_to("/nowhere")
+    Terminal(tasks=str(tmp_path)).preflight(900.0)
+    with pytest.raises(ConfigError, match=r"env\.args\.command_s=30: below env\.step_timeout_s=30"):
+        Terminal().preflight(30.0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="env.args.backend='gvisor': .*runsc is not installed"):
+        Terminal(backend="gvisor").preflight(900.0)
 
 
 def test_no_tasks_and_bad_arguments_are_named(tmp_path):
@@ -147,6 +181,14 @@ def test_a_file_is_edited_where_the_text_stands_once():
         assert missing.invalid and "has old 0 times" in missing.observation
         nowhere = await env.step(edit("a", "b", "/app/none"))
         assert nowhere.invalid and "No such file" in nowhere.observation
+        await env.box.write_file("/app/long", b"begin" + bytes(1 << 20))
+        for path, old, words in (
+            ("/app/long", "begin", "/app/long: edit_file takes files of 1 MiB at most."),
+            ("/app/" + "x" * 200_000, "a", "File name too long"),
+            ("/app/\ud800", "\ud800", "/app/?: No such file"),
+        ):
+            refused = await env.step(edit(old, "b", path))
+            assert refused.invalid and words in refused.observation
         assert (await env.step(edit(before, after, f"/app/{rung.target}"))).observation == "Done."
         assert (await env.end()).success
         await env.close()
@@ -174,3 +216,26 @@ def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp
     _, steps = play(4, "python3 test_*.py", solution, "python3 test_*.py", tasks=str(out))
     assert "exit code 1" in steps[0].observation and "not" in steps[0].observation
     assert steps[2].observation == "[no output]" and steps[-1].success
+
+
+def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path):
+    out = tmp_path / "tasks"
+    make_repair_tasks.main(["--out", str(out), "--count", "2", "--held-out", "1", "--seed", "3"])
+    chosen = random.Random(4).choice(_tasks.load(str(out))[0])
+    name = chosen.name.partition("-")[0]
+    forge = "import os\nverdict = '/logs/verifier/reward.txt'\n"
+    written = forge + "open(verdict, 'w').write('1')\n"
+    for cheat in (
+        "import os; os._exit(0)\n",
+        written + "os._exit(0)\n",
+        written + "os.kill(os.getppid(), 9)\n",
+        forge + "os.symlink('/proc/sys/net/ipv4/ip_default_ttl', verdict)\n",
+        written
+        + "if os.fork(): os._exit(0)\nos.closerange(0, 9)\nwhile True: open(verdict, 'w').write('1')\n",
+        "import json\nknown = json.load(open('/tests/cases.json'))\n"
+        f"def {name}(case): return next(b for a, b in known if a == case)\n",
+        "import os\nfound = open(f'/proc/{os.getppid()}/mem', 'rb')\nos._exit(0)\n",
+    ):
+        write = f"cat > {name}.py <<'END'\n{cheat}END\n"
+        step = play(4, write, tasks=str(out))[1][-1]
+        assert step.done and step.reward == 0, cheat
