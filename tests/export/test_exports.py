@@ -137,7 +137,8 @@ def test_what_cannot_be_removed_is_told_and_costs_the_run_nothing(run, exports, 
 
 def children() -> list[str]:
     """Of this process: what exports."""
-    found = [child.cmdline() for child in psutil.Process().children()]
+    alive = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    found = [child.cmdline() for child in alive]
     return [" ".join(words) for words in found if "rose.export" in words]
 
 

@@ -312,10 +312,10 @@ def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(worl
 
 @pytest.mark.slow
 def test_workers_that_cannot_start_fail_what_waits(world):
-    w = world("reward.max_workers=1")
-    (w.folder / "mine.py").write_text(FUNCTIONS + "# changed")  # after the run began
+    w = world("reward.min_workers=0", "reward.max_workers=1")
 
     async def body(pool):
+        (w.folder / "mine.py").write_text(FUNCTIONS + "# changed")  # after the run began
         with pytest.raises(ScoringFailed, match="3 reward workers in a row ended"):
             await w.score(pool, "a")
 

@@ -80,10 +80,10 @@ def test_where_none_can_join_it_says_what_is_lost(doctor, tmp_path, monkeypatch)
     box = f"{{runtime: apptainer, image: /no/image.sif, python: {sys.executable}, mounts: [/tmp], args: [--no-home]}}"
     said = doctor("cluster.mpi.join=false", f"cluster.slurm.container={box}")
     assert said.returncode == 0, said.stdout
-    started = (tmp_path / "bin" / "started").read_text().splitlines()
-    assert len(started) == 2 and all(
-        line.startswith("exec --bind ") and "-m rose.doctor.rank" in line for line in started
-    )
+    # the doctor also tries it as a sandbox
+    lines = (tmp_path / "bin" / "started").read_text().splitlines()
+    started = [line for line in lines if "-m rose.doctor.rank" in line]
+    assert len(started) == 2 and all(line.startswith("exec --bind ") for line in started)
     assert "ok       one MPI world, srun over two components" in said.stdout
     assert (
         "warning  join and survive a killed peer: not tried: cluster.mpi.join=false" in said.stdout

@@ -1,8 +1,10 @@
 """env=verifiers against the library itself, in a virtual environment of its own, and two outside
 environments of it (verifiers_envs/), the policy's turns coming from a script."""
 
+import ast
 import asyncio
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml
 
 from rose import config
 from rose.agent import envs
+from rose.agent.envs.verifiers import PLAYER
 from rose.agent.gateway import players
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
@@ -136,13 +139,39 @@ def test_the_environment_may_be_the_user_of_an_endless_taskset(play, outside):
     assert len({t.turns for t in several}) > 1
 
 
+ANSWERS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("rose_chat", sys.argv[1])
+player = sys.modules["rose_chat"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(player)
+print([task.data.answer for task in player.Player(json.loads(sys.stdin.readline())).train])
+"""
+
+
+def answers(args) -> list[str]:
+    """Of the tasks that train, in the player's order."""
+    made = envs.build(env_of(**args))
+    return ast.literal_eval(
+        subprocess.run(
+            [made.command[0], "-c", ANSWERS, str(PLAYER)],
+            input=f"{made.settings}\n",
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DEADLINE_S,
+        ).stdout
+    )
+
+
 @pytest.mark.slow
 def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypatch):
     monkeypatch.setattr(players, "CANCEL_S", 5.0)
-    raising, hanging, blocking = (
-        next(s for s in range(0, 1000, 2) if random.Random(s).randrange(5) == k) for k in (0, 2, 4)
-    )
     sums = {"id": "rose_sums", "args": {"first": 2, "rows": 5}, "held_out": {"first": 50}}
+    places = answers(outside | sums)
+    raising, hanging, blocking = (
+        next(s for s in range(0, 1000, 2) if places[random.Random(s).randrange(5)] == answer)
+        for answer in ("3", "5", "7")
+    )
     (raised, hung, fine), [blocked], [later] = play(
         outside | sums,
         [(raising, ["3"]), (hanging, ["5"]), (1, ["no"])],
