@@ -128,7 +128,7 @@ def test_a_folder_that_is_not_there_is_named(launch):
             ["env.name=rose_dark.plain:Plain", "~env.args.size", "~env.args.holes"],
             ["is no environment, it lacks requires_tool, reset, step, close"],
         ),
-        (["env.args.size=1"], ["env.args.size=1, holes=2: too few cells"]),
+        (["env.args.size=1"], ["env.args.size=1, holes=4: too few cells"]),
         (["algorithm.name=plane"], ["no such algorithm", "plain of rose-dark"]),
         (["algorithm.name=rose_dark.first:First"], ["must be a dataclass"]),
         (["+algorithm.args.scal=2"], ["plain has no such argument; it has scale"]),
