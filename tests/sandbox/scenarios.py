@@ -126,12 +126,12 @@ async def files_are_read_and_written(box):
 
 async def two_sandboxes_share_nothing(box):
     async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
-        begun = "(sleep 1000 &); until pgrep -x sleep; do :; done"
+        begun = "(sleep 1000 &); until pgrep -fx 'sleep 1000'; do :; done"
         await box.run(f"echo mine > /tmp/mine; {begun}", LONG_S)
         result = await other.run("ls /tmp /app /root; ls -d /proc/[0-9]* | wc -l", LONG_S)
         assert "mine" not in result.output
         await other.run("kill -9 -1; kill -9 $$", LONG_S)
-        left = await box.run("pgrep -c sleep", LONG_S)
+        left = await box.run("pgrep -cfx 'sleep 1000'", LONG_S)
         assert left.output == "1\n", left
 
 
