@@ -90,6 +90,8 @@ class Provisioner:
                 there = True
             if there:
                 self._queued(request, job)
+            else:
+                self._feed(ev.CapacityEnded(at=time.time(), request=request))
 
     async def _submit(self, request: str) -> None:
         code, out, err = await _command(

@@ -1,8 +1,11 @@
 """Which Slurm jobs the coordinator asks for while rewards wait, and which it gives back."""
 
+import asyncio
+
 import pytest
 
-from rose.coordinator import reward_jobs
+from rose.coordinator import provisioner, reward_jobs
+from rose.launch import lent
 from rose.protocol import RewardDemand
 from rose.scheduler import events as ev
 
@@ -21,13 +24,23 @@ def now(monkeypatch):
 
 
 @pytest.fixture
-def jobs(make_config, tmp_path, now):
-    settings = ("cluster=dev", "reward=function", "reward.args.path=mine.py:score")
-    config = make_config(*settings, "reward.max_jobs=3", "cluster.slurm.reward.cpus_per_task=2")
-    made = reward_jobs.RewardJobs(config, tmp_path, print, print)
-    made.asked = []
-    made._do = made.asked.append
-    return made
+def begin(make_config, tmp_path, now):
+    """An attempt of the run."""
+
+    def begun():
+        settings = ("cluster=dev", "reward=function", "reward.args.path=mine.py:score")
+        config = make_config(*settings, "reward.max_jobs=3", "cluster.slurm.reward.cpus_per_task=2")
+        made = reward_jobs.RewardJobs(config, tmp_path, print, print)
+        made.asked = []
+        made._do = made.asked.append
+        return made
+
+    return begun
+
+
+@pytest.fixture
+def jobs(begin):
+    return begin()
 
 
 def waits(count, waited_s=6.0, joined=0, pool=0):
@@ -80,3 +93,16 @@ def test_what_still_queues_when_nothing_waits_is_given_back_and_what_runs_ends_b
     jobs.tick()
     jobs.tick()
     assert jobs.asked[1:] == [ev.ReleaseCapacity("reward-0-7")] and jobs.running == 1
+
+
+def test_jobs_of_an_earlier_attempt_keep_their_names_until_slurm_says_that_they_are_gone(
+    begin, tmp_path, monkeypatch
+):
+    lent.note(tmp_path, {"reward-0-1": "71", "reward-0-2": "72"}, lent.REWARDS)
+    jobs = begin()
+    jobs.demand(waits(6))  # two may be on their way
+    assert jobs.asked == ask("reward-0-3")
+    monkeypatch.setattr(provisioner.state, "is_active", lambda job: job == "72")
+    asyncio.run(jobs._provisioner._adopt())
+    jobs.demand(waits(6))
+    assert jobs.asked == ask("reward-0-3", "reward-0-1")
