@@ -9,7 +9,6 @@ root itself, as its Python: a root without an image has these read-only, an imag
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -23,7 +22,6 @@ from rose.sandbox.backend import GUARDED
 from rose.sandbox.init import begin_program
 
 HOME = "/logs/home"  # the program's, empty
-FULL = (errno.EAGAIN, errno.ENOMEM)
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
@@ -72,16 +70,10 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 answer["files"][path] = file.read(order["limit"]).decode("latin-1")
     except Exception as error:  # whatever it is, the host must learn of it
-        answer = _failed(error)
+        answer = within.failed(error)
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
     os._exit(0)
-
-
-def _failed(error: Exception) -> dict[str, Any]:
-    """`full`: whether it is for want of what the agent may have used up."""
-    full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
-    return {"failed": f"{type(error).__name__}: {error}", "full": full}
 
 
 def pack(folder: str) -> bytes:

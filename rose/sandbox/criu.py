@@ -145,9 +145,12 @@ def open_program(found: dict[str, Any], cache: str) -> Opened:
     return Opened(loader, folders, program, os.open(cache, os.O_RDONLY | os.O_DIRECTORY))
 
 
+class CriuError(Exception):
+    """With the last errors of its log."""
+
+
 class Criu:
-    """One request to a CRIU that is started for it. `dump` and `restore` raise OSError with the
-    last errors of its log."""
+    """One request to a CRIU that is started for it. `dump` and `restore` raise `CriuError`."""
 
     def __init__(self, opened: Opened, images: int) -> None:
         self.opened, self.images = opened, images
@@ -169,12 +172,12 @@ class Criu:
             raise self._failed("can't make the processes again")
         return decode(answer[4])[1]
 
-    def _failed(self, what: str) -> OSError:
+    def _failed(self, what: str) -> CriuError:
         lines = [
             line for line in self._log.decode(errors="replace").splitlines() if "Error" in line
         ]
         words = self._problem or "; ".join(lines[-LOG_LINES:]) or "it ended without a word"
-        return OSError(0, f"CRIU {what}: {words}")
+        return CriuError(f"CRIU {what}: {words}")
 
     def _ask(
         self, kind: int, options: list[tuple[int, Any]], on_held: Callable[[], None] | None

@@ -262,6 +262,8 @@ class Init:
         if pid:
             return pid
         try:
+            # what its programs leave to themselves stays below it, where a capture finds it
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             for fd, pipe in enumerate(self.pipes):
                 os.dup2(pipe, fd)
             begin_program(
@@ -309,8 +311,6 @@ def leave_low_numbers() -> None:
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """This process becomes `argv`, with the limits, without what only process 1 may have."""
     os.setsid()
-    # what the session's programs leave to themselves stays below it, where a capture finds it
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
         os.chdir(cwd)

@@ -8,6 +8,7 @@ into a pipe of the host's. When the host closes its end, both are ended: a deadl
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -16,9 +17,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rose.sandbox import kernel, layer
-from rose.sandbox.criu import Criu, Opened, open_program
+from rose.sandbox.criu import Criu, CriuError, Opened, open_program
 from rose.sandbox.trace import Stopped
 
+FULL = (errno.EAGAIN, errno.ENOMEM)
 FAILURE_BYTES = 4000  # of a message: less than a pipe holds
 
 
@@ -47,7 +49,7 @@ def enter(spaces: list[int], new: int, to: int, work: Callable[[], None]) -> NoR
         os.kill(inner, signal.SIGKILL)
         os.waitpid(inner, 0)
     except OSError as error:
-        os.write(to, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        _say(to, failed(error))
     finally:
         os._exit(0)
 
@@ -118,8 +120,14 @@ def _telling(to: int, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:  # whatever it is, the host must learn of it
-        words = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        _say(to, {"failed": words[-FAILURE_BYTES:]})
+        _say(to, failed(error))
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """`full`: whether it is for want of what the agent may have used up."""
+    full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
+    words = str(error) if isinstance(error, CriuError) else f"{type(error).__name__}: {error}"
+    return {"failed": words[:FAILURE_BYTES], "full": full}
 
 
 def _say(to: int, answer: dict[str, Any]) -> None:
