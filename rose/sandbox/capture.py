@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ async def _take(
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
     version = program["version"] if program else ""
     await asyncio.to_thread(_own, folder, shell.keeper.root)
-    return {"session": shell.session, "criu": version, **answer}
+    images = {path.name: path.stat().st_size for path in (folder / "image").iterdir()}
+    return {"session": shell.session, "criu": version, "images": images, **answer}
 
 
 def _own(folder: Path, root: bool) -> None:
@@ -163,6 +164,15 @@ class Saved:
     kind: str
     spec: Spec
     running: list[str] = field(default_factory=list)
+    images: dict[str, int] = field(default_factory=dict)  # name -> bytes
+
+    def check_images(self) -> None:
+        """CRIU waits for ever for pages that are not in its images. Raises `SandboxError`."""
+        for name, size in self.images.items():
+            path = self.folder / "image" / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found != size:
+                raise SandboxError(f"{path}: {found} bytes of {size}: not a whole capture")
 
     @property
     def script(self) -> str:
@@ -186,7 +196,8 @@ def read(folder: Path, kind: str | None) -> Saved:
         given["limits"] = Limits(**given["limits"])
         given["mounts"] = tuple(Mount(**each) for each in given["mounts"])
         spec = Spec(**given)
-        saved = Saved(folder, about["backend"], about["kind"], spec, list(about["running"]))
+        running, images = list(about["running"]), dict(about["images"])
+        saved = Saved(folder, about["backend"], about["kind"], spec, running, images)
         if saved.kind not in (FILES, PROCESS) or not (folder / SHELL).is_file():
             raise ValueError(f"kind={saved.kind!r}, or no {SHELL}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -194,4 +205,7 @@ def read(folder: Path, kind: str | None) -> Saved:
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
     if kind not in (None, FILES, saved.kind):
         raise SandboxError(f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r}")
-    return Saved(folder, saved.backend, kind or saved.kind, spec, saved.running)
+    saved = replace(saved, kind=kind or saved.kind)
+    if saved.kind == PROCESS:
+        saved.check_images()
+    return saved

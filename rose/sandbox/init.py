@@ -80,8 +80,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
         os.mkdir(f"{work}/{name}", 0o755)
     filler = None
     if saved:
-        with os.fdopen(saved[0]) as file:
-            filler = layer.Filler(json.load(file), saved[1])
+        filler = layer.Filler(saved[0], saved[1])
         filler.fill(f"{work}/upper", ".")
     upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY)
     root = f"{work}/root"
@@ -310,6 +309,8 @@ def leave_low_numbers() -> None:
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """This process becomes `argv`, with the limits, without what only process 1 may have."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs must not
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:

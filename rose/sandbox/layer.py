@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import stat
@@ -144,11 +145,16 @@ def copy(source: int, target: int) -> int:
 
 
 class Filler:
-    """Writes layers as a listing says; contents are in the folder `data` (a file descriptor).
+    """Writes layers as a listing says; contents are in the folder `data` (file descriptors).
     Raises ValueError for a listing that `record` can't have made, OSError."""
 
-    def __init__(self, entries: list[Entry], data: int) -> None:
+    def __init__(self, listing: int, data: int) -> None:
         self.data = data
+        with os.fdopen(listing) as file:
+            try:
+                entries = list(json.load(file))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"the listing is damaged: {error}") from None
         shared = (SHARED, f"{SHARED}/")
         self.entries: dict[str, list[Entry]] = {".": [], SHARED: []}
         for entry in entries:

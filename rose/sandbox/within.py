@@ -65,7 +65,7 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
             text = file.read()
         known = {entry["path"]: entry for entry in json.loads(text)} if text else {}
         made = layer.Recorder(data, known, layer.mapped() if known else frozenset())
-        names = _names()
+        names = _names({1, order["session"], os.getpid()})
 
         def copy() -> None:
             made.record(upper, ".")
@@ -106,11 +106,11 @@ def _program(order: dict[str, Any], cache: str, to: int) -> Opened | None:
         os._exit(1)
 
 
-def _names() -> list[str]:
-    """The programs that run beside the session's."""
+def _names(but: set[int]) -> list[str]:
+    """The programs that run, but for these processes."""
     found = []
     for pid in os.listdir("/proc"):
-        if pid.isdigit() and pid != "1" and int(pid) != os.getpid():
+        if pid.isdigit() and int(pid) not in but:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
                 found.append(file.read().rstrip("\n"))
     return found

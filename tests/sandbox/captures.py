@@ -33,11 +33,16 @@ http.server.test(http.server.SimpleHTTPRequestHandler, port=80, bind='127.0.0.1'
 echo served > file
 """
 ANSWERS = "python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1/file').read()\""
-SERVED = "python3 -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1/file').read())\""
-STATE = """echo "$SHOWN" "$hidden" ${map[k]} $(twice x) $PWD $(umask); say; set -o | grep pipefail
+SERVED = (
+    "python3 -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1/file').read())\""
+)
+STATE = (
+    """echo "$SHOWN" "$hidden" ${map[k]} $(twice x) $PWD $(umask); say; set -o | grep pipefail
 trap -p; jobs -p; echo $! $$; ulimit -u; cat /proc/$$/oom_score_adj
 ps -eo pid,ppid,pgid,sess,args | grep -E '[s]leep 100|[h]ttp.server'
-""" + STATUS
+"""
+    + STATUS
+)
 
 
 async def start(**changes):
@@ -53,7 +58,9 @@ async def output(box, command):
 async def busy():
     box = await start()
     await output(box, BUSY)
-    await output(box, f"until {ANSWERS} 2>/dev/null; do sleep .02; done; until [ -s log ]; do :; done")
+    await output(
+        box, f"until {ANSWERS} 2>/dev/null; do sleep .02; done; until [ -s log ]; do :; done"
+    )
     return box
 
 
@@ -179,7 +186,7 @@ import os
 for at, _, names in os.walk(b'd'):
     for name in sorted(names):
         p = at + b'/' + name
-        if os.path.isfile(p): print(p, hash(open(p, 'rb').read()) if False else open(p, 'rb').read()[-9:])
+        if os.path.isfile(p): print(p, open(p, 'rb').read()[-9:])
 try: print(os.getxattr('d/e', 'user.mark'))
 except OSError: pass
 "; du -k d/sparse; cat /dev/shm/memory"""
@@ -196,8 +203,7 @@ async def odd_files_come_back(folder):
     async with box, await Sandbox.restore(folder / "c") as other:
         assert await output(other, SHOW) == before
         assert other.lost == ""
-        used = int((await output(other, "du -k app/d/sparse || du -k d/sparse")).split()[0])
-        assert used < 1024
+        assert int((await output(other, "du -k d/sparse")).split()[0]) < 1024
 
 
 async def what_an_image_had_is_still_gone(folder):
@@ -211,7 +217,9 @@ async def what_an_image_had_is_still_gone(folder):
         (image / name).write_text(name)
     from rose.sandbox import Mount
 
-    mounts = tuple(Mount(f"/{n}", f"/{n}") for n in ("usr", "bin", "lib", "lib64") if os.path.isdir(f"/{n}"))
+    mounts = tuple(
+        Mount(f"/{n}", f"/{n}") for n in ("usr", "bin", "lib", "lib64") if os.path.isdir(f"/{n}")
+    )
     box = await start(image=str(image), mounts=mounts)
     await output(box, "rm /etc/removed; rm -r /old; mkdir /old; echo new > /old/h; chmod 700 /")
     show = "ls /etc /old; stat -c %a /; cat /old/h /etc/kept"
@@ -306,8 +314,9 @@ async def damage_is_named(folder):
     damages = {
         "not a whole capture": lambda at: os.remove(at / "about.json"),
         "not a whole": cut("about.json"),
-        "not a whole capture: ": lambda at: shutil.rmtree(at / "image"),
-        "JSONDecodeError": cut("listing.json"),
+        "0 bytes of": lambda at: shutil.rmtree(at / "image"),
+        "not a whole capture:": lambda at: shutil.rmtree(at / "data"),
+        "the listing is damaged": cut("listing.json"),
         "below a folder of the listing": listing(link_out),
         "twice in it": listing(lambda e: e.append(e[-1] | {"path": "../out"})),
         "No such file": lambda at: shutil.rmtree(at / "data") or (at / "data").mkdir(),
@@ -315,8 +324,10 @@ async def damage_is_named(folder):
             lambda e: next(x for x in e if x["path"] == file).update(data=None)
         ),
         "data has": lambda at: (at / "data/0").write_bytes(b"more than there was" * 1000),
-        "CRIU can't make the processes again": cut("image/pstree.img"),
-        "CRIU can't make": cut("image/pages-1.img"),
+        "pstree.img: ": cut("image/pstree.img"),
+        "CRIU can't make the processes again: ": lambda at: (at / "image/pstree.img").write_bytes(
+            bytes((at / "image/pstree.img").stat().st_size)
+        ),
         "an entry without all": listing(lambda e: e[-1].pop("mode")),
     }
     for words, damage in damages.items():
