@@ -16,21 +16,21 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rose.sandbox import criu, probe, replay
+from rose.sandbox import criu, replay
 from rose.sandbox.backend import Limits, Mount, SandboxError, Shell, Spec
 from rose.sandbox.keeper import FIRST_USER
-from rose.sandbox.namespaces import Namespaces
+from rose.sandbox.namespaces import NAME, Keeper, Namespaces
 
 FORMAT = 1
 FILES, PROCESS = "files", "process"
 WAIT_S = 60.0  # of CRIU; it takes a tenth of a second
 ABOUT, LISTING, SHELL = "about.json", "listing.json", "shell"
-LOST = "variables and functions were brought back, but not jobs, open files and processes: "
 
 Listing = list[dict[str, Any]]
 
@@ -122,11 +122,10 @@ def _own(folder: Path, root: bool) -> None:
             os.chmod(path, 0o750 if path.is_dir() else 0o640)
 
 
-async def bring(saved: Saved) -> Namespaces:
+async def bring(saved: Saved, keeper: Keeper) -> Namespaces:
     """A sandbox with these files, and with the captured processes if it is of that kind; else
     without a session. Raises `SandboxError`."""
     program = criu.order() if saved.kind == PROCESS else None
-    keeper = probe.keeper()
     try:
         await asyncio.to_thread(_own, saved.folder, keeper.root)
         fds = [
@@ -150,6 +149,21 @@ async def bring(saved: Saved) -> Namespaces:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+async def tried(shell: Namespaces, keeper: Keeper) -> str:
+    """Why no processes of this sandbox, which has just begun, can be captured and brought back; ""
+    if they can."""
+    if problem := shell.captures()[PROCESS]:
+        return problem
+    with tempfile.TemporaryDirectory(prefix="rose-capture-") as top:
+        folder = Path(top) / "c"
+        try:
+            await take(shell, Spec(), NAME, PROCESS, folder, None, replay.NOTHING)
+            await (await bring(read(folder, None), keeper)).close()
+        except SandboxError as error:
+            return str(error)
+    return ""
 
 
 # --------------------------------------------------------------------------- the folder

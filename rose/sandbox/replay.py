@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+LOST = "variables and functions were brought back, but not jobs, open files and processes: "
 STATE_BYTES = 8 << 20
 # Only builtins: no file is written, no process is left, and `$!` stays. Parts end with NUL.
 ASK = r"""{
@@ -18,6 +19,7 @@ builtin printf '\0'; builtin alias -p; builtin trap -p
 builtin shopt -p || builtin :; builtin set +o
 builtin printf '\0'
 } 2>/dev/null"""
+NOTHING = "\0\0\0\0"  # an answer of a session whose state doesn't matter
 FIXED = re.compile(  # bash sets these, or refuses them
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
@@ -32,5 +34,6 @@ def script(said: str) -> str:
         raise ValueError(f"a session's state has four parts, not these: {said[-200:]!r}")
     place, functions, variables, rest = parts[:4]
     kept = "".join(r for r in RECORD.split(variables) if not FIXED.match(r))
+    # place first: cd sets OLDPWD, which is among the variables
     # `rest` last: options such as errexit and nounset count from then on
     return f"{{\n{place}{functions}{kept}{rest}}} >/dev/null 2>&1\n"

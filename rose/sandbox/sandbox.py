@@ -19,8 +19,8 @@ from pathlib import Path
 from rose.sandbox import capture as capturing
 from rose.sandbox.backend import COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
-from rose.sandbox.probe import announce, begin
-from rose.sandbox.replay import ASK, STATE_BYTES
+from rose.sandbox.probe import announce, begin, keeper
+from rose.sandbox.replay import ASK, LOST, STATE_BYTES
 
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
@@ -58,7 +58,7 @@ class Sandbox:
         saved = capturing.read(Path(folder), kind)
         if backend not in ("auto", saved.backend):
             raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
-        shell = await capturing.bring(saved)
+        shell = await capturing.bring(saved, keeper())
         announce(saved.backend)
         box = cls(shell, saved.spec, saved.backend)
         if saved.kind == capturing.FILES:
@@ -69,7 +69,7 @@ class Sandbox:
                 await box.close()
                 raise
             if saved.running:
-                box.lost = capturing.LOST + ", ".join(saved.running)
+                box.lost = LOST + ", ".join(saved.running)
         return box
 
     async def capture(

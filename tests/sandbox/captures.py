@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rose.sandbox import Limits, Sandbox, SandboxError, Spec, probe
+from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, capture, probe
 
 LONG_S = 120.0  # a deadline that no test waits for
 SMALL = Limits(memory_mib=512, disk_mib=32, processes=40)
@@ -164,6 +164,23 @@ async def what_can_not_be_captured_is_named_and_goes_on(folder):
     await box.close()
 
 
+async def one_that_is_given_up_leaves_the_sandbox_as_it_is(folder):
+    """CRIU is not killed at the deadline: it may have changed the processes just then."""
+    box = await busy()
+    before = await output(box, STATE)
+    given_up, capture.WAIT_S = capture.WAIT_S, 0.001
+    for i in range(5):
+        try:
+            await box.capture("process", folder / f"{i}")
+        except SandboxError as error:
+            assert "no capture within 0.001 s" in str(error) or "PTRACE" in str(error), error
+            assert not (folder / f"{i}").exists()
+        assert await output(box, STATE) == before
+    await goes_on(box)
+    capture.WAIT_S = given_up
+    await box.close()
+
+
 # --------------------------------------------------------------------------- files
 
 
@@ -215,8 +232,6 @@ async def what_an_image_had_is_still_gone(folder):
     for name in ("old/f", "old/g", "etc/kept", "etc/removed"):
         (image / name).parent.mkdir(exist_ok=True, parents=True)
         (image / name).write_text(name)
-    from rose.sandbox import Mount
-
     mounts = tuple(
         Mount(f"/{n}", f"/{n}") for n in ("usr", "bin", "lib", "lib64") if os.path.isdir(f"/{n}")
     )
@@ -349,6 +364,7 @@ SCENARIOS = [
     pipes_and_removed_files_keep_what_is_in_them,
     files_and_memory_are_of_one_moment,
     what_can_not_be_captured_is_named_and_goes_on,
+    one_that_is_given_up_leaves_the_sandbox_as_it_is,
     odd_files_come_back,
     what_an_image_had_is_still_gone,
     only_what_changed_is_copied,
