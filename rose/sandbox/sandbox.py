@@ -58,7 +58,7 @@ class Sandbox:
         saved = capturing.read(Path(folder), kind)
         if backend not in ("auto", saved.backend):
             raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
-        shell = await capturing.bring(saved, keeper())
+        shell = await capturing.bring(saved, keeper)
         announce(saved.backend)
         box = cls(shell, saved.spec, saved.backend)
         if saved.kind == capturing.FILES:
