@@ -11,11 +11,36 @@ MIB = 1 << 20
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Runs inside of the sandbox: commands end with NUL on standard input, their output goes to standard
 # output, and each one's exit code, ended by NUL, to standard error. Commands get none of the three.
+# Instead of a command, `ACCOUNT` asks for the shell's state: a text in parts, ended by NUL, where the
+# exit codes go. A child tells it, since `declare` draws a random number; the jobs' table, which no
+# child has, is listed in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
+ACCOUNT = "\1"
 SESSION = """\
 exec 3<&0 4>&2 5>&1 0</dev/null 2>&1
 while IFS= builtin read -r -d '' __rose <&3; do
-  eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
-  builtin printf '%s\\0' "$?" >&4
+  if [[ $__rose == $'\\1' ]]; then
+    {
+      builtin printf '\\1%s\\n' jobs; builtin jobs -p; builtin jobs -rl; builtin jobs -sl
+      builtin printf '\\1%s\\n' traps; builtin trap -p
+      builtin printf '\\1%s\\n%s\\n' background "${!-}"
+      (
+        builtin printf '\\1%s\\n' variables; builtin declare -p
+        builtin printf '\\1%s\\n' functions; builtin declare -f; builtin declare -F
+        builtin printf '\\1%s\\n' aliases; builtin alias -p
+        builtin printf '\\1%s\\n' options; builtin shopt -p; builtin set +o; builtin enable -a
+        builtin printf '\\1%s\\n' umask; builtin umask
+        builtin printf '\\1%s\\n' limits; builtin ulimit -a; builtin ulimit -Ha
+        builtin printf '\\1%s\\n' folders; builtin dirs -l; builtin pwd
+        builtin printf '\\1%s\\n' arguments; builtin printf '%q ' "$@"
+        builtin printf '\\1%s\\n' history; builtin history; builtin complete -p
+        builtin printf '\\1%s\\n' end
+      )
+    } >&4 2>/dev/null || builtin :
+    builtin printf '\\0' >&4
+  else
+    eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
+    builtin printf '%s\\0' "$?" >&4
+  fi
 done
 """
 # Folders of the root: a sandbox's own mounts, and the host's where there is no image
@@ -132,6 +157,13 @@ class Shell(Protocol):
         1 / SC_CLK_TCK s after boot). False if this backend can't."""
 
     async def cwd(self) -> str | None: ...
+
+    async def look(self) -> dict[str, Any]:
+        """What changed since the last look (`watch.Watch.look`). Raises OSError if it can't be
+        seen now, NotImplementedError if this backend never sees it."""
+
+    async def resume(self) -> None:
+        """After the processes were saved: that they ran for it is no change."""
 
     async def read(self, path: str, limit: int) -> bytes:
         """The beginning of the regular file `path`. Raises OSError."""

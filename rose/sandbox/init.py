@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from rose.sandbox import kernel
 from rose.sandbox.backend import GUARDED, MIB, SESSION
+from rose.sandbox.watch import Watch
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
@@ -52,9 +53,9 @@ def run(spec: dict[str, Any], base: str, lower: str, control: socket.socket) -> 
     namespace end with this one."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal without a handler
-        build(spec, base, lower)
+        upper = build(spec, base, lower)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        init = Init(spec, control)
+        init = Init(spec, control, upper)
     except OSError as error:
         send(control, {"failed": str(error)})
         os._exit(1)
@@ -67,8 +68,9 @@ def run(spec: dict[str, Any], base: str, lower: str, control: socket.socket) -> 
 # --------------------------------------------------------------------------- the root file system
 
 
-def build(spec: dict[str, Any], base: str, lower: str) -> None:
-    """An overlay over `lower`, whose upper layer is a tmpfs of bounded size, becomes the root."""
+def build(spec: dict[str, Any], base: str, lower: str) -> int:
+    """An overlay over `lower`, whose upper layer is a tmpfs of bounded size, becomes the root. A
+    file descriptor of the upper layer's folder, which has no path from then on."""
     limits, work = spec["limits"], f"{base}/{WORK}"
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
     kernel.mount("tmpfs", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
@@ -88,15 +90,17 @@ def build(spec: dict[str, Any], base: str, lower: str) -> None:
     for name in ("dev", "proc", "tmp", "run", "root"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     os.chmod(f"{root}/tmp", 0o1777)
-    devices(f"{root}/dev")
+    devices(f"{root}/dev", shared=f"{root}/run/shm")
     for name in GUARDED:
         guard(f"{root}/{name}")
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
     session_files(root + SESSION_FILES)
     kernel.raise_loopback()
     socket.sethostname("sandbox")
+    upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.change_root(root)
     os.makedirs(spec["workdir"], exist_ok=True)  # not before: an image's link may lead outside
+    return upper
 
 
 def guard(folder: str) -> None:
@@ -109,8 +113,9 @@ def guard(folder: str) -> None:
     kernel.mount("tmpfs", folder, "tmpfs", options, "mode=755,size=4k")
 
 
-def devices(folder: str) -> None:
-    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64m")
+def devices(folder: str, shared: str) -> None:
+    """`shared`, in the overlay, becomes /dev/shm: so all that an agent can write lies there."""
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
         with open(f"{folder}/{name}", "w"):
             pass
@@ -119,10 +124,13 @@ def devices(folder: str) -> None:
         os.mkdir(f"{folder}/{name}")
     kernel.mount("devpts", f"{folder}/pts", "devpts", 0, "newinstance,ptmxmode=0666,mode=620")
     os.symlink("pts/ptmx", f"{folder}/ptmx")
-    os.chmod(f"{folder}/shm", 0o1777)
+    os.makedirs(shared, exist_ok=True)
+    os.chmod(shared, 0o1777)
+    kernel.bind(shared, f"{folder}/shm")
     for i, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{i}", f"{folder}/{name}")
     os.symlink("/proc/self/fd", f"{folder}/fd")
+    kernel.set_attributes(kernel.AT_FDCWD, folder, kernel.ATTR_RDONLY)
 
 
 def session_files(folder: str) -> None:
@@ -141,9 +149,11 @@ def session_files(folder: str) -> None:
 
 
 class Init:
-    def __init__(self, spec: dict[str, Any], control: socket.socket) -> None:
-        self.spec, self.control = spec, control
+    def __init__(self, spec: dict[str, Any], control: socket.socket, upper: int) -> None:
+        self.spec, self.control, self.upper = spec, control, upper
+        self.watch: Watch | None = None  # from the first look on
         self.session = 0  # process ids, of this namespace
+        self.opening: set[int] = set()  # children that open files for the host
         names = ("commands", "output", "codes")
         self.pipes = tuple(os.open(f"{SESSION_FILES}/{n}", os.O_RDWR) for n in names)
         wake, self.woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -189,6 +199,13 @@ class Init:
                     answer = {}
                 case "cwd":
                     answer = {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
+                case "look":
+                    self.watch = self.watch or Watch(self.upper)
+                    answer = self.watch.look(self.session, tuple(self.opening))
+                case "resume":
+                    if self.watch is not None:
+                        self.watch.processes.resume()
+                    answer = {}
                 case "open":
                     self.open(order["path"], order["write"])
                     return  # the child answers
@@ -206,6 +223,7 @@ class Init:
                 return
             if pid == 0:
                 return
+            self.opening.discard(pid)
             if pid == self.session:
                 self.session = 0
                 code = os.waitstatus_to_exitcode(status)
@@ -241,7 +259,8 @@ class Init:
 
     def open(self, path: str, write: bool) -> None:
         """By a child that may do what the session may, and no more."""
-        if self.child():
+        if pid := self.child():
+            self.opening.add(pid)
             return
         try:
             kernel.confine(False)

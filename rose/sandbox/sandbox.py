@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 
-from rose.sandbox.backend import COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
+from rose.sandbox.backend import ACCOUNT, COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
 from rose.sandbox.probe import announce, begin
 
@@ -23,6 +23,8 @@ OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
 READ_BYTES = 1 << 16
 CODE_BYTES = 4  # and more is no exit code
+ACCOUNT_BYTES = 4 << 20  # of a shell's state; one with more is not compared
+ACCOUNT_S = 30.0  # bash tries for 15 s to fork where there are too many processes
 GRACE_S = 1.0  # for the shell to notice that what it ran is gone
 STOP_EVERY_S = 0.1
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -65,8 +67,8 @@ class Sandbox:
         if self._closed:
             raise SandboxError("the sandbox is closed")
         data = command.encode(errors="replace")
-        if b"\0" in data or len(data) > COMMAND_BYTES:
-            words = f"not run: a command has at most {COMMAND_BYTES} bytes, and no NUL"
+        if b"\0" in data or len(data) > COMMAND_BYTES or command == ACCOUNT:
+            words = f"not run: a command has at most {COMMAND_BYTES} bytes of text"
             return Result("", None, words)
         turn = _Turn(self.shell, limit)
         began = time.monotonic()
@@ -93,6 +95,23 @@ class Sandbox:
         if self.on_turn is not None:
             await self.on_turn(result)
         return result
+
+    async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
+        """The session's state in its own words (`backend.SESSION`); None if the shell doesn't give
+        it in time, and had to be stopped or even ended, or if it is endless. Raises
+        `SandboxError`."""
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        turn = _Account(self.shell, ACCOUNT_BYTES)
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
+        turn.begin(ACCOUNT.encode() + b"\0")
+        try:
+            waiting = {turn.done, self._ended}
+            await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            note, _ = await self._settle(turn, ticks, wait_s)
+        finally:
+            turn.end()
+        return None if note or turn.dropped else bytes(turn.output)
 
     async def _settle(self, turn: _Turn, ticks: int, wait_s: float) -> tuple[str, bool]:
         """Bring the session back to where it takes a command: what was done in words, and whether
@@ -223,3 +242,35 @@ class _Turn:
         for fd in self._fds[1:]:
             self.loop.remove_reader(fd)
         self.loop.remove_writer(self._fds[0])
+
+
+class _Account(_Turn):
+    """The session's state on its way: it comes where exit codes come, up to a NUL, while programs in
+    the background may print where output comes."""
+
+    def begin(self, data: bytes) -> None:
+        self._left = data
+        self._fds = (self.shell.commands, self.shell.output, self.shell.codes)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._fds[2], READ_BYTES):  # written there by a program of the agent's
+                pass
+        self.loop.add_reader(self._fds[2], self._read_code)
+        self._write()
+
+    def _read_code(self) -> None:
+        try:
+            data = os.read(self._fds[2], READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self.loop.remove_reader(self._fds[2])
+            return
+        text, end, _ = data.partition(b"\0")
+        kept = text[: max(0, self.limit - len(self.output))]
+        self.output += kept
+        self.dropped += len(text) - len(kept)
+        if end and self.code is None:
+            self.code = 0
+            self.coded.set_result(None)
+            if not self.done.done():
+                self.done.set_result(None)
