@@ -11,7 +11,7 @@ MIB = 1 << 20
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Runs inside of the sandbox: commands end with NUL on standard input, their output goes to standard
 # output, and each one's exit code, ended by NUL, to standard error. Commands get none of the three.
-# Instead of a command, `ACCOUNT` asks for the shell's state: a text in parts, ended by NUL, where the
+# Instead of a command, `ACCOUNT` asks for the shell's state: a text in parts, ended by NUL, where
 # exit codes go. A child tells it, since `declare` draws a random number; the jobs' table, which no
 # child has, is listed in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
 ACCOUNT = "\1"
@@ -20,21 +20,20 @@ exec 3<&0 4>&2 5>&1 0</dev/null 2>&1
 while IFS= builtin read -r -d '' __rose <&3; do
   if [[ $__rose == $'\\1' ]]; then
     {
-      builtin printf '\\1%s\\n' jobs; builtin jobs -p; builtin jobs -rl; builtin jobs -sl
-      builtin printf '\\1%s\\n' traps; builtin trap -p
-      builtin printf '\\1%s\\n%s\\n' background "${!-}"
-      (
-        builtin printf '\\1%s\\n' variables; builtin declare -p
-        builtin printf '\\1%s\\n' functions; builtin declare -f; builtin declare -F
-        builtin printf '\\1%s\\n' aliases; builtin alias -p
-        builtin printf '\\1%s\\n' options; builtin shopt -p; builtin set +o; builtin enable -a
-        builtin printf '\\1%s\\n' umask; builtin umask
-        builtin printf '\\1%s\\n' limits; builtin ulimit -a; builtin ulimit -Ha
-        builtin printf '\\1%s\\n' folders; builtin dirs -l; builtin pwd
-        builtin printf '\\1%s\\n' arguments; builtin printf '%q ' "$@"
-        builtin printf '\\1%s\\n' history; builtin history; builtin complete -p
-        builtin printf '\\1%s\\n' end
-      )
+      builtin printf '\\1jobs\\n%s\\n' "${!-}"; builtin jobs -p; builtin jobs -rl; builtin jobs -sl
+      builtin printf '\\1traps\\n'; builtin trap -p
+      builtin printf '%s' "$(
+        builtin printf '\\1variables\\n'; builtin declare -p
+        builtin printf '\\1functions\\n'; builtin declare -f; builtin declare -F
+        builtin printf '\\1aliases\\n'; builtin alias -p
+        builtin printf '\\1options\\n'; builtin shopt -p; builtin set +o; builtin enable -a
+        builtin printf '\\1umask\\n'; builtin umask
+        builtin printf '\\1limits\\n'; builtin ulimit -a; builtin ulimit -Ha
+        builtin printf '\\1folders\\n'; builtin dirs -l; builtin pwd
+        builtin printf '\\1arguments\\n'; builtin printf '%q ' "$@"
+        builtin printf '\\1history\\n'; builtin history; builtin complete -p
+        builtin printf '\\1end\\n'
+      )"
     } >&4 2>/dev/null || builtin :
     builtin printf '\\0' >&4
   else

@@ -32,8 +32,8 @@ VOLATILE = re.compile(
 @dataclass(frozen=True)
 class Change:
     """`kind`: the least that a checkpoint of it takes; `why`: in words, what changed first;
-    `unsure`: paths in the overlay's upper layer of files to copy even if their inode, size and times
-    are those of an earlier copy, for they may have been written through memory (None: of all)."""
+    `unsure`: paths in the overlay's upper layer of files to copy even if their inode, size and
+    times are those of an earlier copy: they may have been written through memory (None: all)."""
 
     kind: str
     why: str

@@ -245,7 +245,7 @@ class _Turn:
 
 
 class _Account(_Turn):
-    """The session's state on its way: it comes where exit codes come, up to a NUL, while programs in
+    """The session's state on its way: it comes where exit codes come, up to a NUL, as programs in
     the background may print where output comes."""
 
     def begin(self, data: bytes) -> None:
