@@ -251,9 +251,6 @@ class _Account(_Turn):
     def begin(self, data: bytes) -> None:
         self._left = data
         self._fds = (self.shell.commands, self.shell.output, self.shell.codes)
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._fds[2], READ_BYTES):  # written there by a program of the agent's
-                pass
         self.loop.add_reader(self._fds[2], self._read_code)
         self._write()
 
@@ -264,13 +261,20 @@ class _Account(_Turn):
             return
         if not data:
             self.loop.remove_reader(self._fds[2])
-            return
-        text, end, _ = data.partition(b"\0")
-        kept = text[: max(0, self.limit - len(self.output))]
-        self.output += kept
-        self.dropped += len(text) - len(kept)
-        if end and self.code is None:
-            self.code = 0
-            self.coded.set_result(None)
-            if not self.done.done():
-                self.done.set_result(None)
+        *ended, left = data.split(b"\0")
+        for text in ended:
+            self._take(text)
+            if self.output.startswith(b"\1") and self.code is None:
+                self.code = 0
+                self.coded.set_result(None)
+                if not self.done.done():
+                    self.done.set_result(None)
+            elif self.code is None:  # an exit code that a program of the agent's has left there
+                self.output.clear()
+        self._take(left)
+
+    def _take(self, text: bytes) -> None:
+        if self.code is None:
+            kept = text[: max(0, self.limit - len(self.output))]
+            self.output += kept
+            self.dropped += len(text) - len(kept)

@@ -164,7 +164,10 @@ def test_what_is_not_seen_counts_as_changed(loop):
 
 def test_without_inotify_no_turn_is_without_effect():
     """The limit of a user namespace of its own: the machine's stays as it is."""
-    script = 'echo 0 > /proc/sys/user/max_inotify_instances; exec "$@"'
+    script = (
+        "echo 0 > /proc/sys/user/max_inotify_instances; exec unshare -U --map-user=1 --map-group=1 "
+    )
+    script += '"$@"'
     done = subprocess.run(
         ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", NO_INOTIFY],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
