@@ -15,6 +15,7 @@ Processes: one that was neither begun nor switched in by the scheduler has done 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.sandbox import kernel
+from rose.sandbox.layer import SHARED
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
 MOST_UNSURE = 500  # and more are all: an answer of process 1 is bounded
@@ -61,14 +63,15 @@ class Folder:
 
 
 class Layer:
-    """The upper layer, of whose root `root` is a file descriptor."""
+    """What an agent can write below `at` in the sandbox ("": its root), where it lies in the folder
+    `root` (a file descriptor)."""
 
-    def __init__(self, root: int) -> None:
-        self.root = root
+    def __init__(self, root: int, at: str) -> None:
+        self.root, self.at = root, f"/{at}".rstrip("/")
         self.known: dict[str, Folder] = {}  # path from the root of the layer -> what it was
         self.watched: dict[int, str] = {}  # number of inotify's -> path
         self.blind = ""  # why changes through memory maps can't be seen
-        self.device = os.stat("/").st_dev
+        self.device = os.stat(f"/{at}").st_dev
         self.queue = -1
         try:
             self.queue = kernel.event_queue()
@@ -90,7 +93,7 @@ class Layer:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone just now
                 found, difference = self._folder(path, lost or path in told)
                 if difference is not None and changed is None:
-                    changed = f"{path}/{difference}" if difference else path or "/"
+                    changed = f"{path}/{difference}" if path and difference else path or difference
                 seen.add(path)
                 left += [f"{path}/{name}" if path else name for name in found.folders]
         if gone := self.known.keys() - seen:
@@ -140,8 +143,9 @@ class Layer:
         if self.blind:
             return
         try:
-            if os.stat(f"/{path}", follow_symlinks=False).st_dev == self.device:
-                self.watched[kernel.watch_folder(self.queue, f"/{path}")] = path
+            shown = f"{self.at}/{path}"
+            if os.stat(shown, follow_symlinks=False).st_dev == self.device:
+                self.watched[kernel.watch_folder(self.queue, shown)] = path
         except (FileNotFoundError, NotADirectoryError):
             pass  # it was removed just now
         except OSError as error:
@@ -318,10 +322,13 @@ def session_state(session: int) -> dict[str, str]:
 
 
 class Watch:
-    """What process 1 remembers between two looks."""
+    """What process 1 remembers between two looks. `upper`: the root of the overlay's upper layer (a
+    file descriptor)."""
 
-    def __init__(self, layer: int) -> None:
-        self.layer, self.processes = Layer(layer), Processes()
+    def __init__(self, upper: int) -> None:
+        shared = os.open(f"/{SHARED}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.layers = (Layer(upper, ""), Layer(shared, SHARED))
+        self.processes = Processes()
         self.session: dict[str, str] = {}
 
     def look(self, session: int, spare: tuple[int, ...]) -> dict[str, Any]:
@@ -329,19 +336,26 @@ class Watch:
         `files` and `processes` say in words what changed since the last look (null: nothing did),
         `unsure` as `Layer.look`, `blind` why a change of files may not be seen. Raises OSError."""
         if session == 0 or not waits(session):
-            raise OSError(11, "the shell does not wait for a command")
-        changed, unsure = self.layer.look()
+            raise OSError(errno.EAGAIN, "the shell does not wait for a command")
+        changed: str | None = None
+        unsure: set[str] | None = set()
+        for layer in self.layers:
+            path, doubted = layer.look()
+            changed = f"{layer.at}/{path}" if changed is None and path is not None else changed
+            if doubted is None or unsure is None:
+                unsure = None
+            else:
+                unsure |= {f"{layer.at}/{each}"[1:] for each in doubted}
         words, mapped = self.processes.look((1, session, *spare), changed is not None)
         state, before = session_state(session), self.session
         self.session = state
         for key, value in state.items():
             if before.get(key) != value:
                 words = words or f"{key} changed"
-        if unsure is not None:
-            unsure = sorted({*unsure, *mapped})
+        unsure = None if unsure is None else unsure | mapped
         return {
-            "files": None if changed is None else f"/{changed.lstrip('/')} changed",
+            "files": None if changed is None else f"{changed} changed",
             "processes": words,
-            "unsure": unsure if unsure is None or len(unsure) <= MOST_UNSURE else None,
-            "blind": self.layer.blind,
+            "unsure": None if unsure is None or len(unsure) > MOST_UNSURE else sorted(unsure),
+            "blind": " ".join(filter(None, (layer.blind for layer in self.layers))),
         }
