@@ -26,11 +26,13 @@ while IFS= builtin read -r -d '' __rose <&3; do
         builtin printf '\\1variables\\n'; builtin declare -p
         builtin printf '\\1functions\\n'; builtin declare -f; builtin declare -F
         builtin printf '\\1aliases\\n'; builtin alias -p
-        builtin printf '\\1options\\n'; builtin shopt -p; builtin set +o; builtin enable -a
-        builtin printf '\\1umask\\n'; builtin umask
+        builtin printf '\\1options\\n'; builtin shopt -p; builtin set +o
+        builtin printf '\\1builtins\\n'; builtin enable -a
+        builtin printf '\\1folder and umask\\n'
+        builtin printf 'builtin cd -- %q\\n' "$PWD"; builtin umask -p
         builtin printf '\\1limits\\n'; builtin ulimit -a; builtin ulimit -Ha
-        builtin printf '\\1folders\\n'; builtin dirs -l; builtin pwd
-        builtin printf '\\1arguments\\n'; builtin printf '%q ' "$@"
+        builtin printf '\\1folders\\n'; builtin dirs -l
+        builtin printf '\\1arguments\\n%s' "$#"; builtin printf ' %q' "$@"
         builtin printf '\\1history\\n'; builtin history; builtin complete -p
         builtin printf '\\1end\\n'
       )"

@@ -20,7 +20,6 @@ from rose.sandbox import capture as capturing
 from rose.sandbox.backend import ACCOUNT, COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
 from rose.sandbox.probe import announce, begin
-from rose.sandbox.replay import ASK, STATE_BYTES
 
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
@@ -87,7 +86,9 @@ class Sandbox:
         if kinds.get(kind, "no such kind") != "":
             words = kinds.get(kind) or f"there are {', '.join(kinds) or 'none'}"
             raise SandboxError(f"backend {self.backend} captures no {kind!r} here: {words}")
-        said = await self._answer(ASK.encode(), STATE_BYTES)
+        said = await self.account()
+        if said is None:
+            raise SandboxError("its shell did not tell its state")
         return await capturing.take(self.shell, self.spec, self.backend, kind, folder, since, said)
 
     async def _answer(self, command: bytes, limit: int = 0) -> str:
