@@ -58,9 +58,9 @@ async def take(
     kind: str,
     folder: Path,
     since: Listing | None,
-    state: str,
+    state: bytes,
 ) -> Capture:
-    """`state`: what the session answered to `replay.ASK`. Raises `SandboxError`."""
+    """`state`: the session's account of itself. Raises `SandboxError`."""
     began = time.monotonic()
     folder = Path(folder)
     try:

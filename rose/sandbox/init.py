@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from rose.sandbox import kernel, layer
 from rose.sandbox.backend import GUARDED, MIB, SESSION
+from rose.sandbox.watch import Watch
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
@@ -82,7 +83,6 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
     if saved:
         filler = layer.Filler(saved[0], saved[1])
         filler.fill(f"{work}/upper", ".")
-    upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY)
     root = f"{work}/root"
     layers = f"lowerdir={lower},upperdir={work}/upper,workdir={work}/changes,userxattr"
     kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, layers)
@@ -115,6 +115,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
     session_files(root + SESSION_FILES)
     kernel.raise_loopback()
     socket.sethostname("sandbox")
+    upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.change_root(root)
     os.makedirs(spec["workdir"], exist_ok=True)  # not before: an image's link may lead outside
     return upper
@@ -131,7 +132,8 @@ def guard(folder: str) -> None:
 
 
 def devices(folder: str) -> None:
-    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64m")
+    """Read-only but for /dev/shm, so that all that an agent can write is seen and captured."""
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
         with open(f"{folder}/{name}", "w"):
             pass
@@ -140,10 +142,12 @@ def devices(folder: str) -> None:
         os.mkdir(f"{folder}/{name}")
     kernel.mount("devpts", f"{folder}/pts", "devpts", 0, "newinstance,ptmxmode=0666,mode=620")
     os.symlink("pts/ptmx", f"{folder}/ptmx")
-    os.chmod(f"{folder}/shm", 0o1777)
+    options = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", f"{folder}/shm", "tmpfs", options, "mode=1777,size=64m")
     for i, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{i}", f"{folder}/{name}")
     os.symlink("/proc/self/fd", f"{folder}/fd")
+    kernel.set_attributes(kernel.AT_FDCWD, folder, kernel.ATTR_RDONLY)
 
 
 def session_files(folder: str) -> None:
@@ -166,7 +170,9 @@ def session_files(folder: str) -> None:
 class Init:
     def __init__(self, spec: dict[str, Any], control: socket.socket, upper: int) -> None:
         self.spec, self.control, self.upper = spec, control, upper
+        self.watch: Watch | None = None  # from the first look on
         self.session = 0  # process ids, of this namespace
+        self.opening: set[int] = set()  # children that open files for the host
         names = ("commands", "output", "codes")
         self.pipes = tuple(os.open(f"{SESSION_FILES}/{n}", os.O_RDWR) for n in names)
         wake, self.woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -213,6 +219,13 @@ class Init:
                     answer = {}
                 case "cwd":
                     answer = {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
+                case "look":
+                    self.watch = self.watch or Watch(self.upper)
+                    answer = self.watch.look(self.session, tuple(self.opening))
+                case "resume":
+                    if self.watch is not None:
+                        self.watch.processes.resume()
+                    answer = {}
                 case "adopt":  # a session that was captured; process 1 is its new parent
                     os.kill(order["pid"], 0)
                     self.session = order["pid"]
@@ -237,6 +250,7 @@ class Init:
                 return
             if pid == 0:
                 return
+            self.opening.discard(pid)
             if pid == self.session:
                 self.session = 0
                 code = os.waitstatus_to_exitcode(status)
@@ -275,7 +289,8 @@ class Init:
 
     def open(self, path: str, write: bool) -> None:
         """By a child that may do what the session may, and no more."""
-        if self.child():
+        if pid := self.child():
+            self.opening.add(pid)
             return
         try:
             kernel.confine(False)

@@ -45,6 +45,10 @@ CAP_VERSION_3 = 0x20080522
 # and running programs takes; they count inside of the sandbox's user namespace only
 KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10, 18)
 
+IN_MODIFY, IN_ATTRIB, IN_CLOSE_WRITE = 0x2, 0x4, 0x8
+IN_Q_OVERFLOW, IN_IGNORED, IN_ONLYDIR = 0x4000, 0x8000, 0x01000000
+EVENTS_BYTES = 64 * 1024  # of one read
+
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 # What an agent's programs have no use for and kernels have had holes in: the lists of Docker and
@@ -171,6 +175,34 @@ def change_root(folder: str) -> None:
 
 def prctl(option: int, value: int) -> None:
     _check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option}, {value})")
+
+
+def event_queue() -> int:
+    """A file descriptor of inotify(7) that never blocks."""
+    return _check(LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify_init1")
+
+
+def watch_folder(queue: int, path: str) -> int:
+    """Queue what is done to the content and the attributes of the files in the folder `path`; the
+    number by which `events` names it, the same one for the same folder."""
+    mask = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR
+    return _check(LIBC.inotify_add_watch(queue, os.fsencode(path), mask), f"watch {path!r}")
+
+
+def events(queue: int) -> list[tuple[int, int, str]]:
+    """(number of a folder, what was done, name of the file) of all that waits in the queue."""
+    found = []
+    while True:
+        try:
+            data = os.read(queue, EVENTS_BYTES)
+        except BlockingIOError:
+            return found
+        at = 0
+        while at < len(data):
+            folder, mask, _, length = struct.unpack_from("iIII", data, at)
+            name = data[at + 16 : at + 16 + length].rstrip(b"\0")
+            found.append((folder, mask, os.fsdecode(name)))
+            at += 16 + length
 
 
 def raise_loopback() -> None:

@@ -245,6 +245,12 @@ class Namespaces:
         except OSError:
             return None
 
+    async def look(self) -> dict[str, Any]:
+        return (await self._order(do="look"))[0]
+
+    async def resume(self) -> None:
+        await self._order(do="resume")
+
     async def read(self, path: str, limit: int) -> bytes:
         _, (fd,) = await self._order(do="open", path=_path(path), write=False)
         with os.fdopen(fd, "rb") as file:

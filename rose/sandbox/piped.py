@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rose import processes
 from rose.sandbox.backend import Fresh, SandboxError, Spec
@@ -143,6 +143,12 @@ class Piped:
 
     async def cwd(self) -> str | None:
         return None
+
+    async def look(self) -> dict[str, Any]:
+        raise NotImplementedError(f"what changes in {self.program.NAME} is not seen from here")
+
+    async def resume(self) -> None:
+        pass
 
     async def read(self, path: str, limit: int) -> bytes:
         script = f"test -f {shlex.quote(path)} && head -c {limit} -- {shlex.quote(path)}"

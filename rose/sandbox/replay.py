@@ -8,18 +8,21 @@ from __future__ import annotations
 import re
 
 LOST = "variables and functions were brought back, but not jobs, open files and processes: "
-STATE_BYTES = 8 << 20
-# Only builtins: no file is written, no process is left, and `$!` stays. Parts end with NUL.
-ASK = r"""{
-builtin printf 'builtin cd -- %q\n' "$PWD"; builtin umask -p
-if [[ $# -gt 0 ]]; then builtin printf 'set --'; builtin printf ' %q' "$@"; builtin printf '\n'; fi
-builtin printf '\0'; builtin declare -f; builtin declare -F
-builtin printf '\0'; builtin declare -p
-builtin printf '\0'; builtin alias -p; builtin trap -p
-builtin shopt -p || builtin :; builtin set +o
-builtin printf '\0'
-} 2>/dev/null"""
-NOTHING = "\0\0\0\0"  # an answer of a session whose state doesn't matter
+NOTHING = b"\1".join(  # the account of a session whose state doesn't matter
+    f"{name}\n".encode()
+    for name in (
+        "",
+        "arguments",
+        "variables",
+        "builtins",
+        "folder and umask",
+        "functions",
+        "aliases",
+        "traps",
+        "options",
+        "end",
+    )
+)
 FIXED = re.compile(  # bash sets these, or refuses them
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
@@ -27,13 +30,17 @@ FIXED = re.compile(  # bash sets these, or refuses them
 RECORD = re.compile(r"^(?=declare -)", re.MULTILINE)
 
 
-def script(said: str) -> str:
-    """Of what a session answers to `ASK`. Raises ValueError."""
-    parts = said.split("\0")
-    if len(parts) != 5 or parts[4]:
-        raise ValueError(f"a session's state has four parts, not these: {said[-200:]!r}")
-    place, functions, variables, rest = parts[:4]
-    kept = "".join(r for r in RECORD.split(variables) if not FIXED.match(r))
-    # place first: cd sets OLDPWD, which is among the variables
-    # `rest` last: options such as errexit and nounset count from then on
-    return f"{{\n{place}{functions}{kept}{rest}}} >/dev/null 2>&1\n"
+def script(said: bytes) -> str:
+    """Of a session's account of itself (`backend.SESSION`). Raises ValueError."""
+    text = said.decode(errors="surrogateescape")
+    parts = dict(part.partition("\n")[::2] for part in text.split("\1")[1:])
+    if "end" not in parts:
+        raise ValueError(f"a session did not tell all of its state: {text[-200:]!r}")
+    count, _, arguments = parts["arguments"].partition(" ")
+    arguments = "" if count == "0" else f"set -- {arguments}\n"
+    kept = "".join(r for r in RECORD.split(parts["variables"]) if not FIXED.match(r))
+    disabled = "".join(f"{x}\n" for x in parts["builtins"].split("\n") if x[:9] == "enable -n")
+    made = (parts["folder and umask"], arguments, parts["functions"], kept, parts["aliases"])
+    # the folder first, as cd sets OLDPWD; options such as errexit and nounset count from then on
+    made += (parts["traps"], disabled, parts["options"])
+    return f"{{\n{''.join(made)}}} >/dev/null 2>&1\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rose.sandbox import SandboxError, capture, criu, kernel, layer, replay, trace
+from rose.sandbox.backend import ACCOUNT, SESSION
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captures
@@ -289,20 +290,23 @@ def test_a_shells_state_as_a_script():
         "trap -p USR1; echo $-; bash -c 'f 3'"
     )
 
-    def bash(*commands: str) -> str:
-        argv = ["bash", "--norc", "--noprofile"]
-        done = subprocess.run(argv, input="\n".join(commands).encode(), capture_output=True)
-        assert done.stderr == b""
-        return done.stdout.decode()
+    def session(*commands: str) -> tuple[str, bytes]:
+        """What the commands print, and the account that is asked for after them."""
+        done = subprocess.run(
+            ["bash", "--norc", "--noprofile", "-c", SESSION],
+            input="".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode(),
+            capture_output=True,
+        )
+        return done.stdout.decode(), done.stderr.split(b"\0")[-2]
 
-    script = replay.script(bash(begin, replay.ASK))
-    assert bash(script, show) == bash(begin, show)
+    script = replay.script(session(begin)[1])
+    assert session(script, show)[0] == session(begin, show)[0]
     assert "BASHOPTS" not in script and "SECONDS" not in script
 
 
 def test_what_is_no_state_of_a_shell_is_named():
-    with pytest.raises(ValueError, match="has four parts, not these: 'bash: x'"):
-        replay.script("bash: x")
+    with pytest.raises(ValueError, match="did not tell all of its state: 'bash: x'"):
+        replay.script(b"bash: x")
 
 
 @pytest.mark.parametrize(
