@@ -109,6 +109,8 @@ async def _describe(name: str) -> Found:
                 lacking.append(f"captures have no processes: {problem}")
             else:
                 words += "; captures files and processes"
+        elif not shell.captures().get("process", "none"):
+            words += "; captures processes with their files"
         await shell.close()
     except SandboxError as error:
         return Found(name, "", str(error), tuple(lacking))

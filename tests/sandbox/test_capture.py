@@ -28,8 +28,11 @@ GET = REPOSITORY / "scripts/get_criu.sh"
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["this", "other"])
 def test_what_is_captured_comes_back(readable, user):
-    """Where CRIU can't be had this fails: install_test_packages.sh says why."""
+    """Where CRIU or runsc can't be had this fails: install_test_packages.sh says why."""
     found = criu.find()
+    runsc = shutil.which("runsc") or criu.prefix().parent / "runsc/runsc"
+    (readable / "bin").mkdir()
+    shutil.copy(runsc, readable / "bin")
     shutil.copy(HERE / "captures.py", readable)
     # another user can't read this one's
     shutil.copytree(Path(found.program).parents[3], readable / "criu", symlinks=True)
@@ -43,7 +46,7 @@ def test_what_is_captured_comes_back(readable, user):
         cwd=readable,
         env={
             "PYTHONPATH": str(readable),
-            "PATH": os.environ["PATH"],
+            "PATH": f"{readable}/bin:{os.environ['PATH']}",
             "HOME": str(readable / "home"),
             "TMPDIR": str(readable / "home"),
             "ROSE_CRIU": str(readable / "criu"),
@@ -54,7 +57,7 @@ def test_what_is_captured_comes_back(readable, user):
         **options,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == len(captures.SCENARIOS)
+    assert done.stdout.count("passed") == len(captures.SCENARIOS + captures.GVISOR)
     rights = "root" if os.geteuid() == 0 and user == "this" else "rootless"
     assert done.stdout.endswith(f"\n{rights}\n")
 
