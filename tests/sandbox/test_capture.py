@@ -81,19 +81,27 @@ def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
 # --------------------------------------------------------------------------- CRIU
 
 
-def test_a_missing_criu_is_named_with_what_helps(monkeypatch, tmp_path):
-    criu.find.cache_clear()
+@pytest.fixture
+def looking_anew():
+    """What was found before counts neither in the test nor after it."""
+    criu._find.cache_clear()
+    yield criu._find.cache_clear
+    criu._find.cache_clear()
+
+
+def test_a_missing_criu_is_named_with_what_helps(monkeypatch, tmp_path, looking_anew):
     monkeypatch.setenv("ROSE_CRIU", str(tmp_path / "criu"))
     with pytest.raises(SandboxError, match=r"criu is not there; scripts/get_criu\.sh gets it"):
         criu.find()
     (tmp_path / "criu").write_text("#!/bin/sh\n")
     (tmp_path / "criu").chmod(0o755)
+    looking_anew()
     with pytest.raises(SandboxError, match="no program of 64 bits"):
         criu.find()
     monkeypatch.setenv("ROSE_CRIU", "/bin/true")
+    looking_anew()
     with pytest.raises(SandboxError, match="it names no version"):
         criu.find()
-    criu.find.cache_clear()
 
 
 def test_messages_to_criu():
