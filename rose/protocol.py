@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 def seed_of(*parts: object) -> int:
@@ -134,6 +134,15 @@ class Trajectory(Record):
     turn_tokens: list[tuple[int, int]] = []
     # of turn 0, 1, ..., which sum to `reward`; [] where the environment gives none
     turn_rewards: list[float] = []
+    # (trajectory, turns) that made its first turns, in order, before it forked off; its tokens hold
+    # theirs. [] of one that began with the prompt
+    inherited: list[tuple[str, int]] = []
+
+    @property
+    def makers(self) -> list[str]:
+        """Of each turn, the trajectory that made it."""
+        found = [name for name, turns in self.inherited for _ in range(turns)]
+        return found + [self.id] * (self.turns - len(found))
 
     def samples(self) -> list[Trajectory]:
         """What is trained: a row for each leaf, which has that leaf's tokens alone. Every token
@@ -199,6 +208,10 @@ class StartTrajectory(Message):
     domain: str  # whose environment it is: a member of the run's mixture, or the only one
     env_seed: int  # the same for all members of a group
     sampling_seed: int | None  # of its turns; see `Sampling.seed`
+    # the trajectory, on the same host, that it forks off before this turn; "": none. If that one
+    # ends sooner, it begins with the prompt.
+    follows: str = ""
+    fork: int = 0
 
 
 class TurnRequest(Message):
@@ -462,6 +475,9 @@ class BatchSummary(Record):
     response_tokens: list[int]
     truncated: list[bool]
     turn_rewards: list[list[float]] = []  # (N,): `Trajectory.turn_rewards`
+    # (N,): of each turn, its segment: the turns that the same trajectories of the batch have in
+    # common, numbered through the batch; [] in a batch without forks
+    segments: list[list[int]] = []
 
 
 class TrainStep(Message):

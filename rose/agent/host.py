@@ -16,6 +16,7 @@ from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build, check
 from rose.agent.envs.agent import Agent
+from rose.agent.forks import Fork, Forks
 from rose.agent.gateway.program import HOST
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
@@ -24,7 +25,7 @@ from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
 from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
-from rose.config import Config, ConfigError, Env
+from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -53,6 +54,7 @@ class TrajectoryHost:
         )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
+        self._forks = Forks()
         self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
         self._opening = asyncio.Lock()
         self._watchdog: Watchdog | None = None
@@ -60,7 +62,9 @@ class TrajectoryHost:
     def handle(self, message: p.Message) -> None:
         match message:
             case p.StartTrajectory():
-                self._trajectories[message.id] = self._spawn(self._run(message))
+                fork = self._forks.expect(message)
+                self._forks.begin(message.id)
+                self._trajectories[message.id] = self._spawn(self._run(message, fork))
             case p.TurnResult():
                 future = self._turns.pop(message.turn, None)
                 if future is not None and not future.done():
@@ -74,11 +78,14 @@ class TrajectoryHost:
             case _:
                 raise ValueError(f"an environment host has no use for {type(message).__name__}")
 
-    async def _run(self, start: p.StartTrajectory) -> None:
-        began, env = time.time(), self._config.env
-        member = env.members[start.domain]
+    async def _run(
+        self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
+    ) -> None:
         try:
-            trajectory = await self._trajectory(start, member)
+            began, found = time.time(), None
+            if fork is not None:
+                found, began = await fork, time.time()
+            trajectory = await self._trajectory(start, found)
         except EnvironmentFailure as failure:
             scoring = isinstance(failure, ScoringFailure)
             self._send(
@@ -97,9 +104,11 @@ class TrajectoryHost:
             self._send(p.TrajectoryFinished(trajectory))
         finally:
             self._trajectories.pop(start.id, None)
+            self._forks.end(start.id)
 
-    async def _trajectory(self, start: p.StartTrajectory, member: Env) -> p.Trajectory:
-        c, environment = self._config, build(member)
+    async def _trajectory(self, start: p.StartTrajectory, fork: Fork | None) -> p.Trajectory:
+        c, member = self._config, self._config.env.members[start.domain]
+        environment = build(member)
         rest = (
             self._chat,
             self._request_turn,
@@ -113,7 +122,8 @@ class TrajectoryHost:
         if isinstance(environment, Agent):
             gateway = await self._gateway(environment.listen, c.env.key_of(start.domain))
             return await run_agent(start, environment, gateway, *rest)
-        return await run_trajectory(start, environment, *rest)
+        forks = self._forks if c.rollout.branch.ways else None
+        return await run_trajectory(start, environment, *rest, forks, fork)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""

@@ -44,7 +44,9 @@ class Rollouts:
             name: (member.max_failures_in_row, f"{config.env.key_of(name)}.max_failures_in_row")
             for name, member in config.env.members.items()
         }
-        self.groups = control.Groups(config.seed, limits, config.deterministic)
+        self.groups = control.Groups(
+            config.seed, limits, config.deterministic, config.rollout.branch
+        )
         self.finished: dict[
             str, list[p.Trajectory]
         ] = {}  # groups whose trajectories are all in, until they are taken
@@ -126,9 +128,11 @@ class Rollouts:
             self.dropped_tokens += self._hub.cancel(trajectory)
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
-        """Spread over the environment hosts by name, so that a resumed run does the same."""
+        """Spread over the environment hosts by name, so that a resumed run does the same; one that
+        forks off another goes where that is."""
         for message in trajectories:
-            rank = self._hosts[p.seed_of(message.id) % len(self._hosts)]
+            drawn = self._hosts[p.seed_of(message.id) % len(self._hosts)]
+            rank = self._host_of.get(message.follows, drawn)
             self._host_of[message.id] = rank
             self._send(rank, message)
 
