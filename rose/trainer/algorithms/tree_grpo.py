@@ -51,7 +51,7 @@ class TreeGrpo(Grpo):
         advantages = forest.of_turns(forest.beside_siblings(rewards.tolist()))
         if self.scale_by_std:
             std = group_std(rewards, summary.groups)
-            advantages = (advantages.T / (std + STD_EPSILON)).T
+            advantages = (advantages.transpose(0, -1) / (std + STD_EPSILON)).transpose(0, -1)
         return advantages.float()
 
     def token_weights(self, summary: Summary) -> Tensor:
