@@ -144,6 +144,12 @@ class Trajectory(Record):
         found = [name for name, turns in self.inherited for _ in range(turns)]
         return found + [self.id] * (self.turns - len(found))
 
+    @property
+    def own_tokens(self) -> int:
+        """Of `response_tokens` those of its own turns."""
+        others = sum(turns for _, turns in self.inherited)
+        return self.response_tokens - sum(tokens for _, tokens in self.turn_tokens[:others])
+
     def samples(self) -> list[Trajectory]:
         """What is trained: a row for each leaf, which has that leaf's tokens alone. Every token
         that the policy made is marked in one of them."""

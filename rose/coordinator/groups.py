@@ -117,7 +117,7 @@ class Rollouts:
         done += self.finished.pop(name, [])
         self._admitted.pop(name, None)
         self.dropped_groups += 1
-        self.dropped_tokens += sum(t.response_tokens for t in done)
+        self.dropped_tokens += sum(t.own_tokens for t in done)
         for trajectory in running:
             self._cancel(trajectory)
 
