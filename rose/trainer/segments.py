@@ -9,9 +9,11 @@ algorithm takes the trajectories whole, as if each had begun with the prompt.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 
 import msgspec
 import numpy as np
+import xxhash
 
 from rose.protocol import Trajectory, pack_tokens
 
@@ -20,18 +22,31 @@ def find(trajectories: list[Trajectory]) -> list[list[int]]:
     """(N,): of each turn, the number of its segment; [] if no trajectory forked off another."""
     if not any(t.inherited for t in trajectories):
         return []
-    sharing: dict[tuple[str, str, int], list[int]] = defaultdict(list)  # a turn -> its rows
-    for row, t in enumerate(trajectories):
-        for turn, maker in enumerate(t.makers):
-            sharing[t.group, maker, turn].append(row)
+    sharing: dict[Hashable, list[int]] = defaultdict(list)  # a turn -> its rows
+    turns = [_turns(t) for t in trajectories]
+    for row, found in enumerate(turns):
+        for turn in found:
+            sharing[turn].append(row)
     numbers: dict[tuple[int, ...], int] = {}
     return [
-        [
-            numbers.setdefault(tuple(sharing[t.group, maker, turn]), len(numbers))
-            for turn, maker in enumerate(t.makers)
-        ]
-        for t in trajectories
+        [numbers.setdefault(tuple(sharing[turn]), len(numbers)) for turn in found]
+        for found in turns
     ]
+
+
+def _turns(t: Trajectory) -> list[Hashable]:
+    """Each turn by who made it and all tokens up to its end: that these are the same doesn't rest
+    on what a trajectory says of itself."""
+    return [
+        (t.group, maker, turn, xxhash.xxh3_128_digest(t.tokens[: 4 * _end(t, turn + 1)]))
+        for turn, maker in enumerate(t.makers)
+    ]
+
+
+def _end(t: Trajectory, turns: int) -> int:
+    """Where its first `turns` turns end, in tokens; 0 if they have none."""
+    made = sum(tokens for _, tokens in t.turn_tokens[:turns])
+    return int(np.flatnonzero(np.frombuffer(t.mask, np.uint8))[made - 1]) + 1 if made else 0
 
 
 def samples(
@@ -47,21 +62,18 @@ def samples(
     for row, t in enumerate(trajectories):
         shared = sum(number in seen for number in segments[row])
         seen.update(segments[row])
-        found.append((_without(t, shared), row))
+        found.append((_without(t, shared) if shared else t, row))
     return found
 
 
 def _without(t: Trajectory, turns: int) -> Trajectory:
     """Its first `turns` turns with mask 0."""
-    made = sum(tokens for _, tokens in t.turn_tokens[:turns])
-    if not made:
-        return t
-    end = int(np.flatnonzero(np.frombuffer(t.mask, np.uint8))[made - 1]) + 1
+    end = _end(t, turns)
     return msgspec.structs.replace(
         t,
         mask=bytes(end) + t.mask[end:],
         logprobs=bytes(4 * end) + t.logprobs[4 * end :],
         versions=pack_tokens([-1]) * end + t.versions[4 * end :],
-        response_tokens=t.response_tokens - made,
+        response_tokens=sum(t.mask[end:]),
         turn_tokens=t.turn_tokens[turns:],
     )

@@ -159,12 +159,13 @@ def test_a_group_is_trees_whose_leaves_share_their_first_turns_token_by_token(la
 
 
 def test_each_forks_turns_may_be_drawn_by_the_trees_name(lake):
-    rollout = lake(wander, "rollout.branch.at=null", "rollout.branch.depth=6", group=16)
+    drawn = ("rollout.branch.at=null", "rollout.branch.depth=6", "env.args.slippery=true")
+    rollout = lake(wander, *drawn, group=16)
     group = rollout.run()
     assert_whole(rollout, group)
     forks = [start.fork for start in rollout.starts if start.follows]
     assert len(forks) == 12 and set(forks) <= set(range(1, 7)) and len(set(forks)) > 2
-    again = lake(wander, "rollout.branch.at=null", "rollout.branch.depth=6", group=16)
+    again = lake(wander, *drawn, group=16)
     again.run()
     assert again.starts == rollout.starts
 
