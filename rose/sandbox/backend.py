@@ -144,4 +144,7 @@ class Shell(Protocol):
     ) -> Fresh:
         """Run `argv` beside the session, unseen by it, with `files` (a tar) in the folder `at`."""
 
+    def captures(self) -> dict[str, str]:
+        """Kind of capture (capture.py) -> why it doesn't work here, "" if it does."""
+
     async def close(self) -> None: ...

@@ -7,12 +7,15 @@ systemd brings to every distribution; nothing else is needed. Left out: other sy
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import socket
 import struct
+import tempfile
+from collections.abc import Iterator
 
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
 try:
@@ -191,7 +194,20 @@ def confine(filter_calls: bool) -> None:
     _check(LIBC.capset(header, data), "capset")
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     if filter_calls and SECCOMP is not None:
-        _filter_calls()
+        with _filter() as context:
+            done = SECCOMP.seccomp_load(context)
+            if done < 0:
+                raise OSError(-done, "seccomp_load failed")
+
+
+def filter_program() -> bytes:
+    """What `confine` loads: instructions (`sock_filter` of linux/filter.h, 8 bytes each)."""
+    with _filter() as context, tempfile.TemporaryFile() as file:
+        done = SECCOMP.seccomp_export_bpf(context, file.fileno())
+        if done < 0:
+            raise OSError(-done, "seccomp_export_bpf failed")
+        file.seek(0)
+        return file.read()
 
 
 class _Compare(ctypes.Structure):
@@ -203,7 +219,8 @@ class _Compare(ctypes.Structure):
     ]
 
 
-def _filter_calls() -> None:
+@contextlib.contextmanager
+def _filter() -> Iterator[ctypes.c_void_p]:
     context = ctypes.c_void_p(SECCOMP.seccomp_init(ctypes.c_uint32(ACT_ALLOW)))
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
@@ -227,7 +244,7 @@ def _filter_calls() -> None:
     refuse("clone3", errno.ENOSYS)
     for request in (TIOCSTI, TIOCLINUX):
         refuse("ioctl", errno.EPERM, (1, request))
-    done = SECCOMP.seccomp_load(context)
-    SECCOMP.seccomp_release(context)
-    if done < 0:
-        raise OSError(-done, "seccomp_load failed")
+    try:
+        yield context
+    finally:
+        SECCOMP.seccomp_release(context)

@@ -167,6 +167,9 @@ class Piped:
                 read[path] = await self.read(path, limit)
         return Fresh(code, (out or words.encode())[:limit].decode(errors="replace"), read)
 
+    def captures(self) -> dict[str, str]:
+        return {}
+
     async def _end_session(self) -> None:
         process, self._process = self._process, None
         if process is not None:

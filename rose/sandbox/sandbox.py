@@ -14,10 +14,13 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+from rose.sandbox import capture as capturing
 from rose.sandbox.backend import COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
 from rose.sandbox.probe import announce, begin
+from rose.sandbox.replay import ASK, STATE_BYTES
 
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
@@ -25,6 +28,7 @@ READ_BYTES = 1 << 16
 CODE_BYTES = 4  # and more is no exit code
 GRACE_S = 1.0  # for the shell to notice that what it ran is gone
 STOP_EVERY_S = 0.1
+STATE_S = 30.0  # to tell or take a session's state: some milliseconds on an idle machine
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 RESTARTED = "a new one was begun: variables and background processes are lost, files are "
 
@@ -39,6 +43,63 @@ class Sandbox:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.on_end(self._end)
         self._closed = False
+        self.lost = ""  # of a restored one: what was not brought back, in words
+
+    @property
+    def capture_kinds(self) -> tuple[str, ...]:
+        """Of `capture`, what works here."""
+        return tuple(kind for kind, problem in self.shell.captures().items() if not problem)
+
+    @classmethod
+    async def restore(cls, folder: Path, backend: str = "auto", kind: str | None = None) -> Sandbox:
+        """A sandbox that goes on from a capture; several may from one. `kind`: "files" to bring
+        back no processes of a capture that has them; `lost` then says which are missing. Raises
+        `SandboxError` with what can't be restored."""
+        saved = capturing.read(Path(folder), kind)
+        if backend not in ("auto", saved.backend):
+            raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
+        shell = await capturing.bring(saved)
+        announce(saved.backend)
+        box = cls(shell, saved.spec, saved.backend)
+        if saved.kind == capturing.FILES:
+            try:
+                await shell.restart(None)
+                await box._answer(saved.script.encode(errors="surrogateescape"))
+            except BaseException:
+                await box.close()
+                raise
+            if saved.running:
+                box.lost = capturing.LOST + ", ".join(saved.running)
+        return box
+
+    async def capture(
+        self, kind: str, folder: Path, since: capturing.Listing | None = None
+    ) -> capturing.Capture:
+        """The present state into `folder`, which must not be there: "files", or "process" with the
+        processes, too. `since`: the listing of an earlier capture of this sandbox; contents of
+        files that are unchanged since are left out. Not while a command runs. Raises
+        `SandboxError`; then the folder is gone and the sandbox goes on."""
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        kinds = self.shell.captures()
+        if kinds.get(kind, "no such kind") != "":
+            words = kinds.get(kind) or f"there are {', '.join(kinds) or 'none'}"
+            raise SandboxError(f"backend {self.backend} captures no {kind!r} here: {words}")
+        said = await self._answer(ASK.encode(), STATE_BYTES)
+        return await capturing.take(self.shell, self.spec, self.backend, kind, folder, since, said)
+
+    async def _answer(self, command: bytes, limit: int = 0) -> str:
+        """What the session prints for a command of ROSE's own. Raises `SandboxError`."""
+        turn = _Turn(self.shell, limit)
+        turn.begin(command + b"\0")
+        try:
+            waiting = {turn.done, self._ended}
+            await asyncio.wait(waiting, timeout=STATE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            turn.end()
+        if turn.code is None:
+            raise SandboxError(f"its shell did not tell or take its state within {STATE_S:g} s")
+        return bytes(turn.output).decode(errors="surrogateescape")
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
