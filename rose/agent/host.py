@@ -169,7 +169,8 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     """Until the coordinator sends `Shutdown`."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
-    check(config.env)  # what this machine lacks is found now, and imports take seconds
+    # what this machine lacks is found now, and imports take seconds
+    await asyncio.to_thread(check, config.env)
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
         config,
