@@ -199,6 +199,9 @@ class StartTrajectory(Message):
     domain: str  # whose environment it is: a member of the run's mixture, or the only one
     env_seed: int  # the same for all members of a group
     sampling_seed: int | None  # of its turns; see `Sampling.seed`
+    # versions of the weights by which an earlier attempt of the run may have begun it
+    oldest_version: int = 0
+    newest_version: int = -1
 
 
 class TurnRequest(Message):
@@ -285,6 +288,16 @@ class CancelTrajectory(Message):
     result."""
 
     id: str
+
+
+class TrajectoryResumed(Message):
+    """Environment host -> coordinator: it goes on from a snapshot with so many turns and tokens of
+    the policy, which `earlier` attempts of the run have made, or this one."""
+
+    id: str
+    turns: int
+    tokens: int
+    earlier: bool
 
 
 class HostReady(Message):
@@ -584,6 +597,7 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectoryFailed
     | CancelTrajectory
+    | TrajectoryResumed
     | HostReady
     | HostLost
     | HostForgotten

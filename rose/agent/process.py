@@ -51,13 +51,21 @@ class Channel:
         await self._writer.wait_closed()
 
 
-async def run(me: Rank, config: cfg.Config, channel: socket.socket, recorder: NullRecorder) -> int:
+async def run(
+    me: Rank,
+    config: cfg.Config,
+    run_dir: Path,
+    attempt: int,
+    channel: socket.socket,
+    recorder: NullRecorder,
+) -> int:
     """The exit code. An error is told to the rank, which fails with it."""
     with importing():
         from rose.agent import host
     link = Channel(*await asyncio.open_connection(sock=channel, limit=READ_BYTES))
     try:
-        await host.run(me.rank, config, link.send, link.receive, recorder)
+        folder = run_dir / "snapshots"
+        await host.run(me.rank, config, link.send, link.receive, recorder, folder, attempt)
     except Exception as error:
         traceback.print_exc()
         link.send(me.rank, p.RankFailed(me.rank, f"{type(error).__name__}: {error}"))
@@ -86,7 +94,8 @@ def main() -> int:
         if config.observe.trace
         else NullRecorder()
     )
-    return asyncio.run(run(me, config, socket.socket(fileno=args.channel), recorder))
+    channel = socket.socket(fileno=args.channel)
+    return asyncio.run(run(me, config, args.run, args.attempt, channel, recorder))
 
 
 if __name__ == "__main__":

@@ -254,7 +254,9 @@ class Coordinator:
         with self.recorder.timed("rollout", step=self.step + 1):
             self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
             await self._rollouts_until(lambda: self.batch is not None)
-        return self.rollouts.take(self.batch)
+        groups = self.rollouts.take(self.batch)
+        self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
+        return groups
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""

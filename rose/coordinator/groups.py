@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from rose import protocol as p
 from rose.config import Config
 from rose.coordinator import control
@@ -133,6 +135,8 @@ class Rollouts:
         self.dropped_tokens += sum(t.response_tokens for t in done)
         for trajectory in running:
             self._cancel(trajectory)
+        for trajectory in done:
+            self._hub.log.forget(trajectory.id)
 
     def _cancel(self, trajectory: str) -> None:
         running = self._running.pop(trajectory, None)
@@ -142,8 +146,10 @@ class Rollouts:
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
         """Spread over the environment hosts by name, so that a resumed run does the same."""
+        oldest, newest = self._hub.log.versions(self._hub.version)
         for message in trajectories:
-            self._running[message.id] = _Running(message, self._send_start(message))
+            start = msgspec.structs.replace(message, oldest_version=oldest, newest_version=newest)
+            self._running[start.id] = _Running(start, self._send_start(start))
 
     def _send_start(self, message: p.StartTrajectory) -> int:
         """The rank of the host that gets it: one that is up, if any is."""
@@ -160,6 +166,8 @@ class Rollouts:
         match message:
             case p.TurnRequest():
                 return not self.runs(message.trajectory)  # cancelled while this was on its way
+            case p.TrajectoryResumed():
+                return not self.runs(message.id)
             case p.TrajectoryFinished(trajectory):
                 if self.runs(trajectory.id):
                     self._finished(trajectory)

@@ -15,6 +15,7 @@ state of machines that agents work on (rose/agent/snapshots.py).
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -54,6 +55,7 @@ class _Running:
     def __init__(self) -> None:
         self._made: dict[str, list[tuple[bytes, Record]]] = {}
         self._again: dict[str, Records] = {}  # of trajectories that were started again
+        self._before: dict[str, int] = {}  # turns that are not in `_made`, but in a snapshot
         self._bytes = 0
         self._full = False
 
@@ -73,10 +75,25 @@ class _Running:
                 )
             self._full = True
 
-    def start_again(self, trajectory: str) -> None:
+    def start_again(self, trajectory: str, turns: int = 0) -> None:
+        """From its beginning, or with its first `turns` turns."""
         again = self._again[trajectory] = defaultdict(deque)
-        for key, record in self._made.get(trajectory, ()):
-            _learn(again, key, record)
+        made, left = self._made.get(trajectory, ()), turns - self._before.get(trajectory, 0)
+        for key, record in made:
+            complete = record.finish is not FinishReason.ABORT
+            if left <= 0:
+                _learn(again, key, record)
+            left -= complete
+
+    def resumed(self, trajectory: str, turns: int, earlier: bool) -> bool:
+        """It goes on with so many turns from a snapshot, maybe of an `earlier` attempt; whether
+        these are new here."""
+        new = earlier and trajectory not in self._before
+        if new:
+            self._before[trajectory] = turns
+        if trajectory in self._again:
+            self.start_again(trajectory, turns)
+        return new
 
     def find(self, request: TurnRequest) -> Record | None:
         """Of a trajectory that was started again: what had been made, each record once."""
@@ -93,6 +110,7 @@ class _Running:
         return len(self._made.get(trajectory, ()))
 
     def forget(self, trajectory: str) -> None:
+        self._before.pop(trajectory, None)
         self._again.pop(trajectory, None)
         self._bytes -= sum(_size(record) for _, record in self._made.pop(trajectory, ()))
 
@@ -104,6 +122,8 @@ class TurnLog:
 
     def __init__(self, folder: Path, step: int, behind: int | None) -> None:
         self._folder, self._behind = Path(folder), behind
+        self._snapshots = self._folder.parent / "snapshots"  # of the environment hosts
+        self._trained: dict[int, list[str]] = {}  # step -> trajectories
         self._known: Records = defaultdict(deque)  # by earlier attempts
         self.running = _Running()
         self._file: BinaryIO | None = None
@@ -113,6 +133,7 @@ class TurnLog:
         if behind is not None:
             self._folder.mkdir(exist_ok=True)
             behind = -1 if self._fails(step) else behind
+        self._resumes = behind is not None and behind >= 0
         for path, version in self._files():
             if behind is not None and step - behind <= version <= step:
                 for record in _read(path):
@@ -171,6 +192,20 @@ class TurnLog:
             request.turn, record.tokens, record.logprobs, record.versions, record.finish
         )
 
+    def versions(self, version: int) -> tuple[int, int]:
+        """The oldest and the newest by which an earlier attempt may have begun a trajectory that
+        starts under `version`; none where the second is less."""
+        return (version - self._behind, self._newest_known) if self._resumes else (0, -1)
+
+    def forget(self, trajectory: str) -> None:
+        """Nobody will ask for it again."""
+        self.running.forget(trajectory)
+        shutil.rmtree(self._snapshots / trajectory, ignore_errors=True)
+
+    def trained(self, step: int, trajectories: list[str]) -> None:
+        """They are part of `step`: once a checkpoint has that, nobody will ask for them."""
+        self._trained[step] = trajectories
+
     def took_over(self, turns: int, tokens: int) -> None:
         """Turns that needn't be made again."""
         self.resumed_turns += turns
@@ -203,6 +238,9 @@ class TurnLog:
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` is on disk: a restart begins there or later."""
+        for trained in [each for each in self._trained if each <= step]:
+            for trajectory in self._trained.pop(trained):
+                self.forget(trajectory)
         if self._behind is None:
             return
         for path, version in self._files():

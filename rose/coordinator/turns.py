@@ -106,6 +106,7 @@ class TurnHub:
         self._resting: set[str] = set()  # workers that provisioning lets rest
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             p.TurnRequest: self._turn_requested,
+            p.TrajectoryResumed: self._trajectory_resumed,
             p.TurnProgress: self._count,
             p.TurnFinished: self._turn_finished,
             p.TurnReturned: self._turn_returned,
@@ -166,6 +167,8 @@ class TurnHub:
         if trajectory.stats.get("cut_turns") or trajectory.id in self._left:
             self._drop_turns(trajectory.id)
         self._forget_trajectory(trajectory.id)
+        if trajectory.phase is p.Phase.EVAL:
+            self.log.forget(trajectory.id)
         self.feed(
             ev.TrajectoryEnded(
                 at=self.progress_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
@@ -177,6 +180,7 @@ class TurnHub:
         had."""
         self._drop_turns(trajectory)
         tokens = self._forget_trajectory(trajectory)
+        self.log.forget(trajectory)
         self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory))
         return tokens
 
@@ -280,6 +284,13 @@ class TurnHub:
                 outcome=m.outcome,
             )
         )
+
+    def _trajectory_resumed(self, source: int, m: p.TrajectoryResumed) -> None:
+        """A snapshot spared these turns."""
+        self.progress_at = time.time()
+        self.log.took_over(m.turns, m.tokens)
+        if self.log.running.resumed(m.id, m.turns, m.earlier):
+            self._count_made(m.id, m.tokens)
 
     def _still_runs(self, source: int, m: p.TurnRequest) -> bool:
         """Whether the lost host had asked for this turn, which is the new one's then. Another of
