@@ -218,6 +218,9 @@ class StartTrajectory(Message):
     # ends sooner, it begins with the prompt.
     follows: str = ""
     fork: int = 0
+    # versions of the weights by which an earlier attempt of the run may have begun it
+    oldest_version: int = 0
+    newest_version: int = -1
 
 
 class TurnRequest(Message):
@@ -304,6 +307,36 @@ class CancelTrajectory(Message):
     result."""
 
     id: str
+
+
+class TrajectoryResumed(Message):
+    """Environment host -> coordinator: it goes on from a snapshot with so many turns and tokens of
+    the policy, which `earlier` attempts of the run have made, or this one."""
+
+    id: str
+    turns: int
+    tokens: int
+    earlier: bool
+
+
+class HostReady(Message):
+    """Environment host -> coordinator: its process is up (again)."""
+
+    rank: int
+
+
+class HostLost(Message):
+    """Environment host's rank -> coordinator: its process died, and another is being started. All
+    that the dead one said came before this; all that the coordinator sends until `HostForgotten` is
+    dropped."""
+
+    rank: int
+    error: str
+
+
+class HostForgotten(Message):
+    """Coordinator -> environment host's rank: the answer to each `HostLost`. What follows is for
+    the process that was started then."""
 
 
 # --------------------------------------------------------------------------- coordinator <->
@@ -586,6 +619,10 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectoryFailed
     | CancelTrajectory
+    | TrajectoryResumed
+    | HostReady
+    | HostLost
+    | HostForgotten
     | ScoreTrajectory
     | TrajectoryScored
     | CancelScore

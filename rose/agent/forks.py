@@ -24,8 +24,7 @@ class Fork:
     first: Start
     played: tuple[tuple[Action, Step], ...]  # what its environment was given, and said
     saved: bytes | None  # by the environment, if it can
-    inherited: list[tuple[str, int]]  # `Trajectory.inherited` of who forks off here
-    state: dict[str, Any]  # the rest, as the loop has it
+    state: dict[str, Any]  # the rest, as the loop names it, for who forks off here
 
 
 class Forks:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 
 from rose import processes
 from rose import protocol as p
@@ -23,8 +24,9 @@ from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
-from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
+from rose.comm.wire import COORDINATOR
 from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
@@ -43,8 +45,9 @@ class TrajectoryHost:
         spawn: Callable[[Coroutine], asyncio.Task],
         recorder: NullRecorder,
         scoring: Scoring | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        self._scoring = scoring
+        self._scoring, self._snapshots = scoring, snapshots
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
             chat,
@@ -81,11 +84,9 @@ class TrajectoryHost:
     async def _run(
         self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
     ) -> None:
+        began = time.time()
         try:
-            began, found = time.time(), None
-            if fork is not None:
-                found, began = await fork, time.time()
-            trajectory = await self._trajectory(start, found)
+            trajectory = await self._trajectory(start, fork)
         except EnvironmentFailure as failure:
             scoring = isinstance(failure, ScoringFailure)
             self._send(
@@ -94,7 +95,7 @@ class TrajectoryHost:
         else:
             self._recorder.span(
                 "trajectory",
-                began,
+                max(began, trajectory.started),
                 time.time(),
                 trajectory=start.id,
                 turns=trajectory.turns,
@@ -106,7 +107,9 @@ class TrajectoryHost:
             self._trajectories.pop(start.id, None)
             self._forks.end(start.id)
 
-    async def _trajectory(self, start: p.StartTrajectory, fork: Fork | None) -> p.Trajectory:
+    async def _trajectory(
+        self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
+    ) -> p.Trajectory:
         c, member = self._config, self._config.env.members[start.domain]
         environment = build(member)
         rest = (
@@ -123,7 +126,7 @@ class TrajectoryHost:
             gateway = await self._gateway(environment.listen, c.env.key_of(start.domain))
             return await run_agent(start, environment, gateway, *rest)
         forks = self._forks if c.rollout.branch.ways else None
-        return await run_trajectory(start, environment, *rest, forks, fork)
+        return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""
@@ -165,28 +168,45 @@ class TrajectoryHost:
             self._turns.pop(request.turn, None)
 
 
-async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
-    """Until the coordinator sends `Shutdown`."""
+async def run(
+    rank: int,
+    config: Config,
+    send: Callable[[int, p.Message], None],
+    receive: Callable[[], Awaitable[p.Message]],
+    recorder: NullRecorder,
+    folder: Path,
+    attempt: int,
+) -> None:
+    """Until the coordinator sends `Shutdown`. `send(rank, message)` takes a message to a rank;
+    `rank` is the host's own; `folder`: for its trajectories' snapshots."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     # what this machine lacks is found now, and imports take seconds
     await asyncio.to_thread(check, config.env)
+
+    def resumed(snapshot: Snapshot) -> None:
+        tokens, earlier = sum(snapshot.state["mask"]), snapshot.attempt != attempt
+        turns = snapshot.turns
+        send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
+
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
         config,
         chat,
-        lambda message: mailbox.send(COORDINATOR, message),
+        lambda message: send(COORDINATOR, message),
         tasks.spawn,
         recorder,
-        Scoring(config.reward, pools, mailbox.send) if pools else None,
+        Scoring(config.reward, pools, send) if pools else None,
+        Snapshots(folder, attempt, config, resumed),
     )
 
-    async def receive() -> None:
-        while not isinstance(message := (await mailbox.receive())[1], p.Shutdown):
+    async def handle() -> None:
+        while not isinstance(message := await receive(), p.Shutdown):
             host.handle(message)
 
+    send(COORDINATOR, p.HostReady(rank))
     try:
-        await tasks.run_until(receive())
+        await tasks.run_until(handle())
     finally:
         # cancelled trajectories close their environments
         await tasks.close(config.env.step_timeout_s)
