@@ -276,3 +276,43 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
     assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), (
         "one state for all"
     )
+
+
+def bash(command):
+    return f'<tool_call>{{"name": "bash", "arguments": {json.dumps({"command": command})}}}</tool_call>'
+
+
+@pytest.mark.slow
+def test_sandboxes_fork_by_repeating_commands_where_these_are_determined(
+    make_config, chats, tokenizer
+):
+    config = make_config(
+        *TREE,
+        "env=terminal",
+        "env.max_turns=4",
+        "env.max_new_tokens=200",
+        "env.step_timeout_s=60",
+        "rollout.group_size=4",
+        "trainer.batch_size=4",
+        "model.max_context=2048",
+    )
+
+    def works(turn):
+        number = int(turn.rpartition(".t")[2])
+        return bash(
+            "n=$((n + 1)); echo $n >> /app/log; cat /app/log" if number < 3 else "wc -l /app/log"
+        )
+
+    rollout = Rollout(config, chats["tiny"], tokenizer, works, domain="terminal")
+    group = rollout.run()
+    assert rollout.failed == [] and [sum(n for _, n in t.inherited) for t in group] == [0, 3, 2, 3]
+    for t in group:
+        text = rollout.chat.decode(p.unpack_tokens(t.tokens).tolist())
+        assert "1\n2\n3" in text, "files and variables of before the fork"
+
+    fickle = Rollout(
+        config, chats["tiny"], tokenizer, lambda turn: bash("date +%N"), domain="terminal"
+    )
+    fickle.run()
+    assert fickle.failed
+    assert all("Terminal is not determined by its seed" in f.error for f in fickle.failed)
