@@ -188,6 +188,7 @@ def check(tree: dict) -> plan.Plan:
         replay.check(Path(c.rollout.replay), c.trainer.steps)
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
+    check_forks(c, getattr(algorithm, "trains_segments", False))
     made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -236,6 +237,31 @@ def check_domains(c: Config) -> None:
             raise ConfigError(
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
                 f"run; its environments are {', '.join(c.env.members)}"
+            )
+
+
+def check_forks(c: Config, needed: bool) -> None:
+    """Raises `ConfigError` where trajectories can't fork off each other, or don't although the
+    run's algorithm compares those that do."""
+    branching, size = c.rollout.branch, c.rollout.group_size
+    if c.rollout.replay is not None:
+        return
+    if needed and not branching.ways:
+        raise ConfigError(
+            f"algorithm.name={c.algorithm.name!r}: compares trajectories that fork off each other: "
+            "rollout/branch=tree; without forks it is algorithm=grpo"
+        )
+    if needed and size == branching.leaves:
+        raise ConfigError(
+            f"rollout.branch.ways={branching.ways}: with rollout.group_size={size} a group is one "
+            f"tree, whose turns before the fork algorithm.name={c.algorithm.name} could compare "
+            "with nothing; a larger group, or fewer ways"
+        )
+    for name, member in c.env.members.items() if branching.ways else ():
+        if envs.is_program(member):
+            raise ConfigError(
+                f"{c.env.key_of(name)}.name={member.name!r}: an agent of its own, whose program "
+                "can't be copied: rollout/branch=none"
             )
 
 

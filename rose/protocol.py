@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 def seed_of(*parts: object) -> int:
@@ -134,6 +134,21 @@ class Trajectory(Record):
     turn_tokens: list[tuple[int, int]] = []
     # of turn 0, 1, ..., which sum to `reward`; [] where the environment gives none
     turn_rewards: list[float] = []
+    # (trajectory, turns) that made its first turns, in order, before it forked off; its tokens hold
+    # theirs. [] of one that began with the prompt
+    inherited: list[tuple[str, int]] = []
+
+    @property
+    def makers(self) -> list[str]:
+        """Of each turn, the trajectory that made it."""
+        found = [name for name, turns in self.inherited for _ in range(turns)]
+        return found + [self.id] * (self.turns - len(found))
+
+    @property
+    def own_tokens(self) -> int:
+        """Of `response_tokens` those of its own turns."""
+        others = sum(turns for _, turns in self.inherited)
+        return self.response_tokens - sum(tokens for _, tokens in self.turn_tokens[:others])
 
     def samples(self) -> list[Trajectory]:
         """What is trained: a row for each leaf, which has that leaf's tokens alone. Every token
@@ -199,6 +214,13 @@ class StartTrajectory(Message):
     domain: str  # whose environment it is: a member of the run's mixture, or the only one
     env_seed: int  # the same for all members of a group
     sampling_seed: int | None  # of its turns; see `Sampling.seed`
+    # the trajectory, on the same host, that it forks off before this turn; "": none. If that one
+    # ends sooner, it begins with the prompt.
+    follows: str = ""
+    fork: int = 0
+    # versions of the weights by which an earlier attempt of the run may have begun it
+    oldest_version: int = 0
+    newest_version: int = -1
 
 
 class TurnRequest(Message):
@@ -285,6 +307,36 @@ class CancelTrajectory(Message):
     result."""
 
     id: str
+
+
+class TrajectoryResumed(Message):
+    """Environment host -> coordinator: it goes on from a snapshot with so many turns and tokens of
+    the policy, which `earlier` attempts of the run have made, or this one."""
+
+    id: str
+    turns: int
+    tokens: int
+    earlier: bool
+
+
+class HostReady(Message):
+    """Environment host -> coordinator: its process is up (again)."""
+
+    rank: int
+
+
+class HostLost(Message):
+    """Environment host's rank -> coordinator: its process died, and another is being started. All
+    that the dead one said came before this; all that the coordinator sends until `HostForgotten` is
+    dropped."""
+
+    rank: int
+    error: str
+
+
+class HostForgotten(Message):
+    """Coordinator -> environment host's rank: the answer to each `HostLost`. What follows is for
+    the process that was started then."""
 
 
 # --------------------------------------------------------------------------- coordinator <->
@@ -462,6 +514,9 @@ class BatchSummary(Record):
     response_tokens: list[int]
     truncated: list[bool]
     turn_rewards: list[list[float]] = []  # (N,): `Trajectory.turn_rewards`
+    # (N,): of each turn, its segment: the turns that the same trajectories of the batch have in
+    # common, numbered through the batch; [] in a batch without forks
+    segments: list[list[int]] = []
 
 
 class TrainStep(Message):
@@ -564,6 +619,10 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectoryFailed
     | CancelTrajectory
+    | TrajectoryResumed
+    | HostReady
+    | HostLost
+    | HostForgotten
     | ScoreTrajectory
     | TrajectoryScored
     | CancelScore

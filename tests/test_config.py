@@ -105,6 +105,30 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ),
         ("rollout.group_size=1", ["rollout.group_size=1", "at least 2", "algorithm=reinforce_pp"]),
         (
+            "rollout/branch=tree rollout.group_size=6 trainer.batch_size=60",
+            ["rollout.group_size=6", "a multiple of 4", "rollout.branch.ways=[2, 2]"],
+        ),
+        ("rollout.branch.ways=[1]", ["rollout.branch.ways=[1]", "2 or more", "branch=none"]),
+        (
+            "rollout/branch=tree rollout.branch.at=[3]",
+            ["rollout.branch.at=[3]", "each of the 2 forks", "ascending"],
+        ),
+        ("rollout/branch=tree rollout.branch.at=[3,2]", ["rollout.branch.at=[3, 2]"]),
+        ("rollout/branch=tree rollout.branch.at=[0,2]", ["rollout.branch.at[0]=0", ">= 1"]),
+        (
+            "rollout/branch=tree rollout.branch.at=[3,10]",
+            ["rollout.branch.at=[3, 10]", "below env.max_turns=10"],
+        ),
+        ("rollout/branch=tree rollout.branch.depth=1", ["rollout.branch.depth=1", "at least 2"]),
+        (
+            "rollout/branch=tree env.max_turns=4",
+            ["rollout.branch.depth=4", "below env.max_turns=4"],
+        ),
+        (
+            "rollout/branch=tree mode=simulate",
+            ["rollout.branch.ways=[2, 2]", "rollout/branch=none"],
+        ),
+        (
             "rollout.group_size=1 algorithm=reinforce_pp algorithm.dynamic_sampling=true",
             ["rollout.group_size=1", "algorithm.dynamic_sampling=true"],
         ),

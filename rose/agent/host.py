@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 
 from rose import processes
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build, check
 from rose.agent.envs.agent import Agent
+from rose.agent.forks import Fork, Forks
 from rose.agent.gateway.program import HOST
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
-from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
-from rose.config import Config, ConfigError, Env
+from rose.comm.wire import COORDINATOR
+from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -42,8 +45,9 @@ class TrajectoryHost:
         spawn: Callable[[Coroutine], asyncio.Task],
         recorder: NullRecorder,
         scoring: Scoring | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        self._scoring = scoring
+        self._scoring, self._snapshots = scoring, snapshots
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
             chat,
@@ -53,6 +57,7 @@ class TrajectoryHost:
         )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
+        self._forks = Forks()
         self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
         self._opening = asyncio.Lock()
         self._watchdog: Watchdog | None = None
@@ -60,7 +65,9 @@ class TrajectoryHost:
     def handle(self, message: p.Message) -> None:
         match message:
             case p.StartTrajectory():
-                self._trajectories[message.id] = self._spawn(self._run(message))
+                fork = self._forks.expect(message)
+                self._forks.begin(message.id)
+                self._trajectories[message.id] = self._spawn(self._run(message, fork))
             case p.TurnResult():
                 future = self._turns.pop(message.turn, None)
                 if future is not None and not future.done():
@@ -74,11 +81,12 @@ class TrajectoryHost:
             case _:
                 raise ValueError(f"an environment host has no use for {type(message).__name__}")
 
-    async def _run(self, start: p.StartTrajectory) -> None:
-        began, env = time.time(), self._config.env
-        member = env.members[start.domain]
+    async def _run(
+        self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
+    ) -> None:
+        began = time.time()
         try:
-            trajectory = await self._trajectory(start, member)
+            trajectory = await self._trajectory(start, fork)
         except EnvironmentFailure as failure:
             scoring = isinstance(failure, ScoringFailure)
             self._send(
@@ -87,7 +95,7 @@ class TrajectoryHost:
         else:
             self._recorder.span(
                 "trajectory",
-                began,
+                max(began, trajectory.started),
                 time.time(),
                 trajectory=start.id,
                 turns=trajectory.turns,
@@ -97,9 +105,13 @@ class TrajectoryHost:
             self._send(p.TrajectoryFinished(trajectory))
         finally:
             self._trajectories.pop(start.id, None)
+            self._forks.end(start.id)
 
-    async def _trajectory(self, start: p.StartTrajectory, member: Env) -> p.Trajectory:
-        c, environment = self._config, build(member)
+    async def _trajectory(
+        self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
+    ) -> p.Trajectory:
+        c, member = self._config, self._config.env.members[start.domain]
+        environment = build(member)
         rest = (
             self._chat,
             self._request_turn,
@@ -113,7 +125,8 @@ class TrajectoryHost:
         if isinstance(environment, Agent):
             gateway = await self._gateway(environment.listen, c.env.key_of(start.domain))
             return await run_agent(start, environment, gateway, *rest)
-        return await run_trajectory(start, environment, *rest)
+        forks = self._forks if c.rollout.branch.ways else None
+        return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""
@@ -155,27 +168,45 @@ class TrajectoryHost:
             self._turns.pop(request.turn, None)
 
 
-async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
-    """Until the coordinator sends `Shutdown`."""
+async def run(
+    rank: int,
+    config: Config,
+    send: Callable[[int, p.Message], None],
+    receive: Callable[[], Awaitable[p.Message]],
+    recorder: NullRecorder,
+    folder: Path,
+    attempt: int,
+) -> None:
+    """Until the coordinator sends `Shutdown`. `send(rank, message)` takes a message to a rank;
+    `rank` is the host's own; `folder`: for its trajectories' snapshots."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
-    check(config.env)  # what this machine lacks is found now, and imports take seconds
+    # what this machine lacks is found now, and imports take seconds
+    await asyncio.to_thread(check, config.env)
+
+    def resumed(snapshot: Snapshot) -> None:
+        tokens, earlier = sum(snapshot.state["mask"]), snapshot.attempt != attempt
+        turns = snapshot.turns
+        send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
+
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
         config,
         chat,
-        lambda message: mailbox.send(COORDINATOR, message),
+        lambda message: send(COORDINATOR, message),
         tasks.spawn,
         recorder,
-        Scoring(config.reward, pools, mailbox.send) if pools else None,
+        Scoring(config.reward, pools, send) if pools else None,
+        Snapshots(folder, attempt, config, resumed),
     )
 
-    async def receive() -> None:
-        while not isinstance(message := (await mailbox.receive())[1], p.Shutdown):
+    async def handle() -> None:
+        while not isinstance(message := await receive(), p.Shutdown):
             host.handle(message)
 
+    send(COORDINATOR, p.HostReady(rank))
     try:
-        await tasks.run_until(receive())
+        await tasks.run_until(handle())
     finally:
         # cancelled trajectories close their environments
         await tasks.close(config.env.step_timeout_s)

@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -21,7 +22,9 @@ from rose.agent import tool_calls
 from rose.agent.chat import ChatFormat, Observer
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
+from rose.agent.forks import Fork, Forks
 from rose.agent.scoring import Scoring, transcript
+from rose.agent.snapshots import Snapshot, Snapshots
 from rose.protocol import (
     FinishReason,
     Sampling,
@@ -39,6 +42,9 @@ from rose.reward.episode import Episode
 TOKEN_BYTES = 4
 LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
 REMINDER = "Call a tool: write {}"
+# of an episode, what a snapshot has, and one that forks off it
+SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
+SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "inherited")
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 Clock = Callable[[], float]
@@ -67,9 +73,14 @@ async def run_trajectory(
     sampling: Sampling,
     clock: Clock,
     scoring: Scoring | None = None,
+    snapshots: Snapshots | None = None,
+    forks: Forks | None = None,
+    fork: asyncio.Future[Fork | None] | None = None,
 ) -> Trajectory:
     """Run one episode on a fresh `env`, which is closed afterwards, whatever happens. Its reward is
-    the environment's, or what `scoring` says.
+    the environment's, or what `scoring` says. Where `env` has `checkpoint` it goes on from what
+    `snapshots` has of it, and adds to them; else from `fork`, once that is there. Others may fork
+    off it by `forks`.
 
     `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens,
     or what is left of `max_context` (tokens of prompt and answers together). `clock` gives
@@ -77,12 +88,14 @@ async def run_trajectory(
     `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
     """
     guard = _Guard(env, start.id, limits.step_timeout_s, key)
+    rest = (limits, max_context, sampling, guard, scoring, snapshots, forks)
+    episode = _Episode(start, env, chat, request_turn, *rest)
     try:
-        trajectory = await _Episode(
-            start, env, chat, request_turn, limits, max_context, sampling, guard, scoring
-        ).run(clock)
+        trajectory = await episode.run(clock, fork)
+        await episode.settle()
     except BaseException as error:
         try:
+            await episode.settle()
             await guard.close()
         except EnvironmentFailure as also:  # the first cause counts
             error.add_note(str(also))
@@ -137,6 +150,15 @@ class _Guard:
         if (end := getattr(self.env, "end", None)) is None:
             return None
         return await self._call("end", end, Step)
+
+    async def checkpoint(self) -> bytes | None:
+        """None of an environment that saves nothing."""
+        if (checkpoint := getattr(self.env, "checkpoint", None)) is None:
+            return None
+        return await self._call("checkpoint", checkpoint, bytes)
+
+    async def resume(self, saved: bytes) -> None:
+        await self._call("resume", lambda: self.env.resume(saved), type(None))
 
     async def close(self) -> None:
         await self._call("close", self.env.close, type(None))
@@ -199,8 +221,13 @@ class _Episode:
         sampling: Sampling,
         guard: _Guard,
         scoring: Scoring | None,
+        snapshots: Snapshots | None,
+        forks: Forks | None,
     ):
-        self.scoring = scoring
+        self.scoring, self.forks = scoring, forks
+        self.snapshots = snapshots if hasattr(env, "checkpoint") else None
+        self.capturing: asyncio.Task[None] | None = None  # of the environment's state
+        self.writing: asyncio.Task[None] | None = None  # of the last snapshot
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
         self.limits, self.max_context, self.sampling, self.guard = (
             limits,
@@ -215,27 +242,23 @@ class _Episode:
         self.turn_rewards: list[float] = []
         self.outcome = ""  # of the last tool call
         self.stats: dict[str, float] = {}
+        self.played: list[tuple[Action, Step]] = []  # only where others may fork off
+        self.inherited: list[tuple[str, int]] = []
 
     @property
     def room(self) -> int:
         """Tokens left in the context."""
         return self.max_context - len(self.mask)
 
-    async def run(self, clock: Clock) -> Trajectory:
-        started = clock()
-        first = await self.guard.reset(self.start.env_seed)
-        prompt = self.chat.start(first.messages, first.tools)
-        if len(prompt) >= self.max_context:
-            raise EnvironmentFailure(
-                self.start.id,
-                f"the first prompt has {len(prompt)} tokens, which leaves no room "
-                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
-                "smaller",
-            )
-        self._observe(prompt)
+    async def run(self, clock: Clock, fork: asyncio.Future[Fork | None] | None) -> Trajectory:
+        first, started = await self._resumed() or await self._started(clock, fork)
         done = False
         while not done and not self.truncated:
+            if self.forks is not None and self.forks.wanted(self.start.id, self.turns):
+                self.forks.give(self.start.id, self.turns, await self._fork(first))
             text, closed = await self._turn()
+            if self.capturing is not None:
+                await self.capturing
             steps, observed = await self._act(text, first.tools)
             invalid = any(step.invalid for step in steps)
             by_user = observed[0][0] == "user" and not invalid
@@ -248,12 +271,119 @@ class _Episode:
                 done = done or step.done
             if not done:
                 self._prepare_next(self.chat.observations(observed, closed))
+            if not done and not self.truncated:
+                self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
             self.reward += last.reward
             self.success = self.success or last.success
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())
+
+    async def _begin(self) -> Start:
+        first = await self.guard.reset(self.start.env_seed)
+        prompt = self.chat.start(first.messages, first.tools)
+        if len(prompt) >= self.max_context:
+            raise EnvironmentFailure(
+                self.start.id,
+                f"the first prompt has {len(prompt)} tokens, which leaves no room "
+                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
+                "smaller",
+            )
+        self._observe(prompt)
+        return first
+
+    async def _started(
+        self, clock: Clock, fork: asyncio.Future[Fork | None] | None
+    ) -> tuple[Start, float]:
+        """From where another trajectory stands, or with the prompt; and when."""
+        found = await fork if fork is not None else None
+        started = clock()
+        return await (self._begin() if found is None else self._go_on(found)), started
+
+    async def _fork(self, first: Start) -> Fork:
+        """What this is before its next turn."""
+        if self.capturing is not None:
+            await self.capturing
+        own = self.turns - sum(turns for _, turns in self.inherited)
+        return Fork(
+            first,
+            tuple(self.played),
+            await self.guard.checkpoint(),
+            {name: copy(getattr(self, name)) for name in SAVED}
+            | {"inherited": [*self.inherited, (self.start.id, own)], "migrations": 0},
+        )
+
+    async def _go_on(self, fork: Fork) -> Start:
+        """Stand where the other stood, with an environment that does, too."""
+        self.played = list(fork.played)
+        for name, value in fork.state.items():
+            setattr(self, name, copy(value))
+        if fork.saved is not None:
+            await self.guard.resume(fork.saved)
+            return fork.first
+        first = await self.guard.reset(self.start.env_seed)
+        self._expect(
+            "reset", (fork.first.messages, fork.first.tools), (first.messages, first.tools)
+        )
+        for number, (action, step) in enumerate(fork.played):
+            self._expect(f"step {number}", step, await self.guard.step(action))
+        return first
+
+    def _expect(self, what: str, recorded: Any, got: Any) -> None:
+        if got != recorded:
+            raise EnvironmentFailure(
+                self.start.id,
+                f"{type(self.env).__name__} is not determined by its seed and its actions, or has "
+                f"no checkpoint and resume: {what}, repeated to fork off {self.start.follows}, "
+                f"gave {got!r:.200}, not {recorded!r:.200}; rollout/branch needs one or the other",
+            )
+
+    async def _resumed(self) -> tuple[Start, float] | None:
+        """What `_begin` gives and when it did, where a snapshot has brought the environment and
+        this to where they stood."""
+        if self.snapshots is None:
+            return None
+        for snapshot in await asyncio.to_thread(self.snapshots.found, self.start):
+            try:
+                await self.guard.resume(snapshot.saved)
+            except EnvironmentFailure as failure:
+                self.snapshots.say(f"turn {snapshot.turns} can't be resumed: {failure}")
+                continue
+            for name in SAVED:
+                is_buffer = isinstance(getattr(self, name), bytearray)
+                value = snapshot.state[name]
+                setattr(self, name, bytearray(value) if is_buffer else value)
+            self.snapshots.on_resume(snapshot)
+            return Start([], snapshot.tools, snapshot.task), snapshot.started
+        return None
+
+    def _snapshot(self, first: Start, started: float) -> None:
+        """Begin one, of the episode as it is now; none while the disk still takes the last."""
+        if self.snapshots is None or (self.writing is not None and not self.writing.done()):
+            return
+        state = {name: getattr(self, name) for name in SAVED}
+        state |= {k: bytes(v) for k, v in state.items() if isinstance(v, bytearray)}
+        state |= {k: list(v) for k, v in state.items() if isinstance(v, list)}
+
+        async def capture() -> None:
+            try:
+                saved = await self.guard.checkpoint()
+            except EnvironmentFailure as failure:
+                self.snapshots.say(str(failure))
+                return
+            own = self.snapshots.attempt, self.snapshots.digests[self.start.domain]
+            made = Snapshot(*own, self.start, first.tools, first.task, started, state, saved)
+            self.writing = asyncio.create_task(self.snapshots.write(made))
+
+        self.capturing = asyncio.create_task(capture())
+
+    async def settle(self) -> None:
+        """Nothing is captured or written any more."""
+        if self.capturing is not None:
+            self.capturing.cancel()
+        if left := [t for t in (self.capturing, self.writing) if t is not None and not t.done()]:
+            await asyncio.wait(left)
 
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
         """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no
@@ -321,13 +451,19 @@ class _Episode:
         role = "user" if action.call is None else "tool"
         steps: list[Step] = []
         for call in action.calls or (None,):
-            steps.append(await self.guard.step(Action(action.text, call)))
+            steps.append(await self._step(Action(action.text, call)))
             if steps[-1].done:
                 break
         return steps, [(role, step.observation) for step in steps]
 
-    async def _act_at_once(self, action: Action) -> tuple[list[Step], list[tuple[Observer, str]]]:
+    async def _step(self, action: Action) -> Step:
         step = await self.guard.step(action)
+        if self.forks is not None:
+            self.played.append((action, step))
+        return step
+
+    async def _act_at_once(self, action: Action) -> tuple[list[Step], list[tuple[Observer, str]]]:
+        step = await self._step(action)
         if not step.done and len(step.observations) != len(action.calls):
             raise EnvironmentFailure(
                 self.start.id,
@@ -373,6 +509,7 @@ class _Episode:
             domain=self.start.domain,
             turn_tokens=self.turn_tokens,
             turn_rewards=self.turn_rewards if getattr(self.env, "rewards_turns", False) else [],
+            inherited=self.inherited,
         )
 
 

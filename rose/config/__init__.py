@@ -19,6 +19,7 @@ from rose.config.errors import ConfigError
 from rose.config.sim import Sim, SimPool, SimServing, SimSystem
 from rose.config.tree import (
     Algorithm,
+    Branching,
     Cluster,
     Component,
     Config,
@@ -49,6 +50,7 @@ from rose.files import write_whole
 
 __all__ = [
     "Algorithm",
+    "Branching",
     "Cluster",
     "Component",
     "Config",

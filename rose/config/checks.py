@@ -33,7 +33,7 @@ NO_DRAFTS = (
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs"
 )
 # algorithms whose baseline is the group's mean reward
-GROUP_RELATIVE = ("grpo", "turn_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
+GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
 SHORTEST_STALE_S = 0.1  # the online engine renews its board every 20 ms, on a machine that is busy
@@ -46,6 +46,7 @@ def check(c: Config) -> None:
     _check_serving(c.serving, need)
     _check_env(c, need)
     _check_batch(c, need)
+    _check_branching(c, need)
     _check_reward(c, need)
     _check_machine(c, need)
 
@@ -262,6 +263,39 @@ def _check_batch(c: Config, need: Need) -> None:
         "trainer.micro_batch_tokens",
         f"must hold one trajectory of model.max_context={c.model.max_context} tokens",
     )
+
+
+def _check_branching(c: Config, need: Need) -> None:
+    """Forks within the turns that there are, and whole trees in a group."""
+    branching, size = c.rollout.branch, c.rollout.group_size
+    ways, at = branching.ways, branching.at
+    if not ways:
+        return
+    need(c.mode != "simulate", "rollout.branch.ways", "no tree is simulated: rollout/branch=none")
+    need(min(ways) > 1, "rollout.branch.ways", "2 or more at each fork; none: rollout/branch=none")
+    need(
+        size % branching.leaves == 0,
+        "rollout.group_size",
+        f"must be a multiple of {branching.leaves}, the trajectories of a tree with "
+        f"rollout.branch.ways={ways}",
+    )
+    need(
+        at is None or len(at) == len(ways) and sorted(set(at)) == at,
+        "rollout.branch.at",
+        f"a turn for each of the {len(ways)} forks of rollout.branch.ways, ascending; or null",
+    )
+    need(
+        at is not None or branching.depth >= len(ways),
+        "rollout.branch.depth",
+        f"at least {len(ways)}: each fork has a turn of its own",
+    )
+    key, last = ("depth", branching.depth) if at is None else ("at", at[-1])
+    for name, member in c.env.members.items():
+        need(
+            last < member.max_turns,
+            f"rollout.branch.{key}",
+            f"below {c.env.key_of(name)}.max_turns={member.max_turns}, whose turns count from 0",
+        )
 
 
 def _check_reward(c: Config, need: Need) -> None:

@@ -6,6 +6,7 @@ algorithm, policy or recipe may be, which those say themselves.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,6 +192,20 @@ class Trainer(Section):
     threads: Count | None
 
 
+class Branching(Section):
+    """Training groups as trees: a trajectory goes on as several from a turn on. The trajectories
+    of a group stay rollout.group_size, so it begins as that by the product of `ways`."""
+
+    ways: list[Count]  # of each fork, one after the other; []: nothing forks
+    at: list[Count] | None  # the turn before which each fork is; null: drawn for each tree
+    depth: Count  # the last of the turns that are drawn
+
+    @property
+    def leaves(self) -> int:
+        """Trajectories of a tree."""
+        return math.prod(self.ways)
+
+
 class Rollout(Section):
     workers: Count
     tensor_parallel: Count
@@ -210,12 +225,14 @@ class Rollout(Section):
     engine_start_timeout_s: Positive
     turn_timeout_s: Positive
     engine_restarts: Natural  # of one worker, over the run
+    host_restarts: Natural  # of an environment host's process, without a turn in between
     # After a restart trajectories under way go on from their recorded turns, if the weights that
     # made them are at most so many versions old, by which the staleness of asynchronous policies
     # may then pass its bound; null: they begin anew.
     resume_turns: Natural | None
     replay: str | None  # train from the trajectories saved by another run instead of rolling out
     engine_args: dict[str, Any]  # passed to vLLM as they are
+    branch: Branching = Branching([], None, 1)  # absent in what earlier releases stored
 
 
 class Eval(Section):

@@ -9,11 +9,13 @@ its own; too many failures of one environment in a row stop the run.
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from rose.config import Branching
 from rose.protocol import Phase, StartTrajectory, Trajectory, seed_of
 
 # 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
@@ -46,10 +48,17 @@ class _Group:
 class Groups:
     """Groups in progress: which trajectories run, which are in. `limits`: of each domain, how many
     failures in a row are too many, and the key that says so. `seeded`: the trajectories' turns get
-    sampling seeds."""
+    sampling seeds. `branching`: the trees that training groups are grown as."""
 
-    def __init__(self, run_seed: int, limits: Mapping[str, tuple[int, str]], seeded: bool) -> None:
+    def __init__(
+        self,
+        run_seed: int,
+        limits: Mapping[str, tuple[int, str]],
+        seeded: bool,
+        branching: Branching | None = None,
+    ) -> None:
         self._run_seed, self._limits, self._seeded = run_seed, limits, seeded
+        self._branching = branching
         self._groups: dict[str, _Group] = {}
         self._late: dict[
             str, list[str]
@@ -61,12 +70,21 @@ class Groups:
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
     ) -> list[StartTrajectory]:
-        """Begin a group; the messages that start its members. `spare` more are started: the first
-        `size` that are in make the group, and `late` names the others."""
+        """Begin a group; the messages that start its members, each behind that of the one that it
+        forks off. `spare` more are started, which never fork: the first `size` that are in make the
+        group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, task, size)
-        return [self._start(name, group, f"{name}.{member}") for member in range(size + spare)]
+        forks = {}
+        if self._branching is not None and phase is Phase.TRAIN:
+            forks = fork_points(self._branching, self._run_seed, name, size)
+        return [
+            self._start(name, group, f"{name}.{member}", *forks.get(member, ()))
+            for member in range(size + spare)
+        ]
 
-    def _start(self, name: str, group: _Group, trajectory: str) -> StartTrajectory:
+    def _start(
+        self, name: str, group: _Group, trajectory: str, follows: str = "", fork: int = 0
+    ) -> StartTrajectory:
         group.running.add(trajectory)
         return StartTrajectory(
             trajectory,
@@ -75,6 +93,8 @@ class Groups:
             group.task.domain,
             group.task.seed,
             seed_of(self._run_seed, trajectory) if self._seeded else None,
+            follows,
+            fork,
         )
 
     def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
@@ -128,6 +148,28 @@ class Groups:
     @property
     def running(self) -> int:
         return sum(len(g.running) for g in self._groups.values())
+
+
+def fork_points(
+    branching: Branching, run_seed: int, group: str, size: int
+) -> dict[int, tuple[str, int]]:
+    """Of each member that forks off another: its name, and the turn before which. With ways (3, 2)
+    members 0 to 5 are a tree: 2 and 4 fork off 0, then 1 off 0, 3 off 2 and 5 off 4; so a tree is
+    determined when its group begins. Where `at` leaves the turns open, a tree draws them by its
+    name."""
+    leaves, found = branching.leaves, {}
+    for first in range(0, size, leaves):
+        draw = random.Random(seed_of(run_seed, "forks", f"{group}.{first}"))
+        turns = branching.at or sorted(
+            draw.sample(range(1, branching.depth + 1), len(branching.ways))
+        )
+        stride = leaves  # from one sibling to the next
+        for ways, turn in zip(branching.ways, turns, strict=True):
+            below, stride = stride, stride // ways
+            for member in range(stride, leaves, stride):
+                if member % below:
+                    found[first + member] = (f"{group}.{first + member - member % below}", turn)
+    return found
 
 
 def train_task(run_seed: int, index: int, weights: Mapping[str, float]) -> Task:

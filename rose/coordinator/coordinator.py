@@ -48,7 +48,7 @@ from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.policies import build
 from rose.scheduler import events as ev
-from rose.trainer import checkpoint
+from rose.trainer import algorithms, checkpoint, segments
 from rose.trainer.batching import plan_batch, train_messages
 
 SAVED_S = 0.25  # between two looks at whether the trainer ranks have written a checkpoint
@@ -111,6 +111,9 @@ class Coordinator:
         self._costs: p.Costs | None = (
             None  # of prefix trees, once the trainer reports that its model can have some
         )
+        algorithm = algorithms.build(config.algorithm.name, config.algorithm.args)
+        # whether what trajectories share is trained in the first of them alone
+        self._once: bool = getattr(algorithm, "trains_segments", False)
         self.trained: dict[int, p.TrainDone] = {}
         self.saving: checkpoint.Save | None = None  # what the trainer ranks were ordered to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
@@ -217,7 +220,12 @@ class Coordinator:
             lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}",
         )
         await self.device.to(p.Role.ROLLOUT)
-        engines = wanted[p.Role.ROLLOUT]
+        hosts, engines = wanted[p.Role.ENVIRONMENT], wanted[p.Role.ROLLOUT]
+        await until(
+            lambda: len(self.rollouts.up) >= hosts,
+            c.cluster.start_timeout_s,
+            lambda: f"environment hosts to start: {len(self.rollouts.up)} of {hosts} are up",
+        )
         await until(
             lambda: len(self.hub.dedicated()) >= engines,
             c.rollout.engine_start_timeout_s,
@@ -249,13 +257,16 @@ class Coordinator:
         with self.recorder.timed("rollout", step=self.step + 1):
             self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
             await self._rollouts_until(lambda: self.batch is not None)
-        return self.rollouts.take(self.batch)
+        groups = self.rollouts.take(self.batch)
+        self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
+        return groups
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
         trajectories = [t for group in groups for t in group]
-        rows = [(s, owner) for owner, t in enumerate(trajectories) for s in t.samples()]
-        samples, owners = map(list, zip(*rows, strict=True))
+        summary = replay.summarise(groups)
+        shared = summary.segments if self._once else []
+        samples, owners = map(list, zip(*segments.samples(trajectories, shared), strict=True))
         c = self.config.trainer
         plan, trees = plan_batch(
             [p.unpack_tokens(s.tokens) for s in samples],
@@ -264,7 +275,6 @@ class Coordinator:
             c.updates_per_step,
             self._costs,
         )
-        summary = replay.summarise(groups)
         self.at_boundary = False
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")

@@ -14,6 +14,7 @@ import msgspec
 from rose.config import ConfigError
 from rose.files import write_whole
 from rose.protocol import BatchSummary, Trajectory
+from rose.trainer import segments
 
 _decoder = msgspec.msgpack.Decoder(list[list[Trajectory]])
 
@@ -75,4 +76,5 @@ def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
         response_tokens=[t.response_tokens for t, _ in rows],
         truncated=[t.truncated for t, _ in rows],
         turn_rewards=[t.turn_rewards for t, _ in rows],
+        segments=segments.find([t for t, _ in rows]),
     )

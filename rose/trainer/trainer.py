@@ -9,6 +9,7 @@ so that it is of the size of the whole batch's and gradient clipping means the s
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -240,12 +241,12 @@ class _Step:
             torch.tensor(step.summary.groups),
             torch.tensor(step.summary.response_tokens),
             torch.tensor(step.summary.truncated),
-            _padded(step.summary.turn_rewards),
+            _padded(step.summary.turn_rewards, torch.float64, math.nan),
+            _padded(step.summary.segments, torch.int64, -1),
         )
         self.advantages = self.algorithm.advantages(summary)  # (N,), or (N, turns)
-        self.weights = self.algorithm.token_weights(summary)  # (N,)
+        self.weights = self.algorithm.token_weights(summary)  # (N,), or (N, turns)
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
-        self.tokens = int(summary.response_tokens.sum())
         vocabulary = self.engine.policy.vocabulary
         self.updates = [
             [collate(rows, trajectories, vocabulary, step.trees) for rows in update]
@@ -304,16 +305,17 @@ class _Step:
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
         proximal = policy if self.algorithm.recompute_proximal else behaviour
-        tokens = TokenBatch(logprobs, proximal, behaviour, self._advantages(batch), mask)
+        advantages = self._of(self.advantages, batch)
+        tokens = TokenBatch(logprobs, proximal, behaviour, advantages, mask)
         losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
         cap = None if self.algorithm.corrects_mismatch else self.cap
         importance = importance_weights(proximal, behaviour, mask, cap)
-        statistics |= {"entropy": entropy.detach()}
+        statistics |= {"entropy": entropy.detach(), "tokens": mask.sum()}
         self._count(statistics, mismatch(policy, behaviour, mask, cap))
         losses = importance * losses
         if self.kl_coef:
             losses = losses + self.kl_coef * self._penalty(logprobs, mask, batch)
-        return (self._of(self.weights, batch)[:, None] * losses).sum()
+        return (self._of(self.weights, batch).view(len(mask), -1) * losses).sum()
 
     def _penalty(self, logprobs: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
         """(B, T) KL to the reference, which is counted, too."""
@@ -322,17 +324,13 @@ class _Step:
         self.sums["reference_kl"] += kl.detach().sum()
         return kl
 
-    def _advantages(self, batch: MicroBatch) -> Tensor:
-        """(B,), or (B, T), each token its turn's, where the algorithm has one for each turn."""
-        own = self._of(self.advantages, batch)
-        return own if own.dim() == 1 else own.gather(1, batch.turns.to(self.device))
-
     def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """(N, ...) -> (B, ...), each row its trajectory's; the padding row of an empty micro-batch
-        gets 0."""
+        """(N,) -> (B,), each row its trajectory's; (N, turns) -> (B, T), each token its turn's. The
+        padding row of an empty micro-batch gets 0."""
         if not len(batch.rows):
-            return values.new_zeros((len(batch.inputs), *values.shape[1:]), device=self.device)
-        return values[self.owners[batch.rows]].to(self.device)
+            return values.new_zeros(len(batch.inputs), device=self.device)
+        own = values[self.owners[batch.rows]]
+        return (own if own.dim() == 1 else own.gather(1, batch.turns)).to(self.device)
 
     def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
         self.ratio_max = torch.maximum(self.ratio_max, gap["ratio_max"])
@@ -362,12 +360,14 @@ class _Step:
         torch.distributed.all_reduce(sums)
         torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
         ratio_max, *seconds = maxima.tolist()
+        totals = dict(zip(names, sums.tolist(), strict=True))
+        tokens = totals.pop("tokens")
         per_token = {
-            name: value if name == "loss" else value / max(1, self.tokens)
-            for name, value in zip(names, sums.tolist(), strict=True)
+            name: value if name == "loss" else value / max(1, tokens)
+            for name, value in totals.items()
         }
         times = {f"seconds_{phase}": s for phase, s in zip(self.seconds, seconds, strict=True)}
-        return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": float(self.tokens)}
+        return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": tokens}
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -377,9 +377,9 @@ class _Step:
         self.seconds[name] += time.time() - start
 
 
-def _padded(turn_rewards: list[list[float]]) -> Tensor | None:
-    """N lists -> (N, K) float64, NaN behind each list's end; None if nobody gives any."""
-    if not any(turn_rewards):
+def _padded(of_turns: list[list[float]], dtype: torch.dtype, behind: float) -> Tensor | None:
+    """N lists -> (N, K), `behind` each list's end; None if nobody gives any."""
+    if not any(of_turns):
         return None
-    rows = [torch.tensor(each, dtype=torch.float64) for each in turn_rewards]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+    rows = [torch.tensor(each, dtype=dtype) for each in of_turns]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=behind)

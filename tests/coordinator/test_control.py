@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.config import Branching
 from rose.coordinator.control import (
     Groups,
     Task,
     TooManyFailures,
     chosen,
     eval_task,
+    fork_points,
     teaches,
     train_task,
 )
@@ -177,3 +179,58 @@ def test_dynamic_sampling_drops_groups_without_a_gradient(rewards, dynamic, keep
 
 def test_a_group_without_any_token_teaches_nothing():
     assert not teaches([trajectory("g0.0", 1, tokens=0)], False)
+
+
+def test_a_groups_members_are_trees_whose_forks_are_known_when_it_begins():
+    branching = Branching(ways=[3, 2], at=[2, 5], depth=1)
+    assert fork_points(branching, 1, "g4", 12) == {
+        1: ("g4.0", 5),
+        2: ("g4.0", 2),
+        3: ("g4.2", 5),
+        4: ("g4.0", 2),
+        5: ("g4.4", 5),
+        7: ("g4.6", 5),
+        8: ("g4.6", 2),
+        9: ("g4.8", 5),
+        10: ("g4.6", 2),
+        11: ("g4.10", 5),
+    }
+
+
+@given(st.lists(st.integers(2, 4), min_size=1, max_size=3), st.integers(3, 9), st.integers(1, 3))
+def test_forks_are_drawn_by_name_and_every_member_has_one_way_back_to_its_trees_first(
+    ways, depth, trees
+):
+    branching = Branching(ways=ways, at=None, depth=depth)
+    size = trees * branching.leaves
+    points = fork_points(branching, 7, "g4", size)
+    assert points == fork_points(branching, 7, "g4", size)
+    assert len(points) == size - trees
+    for first in range(0, size, branching.leaves):
+        turns = {points[m][1] for m in range(first + 1, first + branching.leaves)}
+        assert len(turns) == len(ways) and turns <= set(range(1, depth + 1))
+        for member in range(first + 1, first + branching.leaves):
+            fork = depth + 1
+            while member != first:
+                name, turn = points[member]
+                assert turn < fork, "a trajectory forks off before those that fork off it"
+                member, fork = int(name.removeprefix("g4.")), turn
+    of_others = [fork_points(branching, 7, f"g{group}", size) for group in range(40)]
+    drawn = {tuple(sorted({turn for _, turn in points.values()})) for points in of_others}
+    assert len(drawn) > 1 or depth == len(ways), "not every tree forks at the same turns"
+
+
+def test_spare_members_and_held_out_tasks_never_fork():
+    groups = Groups(1, {"lake": (3, "")}, False, Branching(ways=[2], at=[1], depth=1))
+    starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 4, spare=1)
+    assert [(s.follows, s.fork) for s in starts] == [
+        ("", 0),
+        ("g4.0", 1),
+        ("", 0),
+        ("g4.2", 1),
+        ("", 0),
+    ]
+    [alone] = groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
+    assert alone.follows == ""
+    replaced = groups.failed_trajectory("g4.1", "g4", "lake", "broken")
+    assert (replaced.id, replaced.follows) == ("g4.1r1", "")

@@ -188,3 +188,26 @@ def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_toke
         "g0.2",
     ]
     assert rollouts.groups.running == 0 and len(world.hub.ledger) == 0
+
+
+def test_what_forks_off_a_trajectory_is_started_on_the_same_host(world, make_config):
+    config = make_config(
+        "rollout/branch=tree",
+        "rollout.branch.at=[1,2]",
+        "rollout.group_size=8",
+        "trainer.batch_size=8",
+        "rollout.environment_hosts=3",
+    )
+    made = Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: 1, 1: 2, 2: 3},
+        lambda what, detail: world.faults.append((what, detail)),
+    )
+    for index in range(12):
+        made.admit(index, f"g{index}", 0.0)
+    started = {m.id: (rank, m.follows) for rank, m in world.taken(p.StartTrajectory)}
+    assert len(started) == 96 and {rank for rank, _ in started.values()} == {1, 2, 3}
+    for rank, follows in started.values():
+        assert not follows or started[follows][0] == rank

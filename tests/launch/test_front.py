@@ -22,6 +22,7 @@ from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.coordinator import replay
 from rose.launch import plan, resume, supervise
+from rose.trainer import algorithms
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -449,3 +450,32 @@ def test_training_imports_no_simulator_and_its_launcher_no_torch():
         [sys.executable, "-c", words], capture_output=True, text=True, cwd=CONF.parent, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["algorithm=tree_grpo"], ["algorithm.name='tree_grpo'", "rollout/branch=tree"]),
+        (
+            ["algorithm=tree_grpo", "rollout/branch=tree", "rollout.group_size=4"],
+            ["rollout.branch.ways=[2, 2]", "rollout.group_size=4", "one tree"],
+        ),
+        (
+            ["rollout/branch=tree", "env=agent", "env.args.function=os:getcwd"],
+            ["env.name='agent'", "rollout/branch=none"],
+        ),
+    ],
+)
+def test_trees_are_refused_where_nothing_forks_or_nothing_is_beside_them(
+    make_config, overrides, words
+):
+    c = make_config(*overrides)
+    needed = getattr(algorithms.build(c.algorithm.name, c.algorithm.args), "trains_segments", False)
+    with pytest.raises(ConfigError) as error:
+        front.check_forks(c, needed)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_trees_need_no_algorithm_of_their_own(make_config):
+    front.check_forks(make_config("rollout/branch=tree"), False)
+    front.check_forks(make_config("rollout/branch=tree", "algorithm=tree_grpo"), True)

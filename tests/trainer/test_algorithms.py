@@ -459,7 +459,7 @@ def test_conf_has_no_algorithm_that_does_not_exist():
             {},
             [
                 "algorithm.name='ppo'",
-                "grpo, turn_grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo",
+                "grpo, turn_grpo, tree_grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo",
             ],
         ),
         (

@@ -101,6 +101,27 @@ class Plain:
         losses = importance_weights(proximal, behaviour, mask, 1.1) * losses + self.kl_coef * kl
         return (weights[row] * losses).sum()
 
+    def train_forked(self, seed):
+        """(loss, gradient norm) where every leaf trains its whole path, by its share of its tree."""
+        rows, summary = tiny_world.make_forked(seed)
+        plain = ("rewards", "groups", "response_tokens", "truncated")
+        turns = [each + [-1] * (4 - len(each)) for each in summary.segments]
+        whole = Summary(
+            *(torch.tensor(getattr(summary, field)) for field in plain),
+            segments=torch.tensor(turns),
+        )
+        advantages, trees = self.algorithm.advantages(whole), sum(tiny_world.SHARES)
+        weights = [
+            share / max(1, tokens) / trees
+            for share, tokens in zip(tiny_world.SHARES, summary.response_tokens, strict=True)
+        ]
+        with torch.no_grad():
+            proximal = {row: self.logprobs(t) for row, t in rows.items()}
+        loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for r in rows)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        return loss.item(), float(norm)
+
     def train(self, seed, limit, updates, _):
         """Returns (loss, mean gradient norm)."""
         rows, summary = tiny_world.make_batch(seed)
@@ -253,6 +274,23 @@ def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
     _, norm = Plain(tmp_path / "model").train(*STEPS[0])
     assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)
     assert {t.dtype for t in materialise(tmp_path / "run", 1).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("seed", "limit", "ranks"), [(2, 4000, 1), (1, 120, 2)])
+def test_what_trajectories_that_fork_share_is_trained_once_and_counts_for_each(
+    seed, limit, ranks, tmp_path
+):
+    """In prefix trees and in rows of their own, also where siblings are on different ranks."""
+    model = tiny_world.save_model(tmp_path / "model")
+    job = {"name": "run", "actions": [["forked", seed, limit]]}
+    job["settings"] = ["algorithm=tree_grpo", "rollout/branch=tree", "rollout.group_size=8"]
+    [metrics] = tiny_world.run_world(job, tmp_path, ranks)[0]["metrics"]
+    loss, norm = Plain(model, name="tree_grpo").train_forked(seed)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    rows, _ = tiny_world.make_forked(seed)
+    again = sum(rows[other].turn_tokens[0][1] for other in tiny_world.FORKS.values())
+    assert metrics["tokens"] == sum(t.response_tokens for t in rows.values()) - again
 
 
 def test_a_trajectory_in_branches_trains_as_it_does_in_one_row(tmp_path):

@@ -105,8 +105,44 @@ def plan(seed: int, rows, ranks: int, limit: int, updates: int):
     from rose.trainer.batching import Padded, Shared, plan_micro_batches
 
     trees = seed % 2 == 0
-    packing = Shared([unpack_tokens(t.tokens) for t in rows.values()]) if trees else Padded(LENGTHS)
+    tokens = [unpack_tokens(t.tokens) for t in rows.values()]
+    packing = Shared(tokens) if trees else Padded([len(row) for row in tokens])
     return plan_micro_batches(packing, ranks, limit, updates), trees
+
+
+FORKS = {0: 1, 2: 1, 6: 4, 7: 5}  # row of `make_forked` -> whose first turn it has, too
+SHARES = [1 / 3, 1 / 3, 1 / 3, 1.0, 0.5, 0.5, 0.5, 0.5]  # of each row in its tree
+
+
+def make_forked(seed: int):
+    """`make_batch`, whose trajectories fork off each other behind the first turn."""
+    import msgspec
+
+    from rose.trainer import segments
+
+    rows, summary = make_batch(seed)
+    for row, other in FORKS.items():
+        t, of = rows[row], rows[other]
+        made = of.turn_tokens[0][1]
+        end = int(np.flatnonzero(np.frombuffer(of.mask, np.uint8))[made - 1]) + 1
+        rows[row] = msgspec.structs.replace(
+            t,
+            tokens=of.tokens[: 4 * end] + t.tokens,
+            mask=of.mask[:end] + t.mask,
+            logprobs=of.logprobs[: 4 * end] + t.logprobs,
+            versions=of.versions[: 4 * end] + t.versions,
+            turns=t.turns + 1,
+            response_tokens=made + t.response_tokens,
+            turn_tokens=[(0, made), *((turn + 1, n) for turn, n in t.turn_tokens)],
+            turn_rewards=[],
+            inherited=[(of.id, 1)],
+        )
+    return rows, msgspec.structs.replace(
+        summary,
+        response_tokens=[t.response_tokens for t in rows.values()],
+        turn_rewards=[],
+        segments=segments.find(list(rows.values())),
+    )
 
 
 def in_halves(t):
@@ -213,6 +249,7 @@ def settings(job: dict):
 def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
+    ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
     ["publish", version], ["save"], ["load"], ["turn"]: the device is given
     back and taken again."""
     from rose import protocol as p
@@ -220,6 +257,7 @@ def main(job: dict, rank: int) -> None:
     from rose.config import read_shape
     from rose.engine import layout
     from rose.observe.recorder import NullRecorder
+    from rose.trainer import segments
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
@@ -261,10 +299,11 @@ def main(job: dict, rank: int) -> None:
                 report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
-        elif action == "split":
+        elif action in ("split", "forked"):
             seed, limit = args
-            whole, summary = make_batch(seed)
-            split = [(s, owner) for owner, t in whole.items() for s in in_halves(t).samples()]
+            whole, summary = make_batch(seed) if action == "split" else make_forked(seed)
+            halves = [in_halves(t) if action == "split" else t for t in whole.values()]
+            split = segments.samples(halves, summary.segments)
             rows = {row: sample for row, (sample, _) in enumerate(split)}
             everyone, trees = plan(seed, rows, job["ranks"], limit, 1)
             owners = [owner for _, owner in split]

@@ -107,6 +107,11 @@ def rewards_turns(env: config.Env) -> bool:
     return bool(getattr(build(env), "rewards_turns", False))
 
 
+def is_program(env: config.Env) -> bool:
+    """Whether an agent of its own acts in it, behind the gateway. Raises as `build`."""
+    return isinstance(build(env), Agent)
+
+
 def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
     """With the arguments that a class calls its `paths` from the root: ranks may start in another
     folder. What follows a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call it after `check`."""

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rose.agent.envs import _ladder, _tasks
+from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 from rose.sandbox import Limits, Sandbox, SandboxError, Spec
@@ -41,11 +41,13 @@ def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
 
 BASH = _tool("bash", "Run a shell command.", "command")
 EDIT = _tool("edit_file", "Replace old, which the file has once, by new.", "path", "old", "new")
+UNDO = _tool("undo", "Take back the last command, or as many as commands says.")
+UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "minimum": 1}
 
 
 class Terminal:
-    """`tasks`: a folder of task folders, or "ladder" with these `rungs`. `edit_file` adds that
-    tool. A command may take `command_s` seconds and show `output_bytes`. Reward: the tests'
+    """`tasks`: a folder of task folders, or "ladder" with these `rungs`. `edit_file` and `undo` add
+    these tools. A command may take `command_s` seconds and show `output_bytes`. Reward: the tests'
     verdict; success is 1 or more. Raises `ConfigError`."""
 
     requires_tool = False
@@ -57,6 +59,7 @@ class Terminal:
         rungs: list[str] = _ladder.RUNGS,
         backend: str = AUTO,
         edit_file: bool = False,
+        undo: bool = False,
         command_s: float = 30.0,
         output_bytes: int = 4000,
         memory_mib: int = 1024,
@@ -71,8 +74,9 @@ class Terminal:
         if not rungs or isinstance(rungs, str) or set(rungs) - set(_ladder.RUNGS):
             known = ", ".join(_ladder.RUNGS)
             raise ConfigError(f"env.args.rungs={rungs!r}: a list of some of {known}")
-        if not isinstance(edit_file, bool):
-            raise ConfigError(f"env.args.edit_file={edit_file!r}: true or false")
+        for key, value in {"edit_file": edit_file, "undo": undo}.items():
+            if not isinstance(value, bool):
+                raise ConfigError(f"env.args.{key}={value!r}: true or false")
         sizes = {"memory_mib": memory_mib, "disk_mib": disk_mib, "processes": processes}
         sizes |= {"cpus": cpus, "command_s": command_s, "output_bytes": output_bytes}
         for key, value in sizes.items():
@@ -81,10 +85,13 @@ class Terminal:
             if not number or not 0 < value < math.inf:
                 raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
         self.tasks = None if tasks == LADDER else _tasks.load(str(tasks))
-        self.rungs, self.backend, self.edit_file = tuple(rungs), backend, edit_file
+        self.rungs, self.backend, self.undo = tuple(rungs), backend, undo
+        chosen = [BASH, *[EDIT] * edit_file, *[UNDO] * undo]
+        self.tools = {tool["function"]["name"]: tool for tool in chosen}
         self.command_s, self.output_bytes = float(command_s), output_bytes
         self.limits = Limits(memory_mib, disk_mib, processes=processes, cpus=float(cpus))
         self.box: Sandbox | None = None
+        self._states: _undo.Undo | None = None
         self._task: _tasks.Task | None = None
         self._rung: _ladder.Rung | None = None
         self._until = 0.0
@@ -119,8 +126,11 @@ class Terminal:
             raise ConfigError("; ".join(broken[:8]) + more)
         try:
             choose(self.backend)
+            problem = _undo.problem(self.backend) if self.undo else ""
         except SandboxError as error:
             raise ConfigError(f"env.args.backend={self.backend!r}: {error}") from None
+        if problem:
+            raise ConfigError(f"env.args.undo=true: {problem}; false, or another backend")
 
     async def reset(self, seed: int) -> Start:
         await self.close()
@@ -137,20 +147,22 @@ class Terminal:
         self.box = await Sandbox.start(spec, self.backend)
         for name, data in files.items():
             await self.box.write_file(f"{spec.workdir}/{name}", data)
+        self._states = _undo.Undo() if self.undo else None
         self._until, self._shown = time.monotonic() + time_s, ""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
-        return Start(messages, [BASH, EDIT] if self.edit_file else [BASH])
+        return Start(messages, list(self.tools.values()))
 
     async def step(self, action: Action) -> Step:
         call = action.call
         if call is None:
             return await self.end()
-        tools = {"bash": BASH, "edit_file": EDIT} if self.edit_file else {"bash": BASH}
-        if call.name not in tools:
+        if call.name not in self.tools:
             return Step(
-                f"There is no tool {call.name[:40]!r}, only {', '.join(tools)}.", invalid=True
+                f"There is no tool {call.name[:40]!r}, only {', '.join(self.tools)}.", invalid=True
             )
-        wanted = tools[call.name]["function"]["parameters"]["required"]
+        if call.name == "undo":
+            return await self._undo(call.arguments)
+        wanted = self.tools[call.name]["function"]["parameters"]["required"]
         given = call.arguments
         if set(given) != set(wanted) or not all(isinstance(v, str) for v in given.values()):
             words = f"{call.name} takes {', '.join(wanted)}: text."
@@ -158,11 +170,23 @@ class Terminal:
         left = self._until - time.monotonic()
         if left <= 0:
             return await self.end()
+        if self._states is not None:
+            await self._states.keep(self.box, given.get("command", "edit_file"))
         if call.name == "edit_file":
             return await self._edit(**given)
         result = await self.box.run(given["command"], min(self.command_s, left), self.output_bytes)
         self._shown = result.output
         return Step(result.words())
+
+    async def _undo(self, given: dict[str, Any]) -> Step:
+        commands = given.get("commands", 1)
+        if set(given) - {"commands"} or type(commands) is not int or commands < 1:
+            return Step("undo takes commands: how many, 1 or more.", invalid=True)
+        before = self.box
+        self.box, words = await self._states.back(before, commands)
+        if self.box is not before:
+            self._shown = ""
+        return Step(words, invalid=self.box is before)
 
     async def _edit(self, path: str, old: str, new: str) -> Step:
         path, old, new = (t.encode(errors="replace").decode() for t in (path, old, new))
@@ -215,5 +239,8 @@ class Terminal:
 
     async def close(self) -> None:
         box, self.box, self._task, self._rung = self.box, None, None, None
+        states, self._states = self._states, None
         if box is not None:
             await box.close()
+        if states is not None:
+            await states.close()

@@ -22,11 +22,13 @@ from rose.trainer.algorithms.grpo import Grpo
 from rose.trainer.algorithms.gspo import Gspo
 from rose.trainer.algorithms.reinforce_pp import ReinforcePP
 from rose.trainer.algorithms.rloo import Rloo
+from rose.trainer.algorithms.tree_grpo import TreeGrpo
 from rose.trainer.algorithms.turn_grpo import TurnGrpo
 
 ALGORITHMS: dict[str, type] = {
     "grpo": Grpo,
     "turn_grpo": TurnGrpo,
+    "tree_grpo": TreeGrpo,
     "dapo": Dapo,
     "rloo": Rloo,
     "reinforce_pp": ReinforcePP,

@@ -31,6 +31,9 @@ class Summary:
     # (N, K) float64, K turns at most: of each turn, NaN behind a trajectory's last and where the
     # environment gives none
     turn_rewards: Tensor | None = None
+    # (N, K) int64: of each turn, its segment (`rose.trainer.segments`), -1 behind a trajectory's
+    # last; None in a batch without forks
+    segments: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Algorithm(Protocol):
         `needs_turn_rewards = True`, so that a run without them is refused."""
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """(N,) float32: the weight of each response token of trajectory i in the batch's loss."""
+        """(N,) float32: the weight of each response token of trajectory i in the batch's loss; or
+        (N, K), of each turn's tokens. With `trains_segments = True` a segment's tokens are trained
+        once, in its first trajectory."""
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """((B, T) loss before weights; statistics as masked sums (scalar tensors), which the

@@ -36,10 +36,15 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Ten
     """
     difference = centred(rewards, groups)
     if scale_by_std:
-        size = group_sizes(groups)
-        variance = group_mean(difference.square(), groups) * size / (size - 1).clamp(min=1)
-        difference = difference / (variance.sqrt() + STD_EPSILON)
+        difference = difference / (group_std(rewards, groups) + STD_EPSILON)
     return difference.float()
+
+
+def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
+    """(N,) -> (N,) float64: the sample standard deviation in each row's group; 0 in one of one."""
+    size = group_sizes(groups)
+    variance = group_mean(centred(rewards, groups).square(), groups) * size
+    return (variance / (size - 1).clamp(min=1)).sqrt()
 
 
 def sequence_mean_weights(summary: Summary) -> Tensor:

@@ -4,16 +4,18 @@ import ast
 import asyncio
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rose.agent import envs
-from rose.agent.envs import _ladder, _tasks
+from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.terminal import Terminal
 from rose.config import ConfigError
+from rose.sandbox import criu
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -239,3 +241,77 @@ def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path)
         write = f"cat > {name}.py <<'END'\n{cheat}END\n"
         step = play(4, write, tasks=str(out))[1][-1]
         assert step.done and step.reward == 0, cheat
+
+
+# --------------------------------------------------------------------------- undo
+
+
+def acted(*calls, **args):
+    """The observations of a session with undo; each call is a command, or the arguments of undo."""
+
+    async def go():
+        env = Terminal(rungs=["print"], undo=True, **args)
+        try:
+            start = await env.reset(6)
+            steps = [
+                await env.step(
+                    bash(call) if isinstance(call, str) else Action("", ToolCall("undo", call))
+                )
+                for call in calls
+            ]
+            return start, steps, list(Path(env._states._folder).iterdir())
+        finally:
+            await env.close()
+
+    return asyncio.run(go())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_criu", [True, False])
+def test_an_agent_can_take_commands_back_and_is_told_what_came_back(
+    with_criu, monkeypatch, request
+):
+    if not with_criu:
+        monkeypatch.setenv(criu.VARIABLE, "/nonexistent")
+        criu.find.cache_clear()
+        request.addfinalizer(criu.find.cache_clear)
+    start, steps, kept = acted(
+        "A=1; echo one > /app/f; cd /tmp",
+        "sleep 1000 & echo started",
+        "A=2; rm /app/f; kill %1",
+        {},
+        "echo $A $PWD; cat /app/f; jobs -r | wc -l",
+        {"commands": 2},
+        "jobs -r | wc -l; echo $A",
+        {"commands": 9},
+        {"commands": 0},
+    )
+    assert [tool["function"]["name"] for tool in start.tools] == ["bash", "undo"]
+    undone = steps[3].observation
+    assert undone.startswith("Undone, to before 'A=2; rm /app/f; kill %1': ")
+    if with_criu:
+        assert "processes are what they were" in undone
+    else:
+        assert "not jobs, open files and processes: sleep" in undone
+    assert steps[4].observation == f"1 /tmp\none\n{int(with_criu)}"
+    assert "to before 'sleep 1000 & echo started'" in steps[5].observation
+    assert steps[6].observation == "0\n1", "of two commands, the undone ones not among them"
+    assert steps[7].observation == "Nothing is undone: 2 commands can be." and steps[7].invalid
+    assert "1 or more" in steps[8].observation and steps[8].invalid
+    assert len(kept) == 2, "what can't be gone back to is gone"
+
+
+@pytest.mark.slow
+def test_old_states_go_and_nothing_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = tmp_path / f"{_undo.PREFIX}{2**22 + 1}-gone"  # beyond the kernel's largest number
+    dead.mkdir()
+    _, _, kept = acted(*(f"echo {i} > /app/f" for i in range(_undo.MOST + 3)))
+    assert len(kept) == _undo.MOST
+    assert list(tmp_path.glob("rose-undo-*")) == []
+
+
+def test_undo_is_off_unless_asked_for():
+    with pytest.raises(ConfigError, match="env.args.undo='yes': true or false"):
+        Terminal(undo="yes")
+    assert "undo" not in Terminal().tools

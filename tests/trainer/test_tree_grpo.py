@@ -1,0 +1,221 @@
+"""tree_grpo against its formula, written out over nested lists: the loss of whole rows with every
+leaf's path, and what is trained of them once. Without forks it is grpo, bit for bit."""
+
+import math
+import random
+from itertools import count
+
+import pytest
+import torch
+
+from rose import protocol as p
+from rose.trainer import segments
+from rose.trainer.algorithms import build
+from rose.trainer.algorithms.base import Summary
+
+ARGS = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
+
+# [turns of a segment, what follows it], which is trees, a list of leaves, or the episode's reward.
+# A leaf, or an episode that ended before it forked, is its reward and has two turns.
+GROUPS = [
+    [[2, [1, [0.0, 1.0]], [1, [0.5, 0.25]]], [1, [3, [1.0, 1.0]], [2, [0.0, -1.0]]]],
+    [0.5, [1, [2, [1.0, 0.0]], [1, [0.0, 0.0]]], 0.25, [1, [2, 1.0], [2, 0.0], [1, 0.5]]],
+    [[1, [1, 1.0], [1, 1.0]], 1.0, 1.0],
+    [[1, [2, 3.0], [1, 0.0]]],
+]
+
+
+def tree(node):
+    """[turns, nodes or rewards] of whatever stands in GROUPS."""
+    if isinstance(node, float):
+        return [2, node]
+    turns, *below = node
+    if len(below) == 1 and not isinstance(below[0], list):
+        return [turns, below[0]]
+    below = below[0] if len(below) == 1 and isinstance(below[0][0], float) else below
+    return [turns, [tree(each) for each in below]]
+
+
+def value(node):
+    below = node[1]
+    return below if isinstance(below, float) else sum(map(value, below)) / len(below)
+
+
+def leaves(node):
+    return [node[1]] if isinstance(node[1], float) else [x for n in node[1] for x in leaves(n)]
+
+
+def expected(groups, scale):
+    """Of each leaf: its reward, group, and for each turn (segment, advantage, weight of its tokens
+    in this leaf's row, before the tokens are counted)."""
+    found, number = [], count()
+    for g, group in enumerate(groups):
+        rewards = [reward for node in group for reward in leaves(node)]
+        mean = sum(rewards) / len(rewards)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1))
+
+        def walk(siblings, above, share, g=g, std=std):
+            mean = sum(map(value, siblings)) / len(siblings)
+            for node in siblings:
+                advantage = value(node) - mean
+                if scale:
+                    advantage = advantage / std if std > 1e-9 else 0.0
+                path = above + [(next(number), advantage)] * node[0]
+                if isinstance(node[1], float):
+                    found.append((node[1], g, path, share))
+                else:
+                    walk(node[1], path, share / len(node[1]))
+
+        walk(group, [], 1.0)
+    trees = sum(map(len, groups))
+    return [(reward, g, path, share / trees) for reward, g, path, share in found]
+
+
+def trajectories(rows, seed=3):
+    """The leaves as trajectories whose turns have one to four tokens, the same in each that has
+    the turn."""
+    draw, made, found, names = random.Random(seed), {}, [], {}
+    for row, (reward, group, path, _) in enumerate(rows):
+        name, tokens, mask, turns, makers = f"g{group}.{row}", [7] * 3, [0] * 3, [], []
+        for turn, (segment, _) in enumerate(path):
+            own = made.setdefault((segment, turn), [draw.randrange(90)] * draw.randrange(1, 5))
+            makers.append(names.setdefault((segment, turn), name))
+            tokens += [*own, 8]
+            mask += [1] * len(own) + [0]
+            turns.append((turn, len(own)))
+        inherited = [(m, makers.count(m)) for m in dict.fromkeys(makers) if m != name]
+        found.append(
+            p.Trajectory(
+                id=name,
+                group=f"g{group}",
+                phase=p.Phase.TRAIN,
+                tokens=p.pack_tokens(tokens),
+                mask=bytes(mask),
+                logprobs=p.pack_floats([-0.5 * bit for bit in mask]),
+                versions=p.pack_tokens([bit - 1 for bit in mask]),
+                reward=reward,
+                success=False,
+                turns=len(path),
+                response_tokens=sum(mask),
+                turn_tokens=turns,
+                inherited=inherited,
+            )
+        )
+    return found
+
+
+def summary(made):
+    found = segments.find(made)
+    rows = [torch.tensor(each) for each in found]
+    return Summary(
+        torch.tensor([t.reward for t in made]),
+        torch.tensor([int(t.group[1:]) for t in made]),
+        torch.tensor([t.response_tokens for t in made]),
+        torch.zeros(len(made)).bool(),
+        segments=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        if found
+        else None,
+    ), found
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("groups", [GROUPS, *([group] for group in GROUPS)])
+def test_each_token_is_trained_once_with_the_sum_of_what_its_leaves_give_it(groups, scale):
+    rows = expected([[tree(node) for node in group] for group in groups], scale)
+    made = trajectories(rows)
+    algorithm = build("tree_grpo", ARGS | {"scale_by_std": scale})
+    whole, found = summary(made)
+    advantages, weights = algorithm.advantages(whole), algorithm.token_weights(whole)
+    # the plain formula: every leaf trains its whole path, a token by 1 / (tokens of the path)
+    wanted = {}
+    for (_, _, path, share), t in zip(rows, made, strict=True):
+        for turn, ((segment, advantage), tokens) in enumerate(
+            zip(path, t.turn_tokens, strict=True)
+        ):
+            before = wanted.get((segment, turn), (0.0, 0.0, 0))
+            weight = before[1] + share / t.response_tokens
+            wanted[segment, turn] = (advantage, weight, tokens[1])
+    got = {}
+    samples = segments.samples(made, found)
+    assert [owner for _, owner in samples] == list(range(len(made)))
+    for sample, row in samples:
+        assert sample.response_tokens == sum(sample.mask) > 0
+        for turn, tokens in sample.turn_tokens:
+            key = (rows[row][2][turn][0], turn)
+            assert key not in got, "trained twice"
+            got[key] = (advantages[row, turn].item(), weights[row, turn].item(), tokens)
+    assert got.keys() == wanted.keys()
+    for key, (advantage, weight, tokens) in wanted.items():
+        assert got[key] == (
+            pytest.approx(advantage, abs=2e-5),
+            pytest.approx(weight, rel=1e-6),
+            tokens,
+        ), key
+    if scale is False:  # advantages along a path add up to the leaf's against the group's trees
+        for row, (reward, g, path, _) in enumerate(rows):
+            trees = [value(tree(node)) for node in groups[g]]
+            steps = [advantages[row, k].item() for k, (s, _) in enumerate(path)]
+            own = sum(a for k, a in enumerate(steps) if k == 0 or path[k][0] != path[k - 1][0])
+            assert own == pytest.approx(reward - sum(trees) / len(trees), abs=1e-6)
+
+
+def test_what_a_row_shares_with_an_earlier_one_is_its_context():
+    made = trajectories(expected([[tree(GROUPS[0][0])]], True))
+    (first, _), (second, _), *_ = segments.samples(made, segments.find(made))
+    assert first is made[0], "nobody has its tokens before it"
+    assert second.tokens == made[1].tokens
+    shared = sum(tokens for _, tokens in made[1].turn_tokens[:3])
+    trained = sum(tokens for _, tokens in made[1].turn_tokens[3:])
+    assert second.response_tokens == trained == made[1].response_tokens - shared > 0
+    at = [i for i, bit in enumerate(made[1].mask) if bit][shared:]
+    assert [i for i, bit in enumerate(second.mask) if bit] == at
+    assert p.unpack_tokens(second.versions).tolist() == [0 if bit else -1 for bit in second.mask]
+    assert p.unpack_floats(second.logprobs).tolist() == [-0.5 * bit for bit in second.mask]
+    assert second.turn_tokens == made[1].turn_tokens[3:]
+
+
+def test_every_other_algorithm_gets_the_trajectories_whole():
+    made = trajectories(expected([[tree(node) for node in GROUPS[0]]], True))
+    assert [t for t, _ in segments.samples(made, [])] == made
+
+
+def test_a_lost_sibling_leaves_no_fork_behind():
+    """Of two that forked off each other one failed, and the tree is the other's path."""
+    made = trajectories(expected([[tree([1, [1, 1.0], [1, 0.0]]), tree(0.0)]], False))
+    whole, found = summary([made[1], made[2]])
+    assert found[0] == [found[0][0]] * 2, "one segment"
+    grpo, ours = (build(n, ARGS | {"scale_by_std": False}) for n in ("grpo", "tree_grpo"))
+    assert ours.advantages(whole)[:, 0].tolist() == grpo.advantages(whole).tolist()
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_without_forks_it_is_grpo(scale):
+    draw = random.Random(1)
+    rows = [
+        (draw.choice([0.0, 0.3, 1.0]), g, draw.randrange(1, 9)) for g in range(5) for _ in "abcd"
+    ]
+    whole = Summary(
+        torch.tensor([reward for reward, _, _ in rows]),
+        torch.tensor([g for _, g, _ in rows]),
+        torch.tensor([0, *(tokens for _, _, tokens in rows[1:])]),
+        torch.zeros(len(rows)).bool(),
+    )
+    args = ARGS | {"scale_by_std": scale}
+    grpo, ours = build("grpo", args), build("tree_grpo", args)
+    assert torch.equal(ours.advantages(whole), grpo.advantages(whole))
+    torch.testing.assert_close(
+        ours.token_weights(whole)[1:], grpo.token_weights(whole)[1:], rtol=1e-7, atol=0
+    )
+
+
+def test_equal_trees_and_episodes_that_end_early_weigh_alike():
+    """A tree of four leaves counts as much as an episode that ended before it could fork: the
+    estimate doesn't favour those that lasted."""
+    rows = expected([[tree(GROUPS[0][0]), tree(1.0)]], True)
+    made = trajectories(rows)
+    whole, _ = summary(made)
+    weights = build("tree_grpo", ARGS).token_weights(whole)
+    lone = len(made) - 1
+    per_leaf = [sum(share for *_, share in rows[:lone]), rows[lone][3]]
+    assert per_leaf == [0.5, 0.5]
+    assert weights[lone, 0].item() * made[lone].response_tokens == pytest.approx(0.5)
