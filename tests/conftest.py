@@ -4,6 +4,7 @@ configurations."""
 import copy
 import functools
 import os
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 from disk import Disk
 from hydra import compose, initialize_config_dir
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
@@ -83,6 +86,30 @@ def pytest_collection_modifyitems(items):
         return of[0] if of and item.get_closest_marker("slow") else len(LONGEST)
 
     items.sort(key=begins)
+
+
+def _parse_files_once() -> None:
+    """Hydra parses the 30 files of a configuration at each composition, a third of its time; here
+    it does so once per process and change of a file. Results are copied, as Hydra alters them."""
+    Plugins.instance()  # it registers the class for files
+    source = SourcesRegistry.instance().resolve("file")
+    load = source.load_config
+    parsed: dict[tuple, bytes] = {}
+
+    def load_config(self, config_path: str):
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if not path.exists():
+            return load(self, config_path)
+        version = path.stat()
+        key = (self.provider, self.path, config_path, version.st_mtime_ns, version.st_size)
+        if key not in parsed:
+            parsed[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(parsed[key])
+
+    source.load_config = load_config
+
+
+_parse_files_once()
 
 
 @functools.cache
