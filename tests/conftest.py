@@ -1,9 +1,9 @@
 """What every test shares: the variables of a CPU run, set before anything reads them, and composed
 configurations."""
 
-import copy
 import functools
 import os
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 from disk import Disk
 from hydra import compose, initialize_config_dir
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
@@ -85,27 +87,57 @@ def pytest_collection_modifyitems(items):
     items.sort(key=begins)
 
 
+def _parse_files_once() -> None:
+    """Hydra parses the 30 files of a configuration at each composition, a third of its time; here
+    it does so once per process and change of a file. Results are copied, as Hydra alters them."""
+    Plugins.instance()  # it registers the class for files
+    source = SourcesRegistry.instance().resolve("file")
+    load = source.load_config
+    parsed: dict[tuple, bytes] = {}
+
+    def load_config(self, config_path: str):
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if not path.exists():
+            return load(self, config_path)
+        version = path.stat()
+        key = (self.provider, self.path, config_path, version.st_mtime_ns, version.st_size)
+        if key not in parsed:
+            parsed[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(parsed[key])
+
+    source.load_config = load_config
+
+
+_parse_files_once()
+
+
+# Both of pickles: they are copied in less time than by copy.deepcopy.
 @functools.cache
-def _composed(groups: tuple[str, ...]) -> DictConfig:
+def _composed(groups: tuple[str, ...]) -> bytes:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("config", list(groups))
     OmegaConf.set_struct(composed, False)
-    return composed
+    return pickle.dumps(composed)
 
 
-def compose_tree(*overrides: str) -> dict:
-    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a
-    third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's
-    order too."""
+@functools.lru_cache(200)
+def _changed(overrides: tuple[str, ...]) -> bytes:
     groups = tuple(o for o in overrides if (CONF / o.lstrip("+").split("=")[0]).is_dir())
-    composed = copy.deepcopy(_composed(groups))
+    composed: DictConfig = pickle.loads(_composed(groups))
     for override in overrides:
         if override.startswith("~"):
             parent, _, key = override[1:].rpartition(".")
             del OmegaConf.select(composed, parent)[key]
         elif override not in groups:
             composed.merge_with_dotlist([override.lstrip("+")])
-    return OmegaConf.to_container(composed, resolve=True)
+    return pickle.dumps(OmegaConf.to_container(composed, resolve=True))
+
+
+def compose_tree(*overrides: str) -> dict:
+    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a
+    third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's
+    order too."""
+    return pickle.loads(_changed(overrides))
 
 
 # As nvidia-smi -L prints it on a box of eight.

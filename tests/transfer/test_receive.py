@@ -1,6 +1,7 @@
 """A reader comes to the version that it wants by whatever way is left, exactly, or says what is
 missing."""
 
+import copy
 import json
 import os
 import shutil
@@ -75,10 +76,21 @@ def cut(path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+EIGHT = {"versions": 8, "full_every": 4, "keep": 100}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return History(tmp_path_factory.mktemp("eight") / "store", **EIGHT)
+
+
 @pytest.fixture
-def eight(tmp_path):
-    """Versions 0 to 7 with full ones at 0 and 4."""
-    return History(tmp_path / "store", 8, full_every=4, keep=100)
+def eight(published, tmp_path):
+    """Versions 0 to 7 with full ones at 0 and 4, in a store of the test's own."""
+    own = copy.copy(published)
+    own.world, own.store = None, tmp_path / "store"
+    shutil.copytree(published.store, own.store)
+    return own
 
 
 FULL_4, INITIAL_4 = "v000004/full", "v000004/from-initial"
@@ -361,8 +373,9 @@ def test_when_copy_and_store_are_damaged_the_store_is_named(eight, tmp_path):
 
 
 def test_an_edge_that_is_removed_while_it_is_read_is_left_out_and_what_is_there_now_is_taken(
-    eight, monkeypatch
+    tmp_path, monkeypatch
 ):
+    eight = History(tmp_path / "store", **EIGHT)
     reader, gone = Reader(eight, INITIAL), [INITIAL_4, "v000005", FULL_4]
     read = reader.receiver._live.read
 
