@@ -28,7 +28,10 @@ from rose.sim.episodes import Trajectory
 from rose.sim.hosts import Host, Task
 from rose.sim.loop import Loop
 
-FAILURES, CHANGES = 1 << 33, 1 << 34  # numerics: streams of their own (rose/sim/driver.py has 1 << 32)
+FAILURES, CHANGES = (
+    1 << 33,
+    1 << 34,
+)  # numerics: streams of their own (rose/sim/driver.py has 1 << 32)
 
 
 class Hub(Protocol):
