@@ -1,10 +1,10 @@
-"""Which environment host carries a trajectory on. Ours: the papers on rollouts leave sandboxes where
-they began.
+"""Which environment host carries a trajectory on. Ours: the papers on rollouts leave sandboxes
+where they began.
 
 A host slows its commands down by s = max(1, cpu / cores) when `cpu` of its tasks could run. A
 trajectory that has spent C seconds in commands is taken to spend as many again (Lindy's rule: no
-length is known), so that a move from s to s' saves it C (1 - s' / s). That must be CHARGE times what
-the move costs.
+length is known), so that a move from s to s' saves it C (1 - s' / s). That must be CHARGE times
+what the move costs.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
 from rose.policies.libra import LibraPlanner, LibraRouting, Mlfq
 from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand
-from rose.policies.plain import CacheAffine, Fifo, Fixed, LeastLoaded, RoundRobin
 from rose.policies.placement import Rebalance, Stay
+from rose.policies.plain import CacheAffine, Fifo, Fixed, LeastLoaded, RoundRobin
 from rose.policies.prism import Static
 from rose.policies.rlboost import RlBoost
 from rose.policies.rollart import RollArt, TrajectoryAsync

@@ -2,8 +2,8 @@
 
 `handle(event) -> actions` is a pure function of the events so far. The policies (policies.py)
 decide: routing which worker takes a turn, order which waiting turn goes first, batching what a
-training step consumes, provisioning which capacity to hold, placement which environment host carries
-a trajectory on.
+training step consumes, provisioning which capacity to hold, placement which environment host
+carries a trajectory on.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ class Task:
 
 
 class Cores:
-    """Processor sharing: of n jobs on c cores each runs at the rate min(1, c / n). All run alike, so
-    that a job of s seconds ends when one that had been there from the start would have done s
-    more."""
+    """Processor sharing: of n jobs on c cores each runs at the rate min(1, c / n). All run alike:
+    a job of s seconds ends when one that had been there from the start would have done s more."""
 
     def __init__(self, cores: float, loop: Loop) -> None:
         self.cores, self._loop = cores, loop

@@ -1,16 +1,16 @@
 """Sandboxes in simulated time: they start, run commands, are saved, die with their host, go on
 elsewhere.
 
-    open -> wait for memory -> start (restore, replay) -> ready -> command -> look, capture -> observed
-               ^                                                                  | pack
-               +---- host lost, or moved: another host <---- saved: stored <------+
+    open -> memory -> start, restore, replay -> ready -> command -> look, capture -> observed
+              ^                                                             | pack
+              +--- host lost, or moved: another host <--- saved: stored <---+
 
 Work goes by the host's cores, bytes by two queues, first come first served: each host's way out,
-then the store. A turn is saved when its bytes are stored; one that changed nothing, when those before
-it are. What a host had not stored dies with it. Left out: priorities in the queue.
+then the store. A turn is saved when its bytes are stored; one that changed nothing, when those
+before it are. What a host had not stored dies with it. Left out: priorities in the queue.
 
-A host's failures, and what each turn changes, are drawn by (seed, host) and (seed, trajectory): rival
-ways of recovery meet the same ones.
+A host's failures are drawn by (seed, host), what a trajectory's turns change by (seed, trajectory):
+rival ways of recovery meet the same ones.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from rose.sim.episodes import Trajectory
 from rose.sim.hosts import Host, Task
 from rose.sim.loop import Loop
 
-FAILURES, CHANGES = (
-    1 << 33,
-    1 << 34,
-)  # numerics: streams of their own (rose/sim/driver.py has 1 << 32)
+FAILURES = 1 << 33  # numerics: a stream of its own; rose/sim/driver.py has another
+CHANGES = 1 << 34  # numerics: likewise
 
 
 class Hub(Protocol):
