@@ -21,7 +21,8 @@ from rose.sim.study import devices
 from rose.sim.traces import spot
 
 BITS = 8  # definition: of a byte
-MIB, GIB = 2**20, 2**30  # definition: bytes
+MIB, GIB, MB = 2**20, 2**30, 1e6  # definition: bytes
+HOUR_S = 3600.0  # definition: of an hour
 RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
 # of availability; after that nothing changes any more
 SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
@@ -128,10 +129,10 @@ def _sandboxes(s: SimSandboxes, recovery: str | None) -> spec.Sandboxes | None:
         restore_s=s.restore_s,
         restore_bytes=s.restore_bytes,
         staging_bytes=s.staging_mib * MIB,
-        host_bytes_s=s.host_mb_s * 1e6,
-        store_bytes_s=s.store_mb_s * 1e6,
+        host_bytes_s=s.host_mb_s * MB,
+        store_bytes_s=s.store_mb_s * MB,
         recovery=recovery or s.recovery,
-        mtbf_s=s.mtbf_h * 3600 if s.mtbf_h else math.inf,
+        mtbf_s=s.mtbf_h * HOUR_S if s.mtbf_h else math.inf,
         restart_s=s.restart_s,
         detect_s=s.detect_s,
         load_s=s.load_s,
