@@ -13,8 +13,11 @@ from rose.policies import build
 from rose.scheduler import events as ev
 from rose.sim import spec
 from rose.sim.driver import simulate
+from rose.sim.episodes import Group, Trajectory
 from rose.sim.hosts import Cores, Task
 from rose.sim.loop import Loop
+from rose.sim.result import Counts
+from rose.sim.sandboxes import Sandboxes
 from tests.sim.clusters import Agents, Memory, cluster
 
 MIB = 2**20
@@ -144,17 +147,91 @@ def test_tokens_of_a_turn_under_way_stay_where_the_turns_before_are_kept():
         assert sum(step.tokens for step in result.steps) == 300
 
 
-def test_what_had_not_reached_the_store_is_lost_with_its_host():
+@pytest.mark.parametrize("slow", ["host_bytes_s", "store_bytes_s"])
+def test_what_had_not_reached_the_store_is_lost_with_its_host(slow):
     at = 2.25 + 2 * (TURN_S + 4.5) + 0.6  # the second turn was captured half a second ago
     _, fast, _ = dead(at, recovery="full")
-    _, slow, _ = dead(at, recovery="full", host_bytes_s=1e6 / 3)
-    assert (fast.counts.remade_tokens, slow.counts.remade_tokens > 100) == (0, True)
+    _, late, _ = dead(at, recovery="full", **{slow: 1e6 / 3})
+    assert (fast.counts.remade_tokens, late.counts.remade_tokens > 100) == (0, True)
+    assert late.counts.turns == 4
+
+
+def test_tokens_of_the_first_turn_are_lost_where_nothing_is_kept():
+    at = 2.25 + 0.6
+    assert 30 < dead(at)[1].counts.remade_tokens < 70
+    assert dead(at, recovery="replay")[1].counts.remade_tokens == 0
+
+
+def test_a_turn_on_its_way_to_an_engine_when_the_host_died_is_not_taken_for_its_next_attempt():
+    boxes = dataclasses.replace(BOXES, recovery="replay", detect_s=0.0, restart_s=0.0)
+    boxes = dataclasses.replace(boxes, failures=((3.0, 0), (3.0, 1)))
+    what = cluster(env=Script(), steps=1, groups=1, size=1, sandboxes=boxes, dispatch_s=5.0)
+    [step] = simulate(what, scheduler(), 1).steps
+    # 2.25 s of start twice, and three times the way to the engine, a turn and its command
+    assert step.rollout_s == pytest.approx(3.0 + 2.25 + 3 * (5 + TURN_S + 4), abs=0.2)
+
+
+class Trajectories:
+    """A hub without a scheduler: notes what it is told."""
+
+    def __init__(self, **changes):
+        self.loop, self.told, self.events = Loop(), [], []
+        what = dataclasses.replace(BOXES, recovery="classified", **changes)
+        self.boxes = Sandboxes(what, self.loop, 1, self, Counts())
+
+    def open(self, name, kinds):
+        [episode] = Script().group(0, 1, 0, None)
+        group = Group("g0", 0, None)
+        trajectory = Trajectory(name, group, 0, episode, 0.0)
+        self.boxes.open(trajectory)
+        self.boxes._boxes[name].changes = kinds
+        return trajectory
+
+    def turn(self, trajectory):
+        trajectory.next_turn()
+        self.boxes.command(trajectory, 4.0, True)
+
+    def run(self, until):
+        self.loop.over = False
+        self.loop.at(until, lambda *_: setattr(self.loop, "over", True), None)
+        self.loop.run(math.inf)
+
+    def feed(self, event):
+        self.events.append(event)
+
+    def ready(self, trajectory):
+        self.told.append((self.loop.now, trajectory.key, "ready"))
+
+    def observed(self, trajectory, more):
+        self.told.append((self.loop.now, trajectory.key, "observed"))
 
 
 def test_a_turn_that_changed_nothing_is_saved_with_those_before_it():
-    """One kind of turns, of 1 MB that takes 8 s to the store: later turns wait for it."""
-    _, _, memory = alone(recovery="classified", changes=(PROCESS,), host_bytes_s=1e6 / 8)
-    assert [(e.turns, round(e.at)) for e in memory.events(ev.TrajectorySaved)] == [(1, 16)]
+    """1 MB takes 8 s to the store; the second turn is over before that, and changed nothing."""
+    hub = Trajectories(changes=(NOTHING, PROCESS), host_bytes_s=1e6 / 8)
+    one = hub.open("g0.0", [1, 0, 0])
+    hub.run(3.0)
+    hub.turn(one)
+    hub.run(8.0)  # its command until 7, its capture until 7.5
+    hub.turn(one)
+    hub.run(30.0)
+    assert [(e.turns, e.at) for e in hub.events] == [(2, pytest.approx(15.501))]
+    hub.turn(one)
+    hub.run(40.0)
+    assert [e.turns for e in hub.events] == [2, 3]  # the third at once
+
+
+def test_a_capture_that_is_cancelled_leaves_its_room_to_others():
+    hub = Trajectories(changes=(PROCESS,), cores=(64.0,), staging_bytes=1.5e6)
+    first, second = hub.open("g0.0", [0] * 3), hub.open("g0.1", [0] * 3)
+    hub.run(3.0)
+    hub.turn(first)
+    hub.run(3.25)
+    hub.turn(second)
+    hub.run(7.35)  # the first captures since 7.0; the second waits for room since 7.25
+    hub.boxes.close(first)
+    hub.run(20.0)
+    assert hub.told[-1] == (pytest.approx(7.35 + 0.5), "g0.1", "observed")
 
 
 def test_a_capture_waits_for_room_to_stage():
