@@ -109,7 +109,7 @@ class SimEnvironment(Section):
 class SimSave(Section):
     """What it costs to save a sandbox once."""
 
-    capture_s: NotNegative  # of a core; the session stands still
+    capture_s: NotNegative  # of a core, while the model thinks
     bytes: NotNegative  # packed, to the store
 
 

@@ -125,7 +125,7 @@ class Counts:
     remade_tokens: int = 0  # made, lost with a host and to be made again
     moved: int = 0  # trajectories, to less loaded hosts
     saved_bytes: float = 0.0  # that came to the store
-    save_s: float = 0.0  # by which looking, capturing and waiting for room delayed observations
+    save_s: float = 0.0  # that commands waited for looks and captures
 
 
 @dataclass(frozen=True)

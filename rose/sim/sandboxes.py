@@ -1,9 +1,9 @@
 """Sandboxes in simulated time: they start, run commands, are saved, die with their host, go on
 elsewhere.
 
-    open -> memory -> start, restore, replay -> ready -> command -> look, capture -> observed
-              ^                                                             | pack
-              +--- host lost, or moved: another host <--- saved: stored <---+
+    open -> memory -> start, restore, replay -> ready -> command -> observed: the model thinks
+              ^                                             |
+              +--- host lost, or moved <--- stored <--- look, capture: the next command waits
 
 Work goes by the host's cores, bytes by two queues, first come first served: each host's way out,
 then the store. A turn is saved when its bytes are stored; one that changed nothing, when those
@@ -57,7 +57,10 @@ class Box(Task):
         "ready",
         "asked",
         "command",
-        "began",
+        "since",
+        "turn",
+        "running",
+        "saving",
         "commands_s",
         "changes",
         "saved",
@@ -75,7 +78,10 @@ class Box(Task):
         self.ready = False  # it runs
         self.asked = False  # a turn is open
         self.command: tuple[float, bool] | None = None  # (seconds, more) that it runs, or is to
-        self.began = 0.0  # its command; then the work that comes after it
+        self.since = 0.0  # when that came, or began to run
+        self.running = False  # it does
+        self.turn = 0  # turns whose commands it has run
+        self.saving = False  # the last of them is looked at or captured: no command runs
         self.commands_s = 0.0
         self.saved = 0  # turns
         # turns that are captured and not stored yet; each holds those before it
@@ -86,9 +92,8 @@ class Box(Task):
 
     @property
     def at_rest(self) -> bool:
-        """Nothing runs in it, and all its turns are saved."""
-        whole = self.saved == self.trajectory.number
-        return self.ready and self.asked and self.command is None and whole
+        """Nothing runs in it, and all that was run is saved."""
+        return self.ready and not (self.running or self.saving) and self.saved == self.turn
 
 
 class Sandboxes:
@@ -150,7 +155,7 @@ class Sandboxes:
         """Its host is without it; what was under way is void."""
         host, key = box.host, box.trajectory.key
         box.life += 1
-        box.ready, box.host = False, None
+        box.ready, box.running, box.saving, box.host = False, False, False, None
         if host is None:
             if box in self._homeless:
                 self._homeless.remove(box)
@@ -200,47 +205,57 @@ class Sandboxes:
 
     def _started(self, box: Box) -> None:
         box.ready = True
-        if box.command is not None:
-            self._run(box)
-        elif not box.asked:
+        if box.command is None and not box.asked:
             box.asked = True
             self._hub.ready(box.trajectory)
+        self._next(box)
 
     # ----------------------------------------------------------------- turns
 
     def command(self, trajectory: Trajectory, seconds: float, more: bool) -> None:
         """The turn is in; its command runs as soon as the sandbox does."""
         box = self._boxes[trajectory.key]
-        box.command, box.asked = (seconds, more), False
-        if box.ready:
+        box.command, box.asked, box.since = (seconds, more), False, self._loop.now
+        self._next(box)
+
+    def _next(self, box: Box) -> None:
+        """Its command, unless something else comes before it."""
+        if box.target is not None:
+            self._go(box)
+        elif box.command is not None and box.ready and not (box.running or box.saving):
             self._run(box)
 
     def _run(self, box: Box) -> None:
-        box.began = self._loop.now
+        box.running, box.since = True, self._loop.now
         box.host.cores.run(box.command[0] + self._what.turn_s, box, self._ran)
 
     def _ran(self, box: Box) -> None:
-        now = self._loop.now
-        box.commands_s += now - box.began
-        box.began = now
-        if not self._saves or not box.command[1]:  # nothing follows the last
-            self._observe(box)
-        elif self._what.recovery == "classified" and self._what.look_s:
+        """The observation goes to the model; what the turn changed is saved meanwhile, unless it
+        was the last."""
+        more, box.command, box.running = box.command[1], None, False
+        box.commands_s += self._loop.now - box.since
+        box.turn, box.asked = box.trajectory.number, more
+        box.saving = more and self._saves
+        self._hub.observed(box.trajectory, more)
+        if not box.saving:
+            return
+        if self._what.recovery == "classified" and self._what.look_s:
             box.host.cores.run(self._what.look_s, box, self._capture)
         else:
             self._capture(box)
 
     def _save_of(self, box: Box) -> spec.Save | None:
-        """Of the turn that has just ended."""
+        """Of the turn that was run last."""
         if self._what.recovery == "full":
             return self._what.full
-        return self._what.changes[box.changes[box.trajectory.number - 1]].save
+        return self._what.changes[box.changes[box.turn - 1]].save
 
     def _capture(self, box: Box) -> None:
         host, save = box.host, self._save_of(box)
         if save is None:
+            self._free(box)
             self._mark(box)
-            self._observe(box)
+            self._next(box)
         elif host.stalled or not self._fits(host, save):
             host.stalled.append(box)
         else:
@@ -261,21 +276,20 @@ class Sandboxes:
             self._begin_capture(host.stalled.popleft(), host, save)
 
     def _captured(self, box: Box) -> None:
-        """It goes to the store while the model thinks."""
-        host, turns, size = box.host, box.trajectory.number, box.reserved
+        """It goes to the store."""
+        host, size = box.host, box.reserved
         box.reserved = 0.0
-        box.unsaved.append(turns)
+        box.unsaved.append(box.turn)
         host.link_free = max(self._loop.now, host.link_free) + size / self._what.host_bytes_s
         self._loop.at(host.link_free, self._sent, (host, host.life, box, size))
-        self._observe(box)
+        self._free(box)
+        self._next(box)
 
-    def _observe(self, box: Box) -> None:
-        """The observation is sent, or the trajectory is over."""
-        more, box.command = box.command[1], None
-        self._counts.save_s += self._loop.now - box.began
-        box.asked = more
-        self._hub.observed(box.trajectory, more)
-        self._go(box)
+    def _free(self, box: Box) -> None:
+        """Commands may run again."""
+        box.saving = False
+        if box.command is not None:
+            self._counts.save_s += self._loop.now - box.since
 
     # ----------------------------------------------------------------- saved
 
@@ -299,11 +313,10 @@ class Sandboxes:
 
     def _mark(self, box: Box) -> None:
         """A turn that changed nothing."""
-        turns = box.trajectory.number
         if box.unsaved:
-            box.unsaved[-1] = turns
+            box.unsaved[-1] = box.turn
         else:
-            box.saved = turns
+            box.saved = box.turn
             self._is_saved(box)
 
     def _is_saved(self, box: Box) -> None:
@@ -316,7 +329,7 @@ class Sandboxes:
                 commands_s=box.commands_s,
             )
         )
-        self._go(box)
+        self._next(box)
 
     # ----------------------------------------------------------------- to another host
 
@@ -325,15 +338,16 @@ class Sandboxes:
         target = next((each for each in self._hosts if each.name == host), None)
         if box is not None and target is not None and target.alive:
             box.target = target
-            self._go(box)
+            self._next(box)
 
     def _go(self, box: Box) -> None:
-        """To the host that it is to move to, once it is at rest."""
+        """To the host that it is to move to, once it is at rest; its next command waits so long."""
         target = box.target
-        if target is None or box.host is None or not box.at_rest:
-            return
-        box.target = None
-        if target.alive and target is not box.host:
+        if not target.alive or target is box.host:
+            box.target = None
+            self._next(box)
+        elif box.at_rest:
+            box.target = None
             self._counts.moved += 1
             self._leave(box)
             self._enter(box, target)
@@ -357,7 +371,8 @@ class Sandboxes:
         host.staged, host.link_free = 0.0, 0.0
         for box in lost:
             box.life += 1
-            box.ready, box.host, box.target, box.reserved = False, None, None, 0.0
+            box.ready, box.running, box.saving, box.reserved = False, False, False, 0.0
+            box.host = box.target = None
             box.unsaved.clear()
         self._counts.lost_hosts += 1
         self._loop.at(self._loop.now + self._what.restart_s, self._restart, what)
@@ -370,7 +385,7 @@ class Sandboxes:
         trajectory, replay = box.trajectory, self._what.recovery == "replay"
         turns = trajectory.number if replay else box.saved
         if not replay:
-            box.command = None
+            box.command, box.turn = None, box.saved
         if self._what.recovery == "none":
             turns = 0
         self._hub.rewind(trajectory, turns, keep_open=self._what.recovery != "none")

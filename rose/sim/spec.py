@@ -234,7 +234,7 @@ Recovery = Literal["none", "replay", "full", "classified"]
 class Save:
     """What it costs to save a sandbox once."""
 
-    capture_s: float  # of a core, before the observation is sent: the session stands still
+    capture_s: float  # of a core, while the model thinks: the next command waits for its end
     bytes: float  # packed, to the store
 
 

@@ -68,7 +68,7 @@ class Outcome(msgspec.Struct, frozen=True):
     # with sandboxes
     remade: float = math.nan  # share of the generated tokens that were lost with a host
     saved_mb: float = math.nan  # a step, that came to the store
-    save_s: float = math.nan  # a trajectory, by which saving delayed it
+    save_s: float = math.nan  # a trajectory, that its commands waited for being saved
     lost_hosts: float = math.nan  # a step
     moved: float = math.nan  # trajectories a step, to less loaded hosts
     picture: Picture | None = None
