@@ -16,7 +16,7 @@ from rose.config import errors
 from rose.config.checks import check, check_model, check_serving, hours_of
 from rose.config.common import Policy, Scheduler, Section
 from rose.config.errors import ConfigError
-from rose.config.sim import Sim, SimPool, SimServing, SimSystem
+from rose.config.sim import Sim, SimPool, SimSandboxes, SimSave, SimServing, SimSystem
 from rose.config.tree import (
     Algorithm,
     Branching,
@@ -75,6 +75,8 @@ __all__ = [
     "Serving",
     "Sim",
     "SimPool",
+    "SimSandboxes",
+    "SimSave",
     "SimServing",
     "SimSystem",
     "Slo",

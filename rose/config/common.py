@@ -1,4 +1,4 @@
-"""What the sections of the tree share: bounded numbers, their base, and the scheduler's four
+"""What the sections of the tree share: bounded numbers, their base, and the scheduler's five
 policies."""
 
 from __future__ import annotations
@@ -32,3 +32,5 @@ class Scheduler(Section):
     batching: Policy
     # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
     queue_depth: NotNegative
+    # of trajectories among environment hosts
+    placement: Policy = Policy(name="stay", args={})

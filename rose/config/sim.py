@@ -106,6 +106,45 @@ class SimEnvironment(Section):
     factors: dict[str, Positive]
 
 
+class SimSave(Section):
+    """What it costs to save a sandbox once."""
+
+    capture_s: NotNegative  # of a core, while the model thinks
+    bytes: NotNegative  # packed, to the store
+
+
+class SimChange(Section):
+    """Turns of a kind, by what they have changed."""
+
+    share: Fraction  # of all turns
+    save: SimSave | None  # null: there is nothing to save
+
+
+class SimSandboxes(Section):
+    """Sandboxes on environment hosts and what is saved of them (`rose.sim.spec.Sandboxes`).
+    `scripts/bench_sandbox.py` measures what one costs."""
+
+    hosts: Natural  # environment hosts; 0: sandboxes cost nothing and no host fails
+    cores: list[Positive]  # of the hosts in turn
+    memory_gib: Positive  # of a host
+    sandbox_mib: Positive  # of one sandbox
+    start_s: NotNegative  # of a core, all four
+    turn_s: NotNegative  # of each command, beside its own
+    look_s: NotNegative  # to classify a turn
+    restore_s: NotNegative  # after the start
+    restore_bytes: NotNegative
+    changes: dict[str, SimChange]  # kinds of turns
+    full: SimSave  # of all of it, after each turn
+    staging_mib: Positive  # of a host: captured, not stored yet
+    host_mb_s: Positive  # to the store, each
+    store_mb_s: Positive  # all hosts together
+    recovery: Literal["none", "replay", "full", "classified"]
+    mtbf_h: Positive | None  # mean time between failures of a host; null: none fails
+    restart_s: NotNegative
+    detect_s: NotNegative
+    load_s: Positive  # between two words about a host's load
+
+
 class SimTrainer(Section):
     gpu: str
     mfu: Share
@@ -122,6 +161,8 @@ class SimSystem(Section):
     executor: Literal["gate", "memory_only", "none"]  # beside online serving
     dynamic_sampling: bool
     in_flight: Literal["recompute", "keep", "finish"]
+    # of sim.sandboxes; null: as there
+    recovery: Literal["none", "replay", "full", "classified"] | None = None
 
 
 class SimPlan(Section):
@@ -154,5 +195,6 @@ class Sim(Section):
     environment: SimEnvironment
     serving: SimServing
     spot: SimSpot
+    sandboxes: SimSandboxes
     systems: dict[str, SimSystem]  # the rivals
     plan: SimPlan

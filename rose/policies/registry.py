@@ -15,6 +15,7 @@ from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
 from rose.policies.libra import LibraPlanner, LibraRouting, Mlfq
 from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand
+from rose.policies.placement import Rebalance, Stay
 from rose.policies.plain import CacheAffine, Fifo, Fixed, LeastLoaded, RoundRobin
 from rose.policies.prism import Static
 from rose.policies.rlboost import RlBoost
@@ -25,7 +26,7 @@ from rose.policies.seer import LongestFirst, Seer
 from rose.policies.serverless import Serverless
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler.core import Scheduler
-from rose.scheduler.policies import Batching, Order, Provisioning, Routing
+from rose.scheduler.policies import Batching, Order, Placement, Provisioning, Routing
 
 POLICIES: dict[str, dict[str, type]] = {
     "provisioning": {
@@ -58,6 +59,7 @@ POLICIES: dict[str, dict[str, type]] = {
         "tail_batching": TailBatching,
         "trajectory_async": TrajectoryAsync,
     },
+    "placement": {"rebalance": Rebalance, "stay": Stay},
 }
 
 
@@ -66,6 +68,7 @@ PROTOCOLS: dict[str, type] = {
     "routing": Routing,
     "order": Order,
     "batching": Batching,
+    "placement": Placement,
 }
 
 
@@ -78,6 +81,7 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
         _policy("batching", config.batching),
         config.queue_depth,
         turn_timeout_s,
+        _policy("placement", config.placement),
     )
 
 

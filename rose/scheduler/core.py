@@ -1,8 +1,9 @@
-"""The scheduler: one state machine, four replaceable policies.
+"""The scheduler: one state machine, five replaceable policies.
 
 `handle(event) -> actions` is a pure function of the events so far. The policies (policies.py)
 decide: routing which worker takes a turn, order which waiting turn goes first, batching what a
-training step consumes, provisioning which capacity to hold.
+training step consumes, provisioning which capacity to hold, placement which environment host
+carries a trajectory on.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from rose.scheduler.policies import (
     OBSERVED_BEFORE,
     Batching,
     Order,
+    Placement,
     Provisioning,
     Routing,
     optional,
 )
-from rose.scheduler.state import Cluster, TurnState, WorkerState
+from rose.scheduler.state import Cluster, HostState, SavedState, TurnState, WorkerState
 
 MAX_STALLS = 5  # of one turn, then the run stops: more is no accident
 
@@ -38,11 +40,12 @@ class Scheduler:
         batching: Batching,
         queue_depth: float,
         turn_timeout_s: float,
+        placement: Placement | None = None,
     ) -> None:
         self.cluster = Cluster()
         self.fleet = Fleet(self.cluster, queue_depth, optional(routing, "label", lambda worker: ""))
         self._queue = Dispatch(self.cluster, self.fleet, routing, order)
-        self._provisioning, self._batching = provisioning, batching
+        self._provisioning, self._batching, self._placement = provisioning, batching, placement
         self._turn_timeout_s = turn_timeout_s
         self._sequence = 0
         self._deadlines: list[
@@ -64,6 +67,9 @@ class Scheduler:
             ev.TurnEnded: self._turn_ended,
             ev.TurnReturned: self._turn_returned,
             ev.TrajectoryEnded: self._trajectory_ended,
+            ev.HostLoad: self._host_load,
+            ev.HostLost: self._host_lost,
+            ev.TrajectorySaved: self._trajectory_saved,
             ev.StepBegun: self._step_begun,
             ev.GroupFinished: self._group_finished,
             ev.Tick: self._tick,
@@ -75,7 +81,7 @@ class Scheduler:
         }
         self._listeners: list[Callable] = [
             policy.on_event
-            for policy in (provisioning, routing, order, batching)
+            for policy in (provisioning, routing, order, batching, placement)
             if hasattr(policy, "on_event")
         ]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
@@ -162,6 +168,8 @@ class Scheduler:
                     done += self._use(worker)
                 case ev.RestWorker(worker):
                     done += self._rest(worker)
+                case ev.MoveTrajectory(trajectory, host):
+                    self.cluster.saved[trajectory].host = host
         return done
 
     # ----------------------------------------------------------------- workers
@@ -342,6 +350,7 @@ class Scheduler:
 
     def _trajectory_ended(self, e: ev.TrajectoryEnded) -> list[Action]:
         self._leave_home(e.trajectory)
+        self.cluster.saved.pop(e.trajectory, None)
         group = self.cluster.group_of.pop(e.trajectory, "")
         return self._carry_out(self._batching_trajectory_ended(e.trajectory, group))
 
@@ -375,6 +384,24 @@ class Scheduler:
         if home in self.cluster.workers:
             self.cluster.workers[home].cached.pop(trajectory, None)
 
+    # ----------------------------------------------------------------- environment hosts
+
+    def _host_load(self, e: ev.HostLoad) -> list[Action]:
+        self.cluster.hosts[e.host] = HostState(e.host, e.running, e.cores, e.cpu, e.memory, e.at)
+        return []
+
+    def _host_lost(self, e: ev.HostLost) -> list[Action]:
+        """Where its trajectories go on is the driver's; `TrajectorySaved` tells of it."""
+        self.cluster.hosts.pop(e.host, None)
+        saved = self.cluster.saved
+        self.cluster.saved = {name: one for name, one in saved.items() if one.host != e.host}
+        return []
+
+    def _trajectory_saved(self, e: ev.TrajectorySaved) -> list[Action]:
+        if e.trajectory in self.cluster.group_of:  # else it has ended meanwhile
+            self.cluster.saved[e.trajectory] = SavedState(e.host, e.turns, e.commands_s)
+        return []
+
     # ----------------------------------------------------------------- batches, time
 
     def _step_begun(self, e: ev.StepBegun) -> list[Action]:
@@ -388,7 +415,11 @@ class Scheduler:
         return self._carry_out(self._batching.finished(e.group, e.accepted))
 
     def _tick(self, e: ev.Tick) -> list[Action]:
-        return self._unstick(e.at) + self._carry_out(self._provisioning.decide(e.at, self.cluster))
+        actions = self._unstick(e.at)
+        actions += self._carry_out(self._provisioning.decide(e.at, self.cluster))
+        if self._placement is not None and self.cluster.hosts:
+            actions += self._carry_out(self._placement.decide(e.at, self.cluster))
+        return actions
 
     def _unstick(self, at: float) -> list[Action]:
         """Turns without a token for `turn_timeout_s` go elsewhere (stall deadline)."""

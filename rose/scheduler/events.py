@@ -134,6 +134,32 @@ class TrajectoryEnded(Event):
     tokens: int = 0  # made in it; 0: it was cancelled, or its environment failed
 
 
+class HostLoad(Event):
+    """What an environment host carries, told now and then; `protocol.HostLoad` has these fields."""
+
+    host: str
+    running: int  # trajectories
+    cores: float  # that its commands may use
+    cpu: float  # tasks that run or could run, mean since the last report: beyond `cores` all wait
+    memory: float  # share in use of the memory for sandboxes
+
+
+class HostLost(Event):
+    """The environment host is gone, with its sandboxes; what is saved of them is not."""
+
+    host: str
+
+
+class TrajectorySaved(Event):
+    """A snapshot is whole and lies where every host can read it: the trajectory can go on elsewhere
+    without its host. `protocol.TrajectorySaved` has these fields."""
+
+    trajectory: str
+    host: str  # that runs it
+    turns: int  # whose commands the snapshot holds
+    commands_s: float  # that its commands have taken so far, waiting for a core included
+
+
 class StepBegun(Event):
     """A training step wants `groups` groups."""
 
@@ -168,6 +194,9 @@ AnyEvent = (
     | TurnEnded
     | TurnReturned
     | TrajectoryEnded
+    | HostLoad
+    | HostLost
+    | TrajectorySaved
     | StepBegun
     | GroupFinished
     | Tick
@@ -249,6 +278,15 @@ class RestWorker(Action):
     worker: str
 
 
+class MoveTrajectory(Action):
+    """Let the trajectory go on, on another environment host, from a snapshot that holds all of its
+    turns: once the command that runs has ended and is saved. The open turn stays with its engine. A
+    driver passes it over when trajectory or host is gone by then."""
+
+    trajectory: str
+    host: str
+
+
 class GiveUp(Action):
     """The run can't go on; the driver stops it with this cause."""
 
@@ -266,5 +304,6 @@ AnyAction = (
     | ReleaseCapacity
     | UseWorker
     | RestWorker
+    | MoveTrajectory
     | GiveUp
 )

@@ -1,4 +1,4 @@
-"""What the four policies must offer, and what they may.
+"""What the five policies must offer, and what they may.
 
 Any policy may also define `on_event(event, cluster) -> list[Action] | None`: it is
 called with the events in OBSERVED and OBSERVED_BEFORE, and the actions that it returns are done.
@@ -92,3 +92,8 @@ class Provisioning(Protocol):
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         """Called on every tick."""
+
+
+class Placement(Protocol):
+    def decide(self, at: float, cluster: Cluster) -> list[Action]:
+        """Called on every tick once an environment host has told its load: `MoveTrajectory`s."""

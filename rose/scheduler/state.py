@@ -99,6 +99,27 @@ class WorkerState:
         self.kv_assigned -= self.turns.pop(turn.turn)
 
 
+@dataclass(slots=True, eq=False)
+class HostState:
+    """An environment host as it last told of itself."""
+
+    host: str
+    running: int  # trajectories
+    cores: float
+    cpu: float  # tasks that run or could run
+    memory: float  # share in use
+    at: float  # seconds, of the report
+
+
+@dataclass(slots=True, eq=False)
+class SavedState:
+    """The newest snapshot of a trajectory."""
+
+    host: str  # that runs the trajectory, or is to
+    turns: int
+    commands_s: float
+
+
 @dataclass
 class Cluster:
     """The state that policies see."""
@@ -119,3 +140,5 @@ class Cluster:
     requests: dict[str, bool] = field(default_factory=dict)
     refusals: int = 0  # in a row
     refused_at: float = 0.0
+    hosts: dict[str, HostState] = field(default_factory=dict)  # of environments, that told a load
+    saved: dict[str, SavedState] = field(default_factory=dict)  # trajectory -> its newest snapshot

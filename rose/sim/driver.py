@@ -20,6 +20,7 @@ from rose.scheduler.actions import ActionQueue, Journal
 from rose.sim import result, spec
 from rose.sim.episodes import Group, Groups, Trajectory
 from rose.sim.loop import Loop
+from rose.sim.sandboxes import Sandboxes
 from rose.sim.workers import SimWorker, Workers
 
 # no turn has run for so long while some waited: no worker will come
@@ -54,6 +55,9 @@ class Simulation:
         self._workers = Workers(what, self._loop, draw, self)
         self._turns: dict[str, Trajectory] = {}  # open ones
         self._counts = result.Counts()
+        self._boxes = what.sandboxes and Sandboxes(
+            what.sandboxes, self._loop, seed, self, self._counts
+        )
         self._steps: list[result.Step] = []
         self._turn_s, self._trajectory_s = array("f"), array("f")
         self._began = 0.0
@@ -75,12 +79,15 @@ class Simulation:
             ev.ReleaseCapacity: self._workers.release,
             ev.UseWorker: self._workers.use,
             ev.RestWorker: self._workers.rest,
+            ev.MoveTrajectory: self._move,
             ev.GiveUp: self._give_up,
         }
 
     def run(self) -> result.Result:
         self._publish(0)
         self._workers.start()
+        if self._boxes is not None:
+            self._boxes.start()
         self._loop.at(0.0, self._begin_step, 1)
         if self._spec.tick_s < math.inf:
             self._loop.at(self._spec.tick_s, self._tick, None)
@@ -107,6 +114,7 @@ class Simulation:
             self._loop.events,
             np.frombuffer(self._turn_s, np.float32),
             np.frombuffer(self._trajectory_s, np.float32),
+            self._boxes is not None,
         )
 
     def feed(self, event: ev.Event) -> None:
@@ -218,6 +226,9 @@ class Simulation:
             self._start(trajectory)
 
     def _start(self, trajectory: Trajectory) -> None:
+        if self._boxes is not None:
+            self._boxes.open(trajectory)
+            return
         self._loop.at(self._loop.now + trajectory.episode.reset_s, self._request, trajectory)
 
     def _drop(self, action: ev.DropGroup) -> None:
@@ -239,8 +250,9 @@ class Simulation:
     def _close(self, trajectory: Trajectory) -> None:
         """It is over, or cancelled."""
         now = self._loop.now
-        if self._turns.pop(trajectory.turn, None) is not None:
-            self.feed(ev.TurnEnded(at=now, turn=trajectory.turn))
+        if self._boxes is not None:
+            self._boxes.close(trajectory)
+        self._close_turn(trajectory)
         self.feed(
             ev.TrajectoryEnded(
                 at=now,
@@ -248,6 +260,27 @@ class Simulation:
                 tokens=0 if trajectory.dead else trajectory.generated,
             )
         )
+
+    def _close_turn(self, trajectory: Trajectory) -> None:
+        if self._turns.pop(trajectory.turn, None) is not None:
+            self.feed(ev.TurnEnded(at=self._loop.now, turn=trajectory.turn))
+
+    # of rose.sim.sandboxes.Hub
+
+    def ready(self, trajectory: Trajectory) -> None:
+        self._request(trajectory, 0)
+
+    def observed(self, trajectory: Trajectory, more: bool) -> None:
+        (self._request if more else self._finish)(trajectory, 0)
+
+    def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
+        self._leave_engine(trajectory)
+        self._close_turn(trajectory)
+        self._counts.remade_tokens += trajectory.rewind(turns, keep_open)
+
+    def _move(self, action: ev.MoveTrajectory) -> None:
+        if self._boxes is not None:
+            self._boxes.move(action.trajectory, action.host)
 
     def _request(self, trajectory: Trajectory, _ticket: int) -> None:
         if trajectory.dead:
@@ -266,6 +299,7 @@ class Simulation:
                 domain=episode.domain,
                 outcome=outcome,
                 max_new_tokens=self._spec.environment.max_new_tokens,
+                made_tokens=trajectory.total,
             )
         )
 
@@ -275,12 +309,11 @@ class Simulation:
         del self._turns[turn]
         self._counts.turns += 1
         self._turn_s.append(now - trajectory.asked_at)
-        more = trajectory.next_turn()
-        self._loop.at(
-            now + trajectory.episode.tool_s[number],
-            self._request if more else self._finish,
-            trajectory,
-        )
+        more, seconds = trajectory.next_turn(), trajectory.episode.tool_s[number]
+        if self._boxes is not None:
+            self._boxes.command(trajectory, seconds, more)
+        else:
+            self._loop.at(now + seconds, self._request if more else self._finish, trajectory)
         self.feed(ev.TurnEnded(at=now, turn=turn, tokens=made))
 
     def _finish(self, trajectory: Trajectory, _ticket: int) -> None:

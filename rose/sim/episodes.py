@@ -31,6 +31,7 @@ class Trajectory(Sequence):
         "dead",
         "began",
         "asked_at",
+        "lives",
     )
 
     def __init__(
@@ -49,6 +50,7 @@ class Trajectory(Sequence):
         self.generated = 0  # tokens, of all turns
         self.dead = False
         self.began = self.asked_at = now
+        self.lives = 0  # hosts that it has lost
 
     def next_turn(self) -> bool:
         """Its turn is over; whether there is another."""
@@ -59,6 +61,19 @@ class Trajectory(Sequence):
         self.turn = f"{self.key}.t{self.number}"
         self.attempt = self.total = self.reported = 0
         return self.number < len(self.episode.output_tokens)
+
+    def rewind(self, turns: int, keep_open: bool) -> int:
+        """It lost its host and goes on after so many turns; `keep_open`: with what is known of the
+        open turn, if that comes next. Returns the tokens that are lost."""
+        had = self.generated + self.total + self.made
+        total = self.total + self.reported if keep_open and turns == self.number else 0
+        output, observed = self.episode.output_tokens, self.episode.observation_tokens
+        self.number, self.generated = turns, sum(output[:turns])
+        self.base = self.episode.prompt_tokens + self.generated + sum(observed[:turns])
+        self.total, self.made, self.reported, self.attempt = total, 0, 0, 0
+        self.lives += 1
+        self.turn = f"{self.key}.t{turns}x{self.lives}"
+        return had - self.generated - total
 
 
 class Group:

@@ -119,6 +119,13 @@ class Counts:
     refused: int = 0  # requests for capacity
     lost_workers: int = 0
     decisions: int = 0  # events that the scheduler took
+    # with sandboxes
+    lost_hosts: int = 0
+    recovered: int = 0  # times that a trajectory went on after its host was lost
+    remade_tokens: int = 0  # made, lost with a host and to be made again
+    moved: int = 0  # trajectories, to less loaded hosts
+    saved_bytes: float = 0.0  # that came to the store
+    save_s: float = 0.0  # that commands waited for looks and captures
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,7 @@ class Result:
     events: int  # of the simulation's loop
     turn_s: np.ndarray  # float32, of each turn that ended, from its request to its end
     trajectory_s: np.ndarray  # float32, of each trajectory that ended
+    sandboxes: bool = False  # they were simulated
 
     @property
     def step_s(self) -> float:

@@ -225,6 +225,58 @@ class Environment(Protocol):
         crashed member's replacement."""
 
 
+# --------------------------------------------------------------------------- sandboxes on hosts
+
+Recovery = Literal["none", "replay", "full", "classified"]
+
+
+@dataclass(frozen=True)
+class Save:
+    """What it costs to save a sandbox once."""
+
+    capture_s: float  # of a core, while the model thinks: the next command waits for its end
+    bytes: float  # packed, to the store
+
+
+@dataclass(frozen=True)
+class Change:
+    """A kind of turn, by what it has changed in its sandbox."""
+
+    share: float  # of all turns
+    save: Save | None  # None: there is nothing to save
+
+
+@dataclass(frozen=True)
+class Sandboxes:
+    """Sandboxes of the trajectories on environment hosts, and what is saved of them.
+
+    `recovery`, when a host dies. none: its trajectories begin again. replay: their turns are
+    recorded; another host runs the recorded commands again. full, classified: they go on from the
+    last turn that is saved, and make the turns after it again; full saves all after each turn,
+    classified what `changes` says.
+    """
+
+    cores: tuple[float, ...]  # of each host, which its commands, starts and captures share
+    memory_bytes: float  # of a host, for sandboxes; one that finds no room waits
+    sandbox_bytes: float  # of memory, of one
+    start_s: float  # of a core
+    turn_s: float  # of a core: of each command, beside its own
+    look_s: float  # of a core: to classify a turn
+    changes: tuple[Change, ...]
+    full: Save
+    restore_s: float  # of a core, after the start
+    restore_bytes: float  # read from the store
+    staging_bytes: float  # of a host, captured and not stored yet; a capture that finds none waits
+    host_bytes_s: float  # the most that a host sends to the store, first come first served
+    store_bytes_s: float  # the most that the store takes from all
+    recovery: Recovery
+    mtbf_s: float  # of a host that is up, mean of an exponential; inf: none fails
+    restart_s: float  # until it is there again
+    detect_s: float  # from its death until its trajectories go on elsewhere
+    load_s: float  # between two words about a host's load
+    failures: tuple[tuple[float, int], ...] = ()  # besides: (at, host)
+
+
 # --------------------------------------------------------------------------- training, the whole
 
 
@@ -272,6 +324,7 @@ class Spec:
     )
     # environments (live: env.max_failures_in_row)
     max_failures_in_row: int = 1000  # ours: ends a run whose every environment crashes, no other
+    sandboxes: Sandboxes | None = None  # None: they cost nothing, and no host fails
     horizon_s: float = math.inf  # a run that takes longer is an error
     # field -> where its number is from, for reports
     source: dict[str, str] = field(default_factory=dict)

@@ -81,6 +81,8 @@ class Driver:
         self.groups: dict[str, Group] = {}
         self.asked: dict[str, int] = {}  # turn to be requested -> its context
         self.requests: dict[str, bool] = {}
+        self.hosts: set[str] = set()  # of environments
+        self.saved: dict[str, str] = {}  # trajectory -> host
         self.feed(ev.VersionPublished, version=0)
 
     # ----------------------------------------------------------------- what it hears
@@ -164,6 +166,11 @@ class Driver:
 
     def do_RestWorker(self, a):
         self.workers[a.worker].resting = True
+
+    def do_MoveTrajectory(self, a):
+        assert a.trajectory in self.saved, "only what has a snapshot moves"
+        assert a.host in self.hosts and a.host != self.saved[a.trajectory]
+        self.saved[a.trajectory] = a.host
 
     def do_GiveUp(self, a):
         self.over = True
@@ -297,6 +304,7 @@ class Driver:
         name = trajectory.partition(".")[0]
         group = self.groups[name]
         del group.left[trajectory]
+        self.saved.pop(trajectory, None)
         self.feed(ev.TrajectoryEnded, trajectory=trajectory, tokens=tokens)
         if not group.left and group.state == "running":
             group.state = "finished"
@@ -311,7 +319,25 @@ class Driver:
             self.take(name)
             made = self.turns.pop(name).made
             self.feed(ev.TurnEnded, turn=name, tokens=made)
+        self.saved.pop(trajectory, None)
         self.feed(ev.TrajectoryEnded, trajectory=trajectory)
+
+    def at_host(self, pick, count):
+        """A host tells its load, saves a trajectory, or is gone."""
+        host, known = f"e{pick % 3}", sorted(self.s.cluster.group_of)
+        if pick == 7:
+            self.hosts.discard(host)
+            self.saved = {name: at for name, at in self.saved.items() if at != host}
+            self.feed(ev.HostLost, host=host)
+        elif pick % 2 and known:
+            trajectory = known[count % len(known)]
+            self.saved[trajectory] = host
+            said = {"trajectory": trajectory, "host": host, "turns": 1}
+            self.feed(ev.TrajectorySaved, **said, commands_s=float(count))
+        else:
+            self.hosts.add(host)
+            load = {"running": count % 9, "cores": 2.0, "cpu": count / 3, "memory": pick / 7}
+            self.feed(ev.HostLoad, host=host, **load)
 
     def fail(self, pick):
         """An environment fails; another trajectory takes the place of this one."""

@@ -55,6 +55,7 @@ STEPS = st.tuples(
         + ["late word", "join", "lose"]
         + ["capacity"] * 2
         + ["drain"]
+        + ["host"] * 2
         + ["load"] * 4
         + ["train"] * 2
         + ["fail", "tick", "stall", "answer"]
@@ -91,6 +92,8 @@ def play(driver, what, worker, pick, count):
             driver.tick(TIMEOUT_S + 1)
         case "answer":
             driver.answer(pick, count)
+        case "host":
+            driver.at_host(pick, count)
         case "clock":
             driver.at -= count
 

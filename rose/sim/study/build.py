@@ -8,18 +8,21 @@ systems: a `SimSystem` names policies, pools and how updates meet running turns,
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
 
 from rose import policies
-from rose.config import Config, ConfigError, ModelShape, SimPool, SimSystem
+from rose.config import Config, ConfigError, ModelShape, SimPool, SimSandboxes, SimSave, SimSystem
 from rose.scheduler import Scheduler
 from rose.sim import environments, hardware, spec
 from rose.sim.study import devices
 from rose.sim.traces import spot
 
 BITS = 8  # definition: of a byte
+MIB, GIB, MB = 2**20, 2**30, 1e6  # definition: bytes
+HOUR_S = 3600.0  # definition: of an hour
 RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
 # of availability; after that nothing changes any more
 SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
@@ -93,7 +96,51 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         dispatch_s=s.dispatch_s,
         answer_s=s.dispatch_s,
         in_flight=system.in_flight,
+        sandboxes=_sandboxes(s.sandboxes, system.recovery),
     )
+
+
+def _sandboxes(s: SimSandboxes, recovery: str | None) -> spec.Sandboxes | None:
+    """Raises `ConfigError`."""
+    if not s.hosts:
+        return None
+    if not s.cores:
+        raise ConfigError("sim.sandboxes.cores=[]: those of at least one host")
+    if s.sandbox_mib * MIB > s.memory_gib * GIB:
+        raise ConfigError(
+            f"sim.sandboxes.sandbox_mib={s.sandbox_mib:g}: no host has room for one with "
+            f"sim.sandboxes.memory_gib={s.memory_gib:g}"
+        )
+    shares = sum(change.share for change in s.changes.values())
+    if abs(shares - 1) > 1e-3:  # numerics: shares are written with three digits
+        raise ConfigError(
+            f"sim.sandboxes.changes: the shares of {', '.join(s.changes)} are {shares:g} together; "
+            "1 is all turns"
+        )
+    return spec.Sandboxes(
+        cores=tuple(s.cores[at % len(s.cores)] for at in range(s.hosts)),
+        memory_bytes=s.memory_gib * GIB,
+        sandbox_bytes=s.sandbox_mib * MIB,
+        start_s=s.start_s,
+        turn_s=s.turn_s,
+        look_s=s.look_s,
+        changes=tuple(spec.Change(c.share, _save(c.save)) for c in s.changes.values()),
+        full=_save(s.full),
+        restore_s=s.restore_s,
+        restore_bytes=s.restore_bytes,
+        staging_bytes=s.staging_mib * MIB,
+        host_bytes_s=s.host_mb_s * MB,
+        store_bytes_s=s.store_mb_s * MB,
+        recovery=recovery or s.recovery,
+        mtbf_s=s.mtbf_h * HOUR_S if s.mtbf_h else math.inf,
+        restart_s=s.restart_s,
+        detect_s=s.detect_s,
+        load_s=s.load_s,
+    )
+
+
+def _save(s: SimSave | None) -> spec.Save | None:
+    return s and spec.Save(s.capture_s, s.bytes)
 
 
 def _forward_passes(c: Config) -> float:

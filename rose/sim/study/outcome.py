@@ -65,6 +65,12 @@ class Outcome(msgspec.Struct, frozen=True):
     wall_s: float  # that the simulation took
     serving_busy: float = math.nan  # share of the time in which online serving alone computes
     serving_lent: float = math.nan  # share of its devices' compute that rollouts get
+    # with sandboxes
+    remade: float = math.nan  # share of the generated tokens that were lost with a host
+    saved_mb: float = math.nan  # a step, that came to the store
+    save_s: float = math.nan  # a trajectory, that its commands waited for being saved
+    lost_hosts: float = math.nan  # a step
+    moved: float = math.nan  # trajectories a step, to less loaded hosts
     picture: Picture | None = None
 
 
@@ -86,11 +92,29 @@ METRICS = (
     Metric("attainment", "SLO kept", "{:.2%}", 1),
     Metric("allocation", "Allocation", "{:.2%}", -1),
 )
+SANDBOXES = (
+    Metric("remade", "Made twice", "{:.2%}", -1),
+    Metric("saved_mb", "Saved, MB/step", "{:,.0f}", -1),
+    Metric("save_s", "Saving, s", "{:,.2f}", -1),
+    Metric("lost_hosts", "Hosts lost/step", "{:,.2f}", 0),
+    Metric("moved", "Moved/step", "{:,.1f}", 0),
+)
 EVERY = tuple(
     field
     for field in Outcome.__struct_fields__
     if field not in ("point", "system", "seed", "picture")
 )
+
+
+def metrics(outcomes: Sequence[Outcome]) -> tuple[Metric, ...]:
+    """The columns of a table of these."""
+    if not any(o.lost_hosts >= 0 for o in outcomes):
+        return METRICS
+    return tuple(
+        metric
+        for metric in (*METRICS, *SANDBOXES)
+        if not all(math.isnan(value) for value in values(outcomes, metric.key))
+    )
 
 
 def of(result: Result, point: str, system: str, warmup: int, wall_s: float, drawn: bool) -> Outcome:
@@ -102,7 +126,8 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         )
     seconds = steps[-1].ended - (result.steps[warmup - 1].ended if warmup else 0.0)
     stale = [age for step in steps for age in step.staleness]
-    made = result.tokens + result.counts.dropped_tokens + result.counts.crashed_tokens
+    counts = result.counts
+    made = result.tokens + counts.dropped_tokens + counts.crashed_tokens + counts.remade_tokens
     return Outcome(
         point=point,
         system=system,
@@ -121,8 +146,9 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         attainment=_attainment(result.serving),
         **_latencies(result.serving),
         allocation=_allocation(result),
-        migrations=result.counts.migrations / len(result.steps),
+        migrations=counts.migrations / len(result.steps),
         wall_s=wall_s,
+        **(_sandboxes(result, made) if result.sandboxes else {}),
         picture=_picture(result) if drawn else None,
     )
 
@@ -165,6 +191,17 @@ def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
 def _allocation(result: Result) -> float:
     held = sum(worker.held_s for worker in result.workers if worker.kind in BORROWED)
     return result.allocation_s / (held + result.allocation_s) if held else math.nan
+
+
+def _sandboxes(result: Result, made: int) -> dict[str, float]:
+    counts, steps = result.counts, len(result.steps)
+    return {
+        "remade": counts.remade_tokens / made if made else math.nan,
+        "saved_mb": counts.saved_bytes / 1e6 / steps,
+        "save_s": counts.save_s / max(1, len(result.trajectory_s)),
+        "lost_hosts": counts.lost_hosts / steps,
+        "moved": counts.moved / steps,
+    }
 
 
 def _picture(result: Result) -> Picture:

@@ -22,7 +22,7 @@ from rose.observe import shell
 from rose.observe.shell import figure, figures, section
 from rose.sim.study import build
 from rose.sim.study.gains import Interval
-from rose.sim.study.outcome import METRICS, Outcome, by_system, mean, shown
+from rose.sim.study.outcome import Outcome, by_system, mean, metrics, shown
 from rose.sim.study.table import gains, words
 
 GAIN_WORDS = (
@@ -233,13 +233,14 @@ def _table(
     found: dict[str, Interval] | None = None,
 ) -> str:
     than, found = than or f"{label} is faster, ×", found or gains(outcomes, label)
+    columns = metrics(outcomes)
     head = "".join(
         f"<th scope=col>{escape(title)}</th>"
-        for title in ("System", *(m.title for m in METRICS), than)
+        for title in ("System", *(m.title for m in columns), than)
     )
     body = ""
     for name, rows in by_system(outcomes).items():
-        cells = "".join(f"<td>{shown(m, mean(rows, m.key))}</td>" for m in METRICS)
+        cells = "".join(f"<td>{shown(m, mean(rows, m.key))}</td>" for m in columns)
         body += (
             f"<tr{' class=ours' if name == label else ''}><th scope=row>{escape(name)}</th>{cells}"
             f"<td>{words(found[name]) if name in found else ''}</td></tr>"

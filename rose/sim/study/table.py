@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rose.files import write_whole
 from rose.sim.study.gains import Interval, gain
-from rose.sim.study.outcome import EVERY, METRICS, Outcome, by_system, mean, shown, values
+from rose.sim.study.outcome import EVERY, Outcome, by_system, mean, metrics, shown, values
 
 CSV_COLUMNS = ("point", "system", "seed", *EVERY)
 
@@ -44,14 +44,15 @@ def table(outcomes: Sequence[Outcome], ours: str, title: str) -> Table:
     systems, found = by_system(outcomes), gains(outcomes, ours)
     made = Table(title=title, title_justify="left", header_style="bold")
     made.add_column("System")
-    for metric in METRICS:
+    columns = metrics(outcomes)
+    for metric in columns:
         made.add_column(metric.title, justify="right")
     made.add_column(f"{ours} is faster by [95%]", justify="right")
     for name in sorted(systems, key=lambda name: name == ours):
         rows = systems[name]
         made.add_row(
             name,
-            *(shown(m, mean(rows, m.key)) for m in METRICS),
+            *(shown(m, mean(rows, m.key)) for m in columns),
             words(found[name]) + " x" if name in found else "",
             style="bold" if name == ours else None,
         )

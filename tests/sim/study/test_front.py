@@ -211,6 +211,37 @@ def test_a_simulation_prints_a_table_and_leaves_a_page_a_csv_and_a_json(answer, 
     assert not re.search(r'(?:src|href)="(?:https?:)?//', page)
 
 
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ("sim.sandboxes.cores=[]", "sim.sandboxes.cores=[]: those of at least one host"),
+        ("sim.sandboxes.memory_gib=1", "sim.sandboxes.sandbox_mib=1280: no host has room for one"),
+        (
+            "sim.sandboxes.changes.none.share=0.9",
+            "shares of none, files, process are 1.186 together; 1 is all turns",
+        ),
+    ],
+)
+def test_sandboxes_that_are_none_are_named(answer, changed, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        answer(("mode=simulate", "sim.sandboxes.hosts=1", changed))
+
+
+def test_a_table_has_columns_of_sandboxes_where_there_are_some(answer, tmp_path):
+    """And each system's own way to recover."""
+    _, said = answer(("mode=simulate", "sim.seeds=[1]"))
+    assert "SLO kept" in said and "Made twice" not in said
+    boxes = ("sim.sandboxes.hosts=2", "sim.sandboxes.mtbf_h=0.02", "sim.sandboxes.look_s=0")
+    systems = "sim/systems=[recovery_none,recovery_replay,recovery_full]"
+    code, said = answer(("mode=simulate", "sim.seeds=[1]", "name=boxes", systems, *boxes))
+    assert code == 0 and "Made twice" in said and "Hosts lost/step" in said
+    rows = csv.DictReader((tmp_path / "outputs" / "boxes" / "result.csv").open())
+    found = {row["system"]: row for row in rows}
+    assert float(found["recovery_none"]["remade"]) > 0 == float(found["recovery_replay"]["remade"])
+    full, classified = (float(found[name]["saved_mb"]) for name in ("recovery_full", "this"))
+    assert full > classified > 0 == float(found["recovery_none"]["saved_mb"])
+
+
 def test_the_same_configuration_gives_the_same_numbers(answer, tmp_path):
     def numbers(name):
         answer(("mode=simulate", f"name={name}"))

@@ -1,0 +1,63 @@
+"""What is killed on purpose in a live run, at known times, as the simulator takes it: for forecasts
+of such a run (scripts/prove_promise.py).
+
+A borrowed engine beside an online server is a pool of its own with `count` 1, its `serving` and
+`available=up(...)`: each start of it is then the same device. Environment hosts are `hosts(...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rose.sim import spec
+
+FREE = 1e18  # numerics: bytes, bytes/s and cores that bound nothing
+
+
+def up(down: Sequence[tuple[float, float]]) -> spec.Available:
+    """Of one engine that is there but for these spans, (from, until) in seconds, ascending and
+    apart. Raises `ValueError` for others."""
+    edges = [0.0, *(edge for span in down for edge in span)]
+    if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        raise ValueError(f"spans {list(down)}: ascending and apart, the first after 0 s")
+    return spec.Available(np.array(edges), np.array([1, 0] * len(down) + [1], np.int32))
+
+
+def hosts(
+    count: int,
+    killed: Sequence[tuple[float, int]],
+    recovery: spec.Recovery,
+    start_s: float,
+    detect_s: float,
+    restart_s: float,
+) -> spec.Sandboxes:
+    """`count` environment hosts without costs but `start_s` of each sandbox, killed at (seconds,
+    host). Raises `ValueError` for a host that is none."""
+    for at, host in killed:
+        if not 0 <= host < count:
+            raise ValueError(f"host {host}, killed at {at:g} s: there are {count}, from 0")
+    free = spec.Save(0.0, 0.0)
+    return spec.Sandboxes(
+        cores=(FREE,) * count,
+        memory_bytes=FREE,
+        sandbox_bytes=0.0,
+        start_s=start_s,
+        turn_s=0.0,
+        look_s=0.0,
+        changes=(spec.Change(1.0, free),),
+        full=free,
+        restore_s=0.0,
+        restore_bytes=0.0,
+        staging_bytes=FREE,
+        host_bytes_s=FREE,
+        store_bytes_s=FREE,
+        recovery=recovery,
+        mtbf_s=math.inf,
+        restart_s=restart_s,
+        detect_s=detect_s,
+        load_s=60.0,  # ours: nobody moves for it
+        failures=tuple(killed),
+    )

@@ -1,0 +1,426 @@
+"""Sandboxes in simulated time: they start, run commands, are saved, die with their host, go on
+elsewhere.
+
+    open -> memory -> start, restore, replay -> ready -> command -> observed: the model thinks
+              ^                                             |
+              +--- host lost, or moved <--- stored <--- look, capture: the next command waits
+
+Work goes by the host's cores, bytes by two queues, first come first served: each host's way out,
+then the store. A turn is saved when its bytes are stored; one that changed nothing, when those
+before it are. What a host had not stored dies with it. Left out: priorities in the queue.
+
+A host's failures are drawn by (seed, host), what a trajectory's turns change by (seed, trajectory):
+rival ways of recovery meet the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from rose import protocol
+from rose.scheduler import events as ev
+from rose.sim import result, spec
+from rose.sim.episodes import Trajectory
+from rose.sim.hosts import Host, Task
+from rose.sim.loop import Loop
+
+FAILURES = 1 << 33  # numerics: a stream of its own; rose/sim/driver.py has another
+CHANGES = 1 << 34  # numerics: likewise
+
+
+class Hub(Protocol):
+    """Who owns the trajectories."""
+
+    def feed(self, event: ev.Event) -> None: ...
+
+    def ready(self, trajectory: Trajectory) -> None:
+        """Its next turn can be requested."""
+
+    def observed(self, trajectory: Trajectory, more: bool) -> None:
+        """Its command is over; `more`: another turn follows."""
+
+    def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
+        """Its host is lost: see `Trajectory.rewind`."""
+
+
+class Box(Task):
+    """The sandbox of one trajectory, wherever it is. `life` makes what was under way void."""
+
+    __slots__ = (
+        "trajectory",
+        "host",
+        "life",
+        "ready",
+        "asked",
+        "command",
+        "since",
+        "turn",
+        "running",
+        "saving",
+        "commands_s",
+        "changes",
+        "saved",
+        "unsaved",
+        "reserved",
+        "stored",
+        "target",
+    )
+
+    def __init__(self, trajectory: Trajectory, changes: list[int]) -> None:
+        super().__init__()
+        self.trajectory, self.changes = trajectory, changes
+        self.host: Host | None = None
+        self.life = 0
+        self.ready = False  # it runs
+        self.asked = False  # a turn is open
+        self.command: tuple[float, bool] | None = None  # (seconds, more) that it runs, or is to
+        self.since = 0.0  # when that came, or began to run
+        self.running = False  # it does
+        self.turn = 0  # turns whose commands it has run
+        self.saving = False  # the last of them is looked at or captured: no command runs
+        self.commands_s = 0.0
+        self.saved = 0  # turns
+        # turns that are captured and not stored yet; each holds those before it
+        self.unsaved: deque[int] = deque()
+        self.reserved = 0.0  # bytes, of the capture under way
+        self.stored = False  # something of it is in the store
+        self.target: Host | None = None  # it is to move there
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing runs in it, and all that was run is saved."""
+        return self.ready and not (self.running or self.saving) and self.saved == self.turn
+
+
+class Sandboxes:
+    def __init__(
+        self, what: spec.Sandboxes, loop: Loop, seed: int, hub: Hub, counts: result.Counts
+    ) -> None:
+        self._what, self._loop, self._seed, self._hub, self._counts = what, loop, seed, hub, counts
+        self._hosts = [Host(f"host-{i}", cores, loop) for i, cores in enumerate(what.cores)]
+        self._draws = [
+            np.random.Generator(np.random.PCG64([seed, FAILURES + at]))
+            for at in range(len(what.cores))
+        ]
+        self._boxes: dict[str, Box] = {}
+        self._homeless: deque[Box] = deque()  # no host is up
+        self._store_free = 0.0
+        self._saves = what.recovery in ("full", "classified")
+        self._shares = np.cumsum([change.share for change in what.changes])
+
+    def start(self) -> None:
+        for at, host in enumerate(self._hosts):
+            self._loop.at(self._what.load_s, self._tell, host)
+            self._fails_later(host, at)
+        for at, index in self._what.failures:
+            self._loop.at(at, self._fail, (self._hosts[index], index, False))
+
+    # ----------------------------------------------------------------- begin and end
+
+    def open(self, trajectory: Trajectory) -> None:
+        """On a host by the trajectory's name, as rose.coordinator.groups has it, if that is up."""
+        changes = self._drawn(trajectory) if self._what.recovery == "classified" else []
+        box = self._boxes[trajectory.key] = Box(trajectory, changes)
+        host = self._hosts[protocol.seed_of(trajectory.key) % len(self._hosts)]
+        self._enter(box, host if host.alive else self._emptiest())
+
+    def _drawn(self, trajectory: Trajectory) -> list[int]:
+        """The kind of each of its turns."""
+        key = protocol.seed_of(trajectory.key)
+        draw = np.random.Generator(np.random.PCG64([self._seed, CHANGES + key]))
+        lots = draw.random(len(trajectory.episode.output_tokens)) * self._shares[-1]
+        return np.searchsorted(self._shares, lots, "right").tolist()
+
+    def close(self, trajectory: Trajectory) -> None:
+        box = self._boxes.pop(trajectory.key, None)
+        if box is not None:
+            self._leave(box)
+
+    def _enter(self, box: Box, host: Host | None) -> None:
+        """Wait for memory there, then start."""
+        box.host = host
+        if host is None:
+            self._homeless.append(box)
+        elif (len(host.boxes) + 1) * self._what.sandbox_bytes > self._what.memory_bytes:
+            host.waiting.append(box)
+        else:
+            host.boxes[box.trajectory.key] = box
+            self._begin(box, host)
+
+    def _leave(self, box: Box) -> None:
+        """Its host is without it; what was under way is void."""
+        host, key = box.host, box.trajectory.key
+        box.life += 1
+        box.ready, box.running, box.saving, box.host = False, False, False, None
+        if host is None:
+            if box in self._homeless:
+                self._homeless.remove(box)
+            return
+        host.cores.cancel(box)
+        if host.boxes.pop(key, None) is None:
+            host.waiting.remove(box)
+            return
+        if box in host.stalled:
+            host.stalled.remove(box)
+        host.staged, box.reserved = host.staged - box.reserved, 0.0
+        self._admit(host)
+        self._unstall(host)
+
+    def _admit(self, host: Host) -> None:
+        while host.waiting and host.alive:
+            if (len(host.boxes) + 1) * self._what.sandbox_bytes > self._what.memory_bytes:
+                return
+            box = host.waiting.popleft()
+            host.boxes[box.trajectory.key] = box
+            self._begin(box, host)
+
+    def _emptiest(self) -> Host | None:
+        """Of those that are up; the first of several."""
+        up = [host for host in self._hosts if host.alive]
+        return min(up, key=lambda host: len(host.boxes) + len(host.waiting), default=None)
+
+    def _begin(self, box: Box, host: Host) -> None:
+        """It has memory: start it, with the state that its trajectory has come to."""
+        what, trajectory = self._what, box.trajectory
+        if self._saves and box.stored:
+            begin = max(self._loop.now, self._store_free)
+            self._store_free = begin + what.restore_bytes / what.store_bytes_s
+            self._loop.at(self._store_free, self._read, (box, box.life, host))
+            return
+        seconds = what.start_s + trajectory.episode.reset_s
+        if what.recovery == "replay":
+            done = trajectory.number - (box.command is not None)
+            seconds += sum(trajectory.episode.tool_s[:done])
+        host.cores.run(seconds, box, self._started)
+
+    def _read(self, what: tuple[Box, int, Host], _ticket: int) -> None:
+        box, life, host = what
+        if box.life == life:
+            seconds = self._what.start_s + self._what.restore_s
+            host.cores.run(seconds, box, self._started)
+
+    def _started(self, box: Box) -> None:
+        box.ready = True
+        if box.command is None and not box.asked:
+            box.asked = True
+            self._hub.ready(box.trajectory)
+        self._next(box)
+
+    # ----------------------------------------------------------------- turns
+
+    def command(self, trajectory: Trajectory, seconds: float, more: bool) -> None:
+        """The turn is in; its command runs as soon as the sandbox does."""
+        box = self._boxes[trajectory.key]
+        box.command, box.asked, box.since = (seconds, more), False, self._loop.now
+        self._next(box)
+
+    def _next(self, box: Box) -> None:
+        """Its command, unless something else comes before it."""
+        if box.target is not None:
+            self._go(box)
+        elif box.command is not None and box.ready and not (box.running or box.saving):
+            self._run(box)
+
+    def _run(self, box: Box) -> None:
+        box.running, box.since = True, self._loop.now
+        box.host.cores.run(box.command[0] + self._what.turn_s, box, self._ran)
+
+    def _ran(self, box: Box) -> None:
+        """The observation goes to the model; what the turn changed is saved meanwhile, unless it
+        was the last."""
+        more, box.command, box.running = box.command[1], None, False
+        box.commands_s += self._loop.now - box.since
+        box.turn, box.asked = box.trajectory.number, more
+        box.saving = more and self._saves
+        self._hub.observed(box.trajectory, more)
+        if not box.saving:
+            return
+        if self._what.recovery == "classified" and self._what.look_s:
+            box.host.cores.run(self._what.look_s, box, self._capture)
+        else:
+            self._capture(box)
+
+    def _save_of(self, box: Box) -> spec.Save | None:
+        """Of the turn that was run last."""
+        if self._what.recovery == "full":
+            return self._what.full
+        return self._what.changes[box.changes[box.turn - 1]].save
+
+    def _capture(self, box: Box) -> None:
+        host, save = box.host, self._save_of(box)
+        if save is None:
+            self._free(box)
+            self._mark(box)
+            self._next(box)
+        elif host.stalled or not self._fits(host, save):
+            host.stalled.append(box)
+        else:
+            self._begin_capture(box, host, save)
+
+    def _fits(self, host: Host, save: spec.Save) -> bool:
+        """One alone always does."""
+        return not host.staged or host.staged + save.bytes <= self._what.staging_bytes
+
+    def _begin_capture(self, box: Box, host: Host, save: spec.Save) -> None:
+        host.staged += save.bytes
+        box.reserved = save.bytes
+        host.cores.run(save.capture_s, box, self._captured)
+
+    def _unstall(self, host: Host) -> None:
+        """In the order in which they came."""
+        while host.stalled and self._fits(host, save := self._save_of(host.stalled[0])):
+            self._begin_capture(host.stalled.popleft(), host, save)
+
+    def _captured(self, box: Box) -> None:
+        """It goes to the store."""
+        host, size = box.host, box.reserved
+        box.reserved = 0.0
+        box.unsaved.append(box.turn)
+        host.link_free = max(self._loop.now, host.link_free) + size / self._what.host_bytes_s
+        self._loop.at(host.link_free, self._sent, (host, host.life, box, size))
+        self._free(box)
+        self._next(box)
+
+    def _free(self, box: Box) -> None:
+        """Commands may run again."""
+        box.saving = False
+        if box.command is not None:
+            self._counts.save_s += self._loop.now - box.since
+
+    # ----------------------------------------------------------------- saved
+
+    def _sent(self, what: tuple[Host, int, Box, float], _ticket: int) -> None:
+        host, life, _, size = what
+        if host.life == life:
+            begin = max(self._loop.now, self._store_free)
+            self._store_free = begin + size / self._what.store_bytes_s
+            self._loop.at(self._store_free, self._stored, what)
+
+    def _stored(self, what: tuple[Host, int, Box, float], _ticket: int) -> None:
+        host, life, box, size = what
+        self._counts.saved_bytes += size
+        if host.life != life:
+            return  # its manifest was not written
+        host.staged -= size
+        self._unstall(host)
+        if self._boxes.get(box.trajectory.key) is box:
+            box.saved, box.stored = box.unsaved.popleft(), True
+            self._is_saved(box)
+
+    def _mark(self, box: Box) -> None:
+        """A turn that changed nothing."""
+        if box.unsaved:
+            box.unsaved[-1] = box.turn
+        else:
+            box.saved = box.turn
+            self._is_saved(box)
+
+    def _is_saved(self, box: Box) -> None:
+        self._hub.feed(
+            ev.TrajectorySaved(
+                at=self._loop.now,
+                trajectory=box.trajectory.key,
+                host=box.host.name,
+                turns=box.saved,
+                commands_s=box.commands_s,
+            )
+        )
+        self._next(box)
+
+    # ----------------------------------------------------------------- to another host
+
+    def move(self, trajectory: str, host: str) -> None:
+        box = self._boxes.get(trajectory)
+        target = next((each for each in self._hosts if each.name == host), None)
+        if box is not None and target is not None and target.alive:
+            box.target = target
+            self._next(box)
+
+    def _go(self, box: Box) -> None:
+        """To the host that it is to move to, once it is at rest; its next command waits so long."""
+        target = box.target
+        if not target.alive or target is box.host:
+            box.target = None
+            self._next(box)
+        elif box.at_rest:
+            box.target = None
+            self._counts.moved += 1
+            self._leave(box)
+            self._enter(box, target)
+
+    def _fails_later(self, host: Host, at: int) -> None:
+        if self._what.mtbf_s < math.inf:
+            after = self._draws[at].exponential(self._what.mtbf_s)
+            self._loop.at(self._loop.now + after, self._fail, (host, at, True))
+
+    def _fail(self, what: tuple[Host, int, bool], _ticket: int) -> None:
+        """`again`: of those that follow each other."""
+        host, _, again = what
+        if not host.alive:
+            return
+        host.alive, lost = False, [*host.boxes.values(), *host.waiting]
+        host.life += 1
+        host.cores.clear()
+        host.boxes.clear()
+        host.waiting.clear()
+        host.stalled.clear()
+        host.staged, host.link_free = 0.0, 0.0
+        for box in lost:
+            box.life += 1
+            box.ready, box.running, box.saving, box.reserved = False, False, False, 0.0
+            box.host = box.target = None
+            box.unsaved.clear()
+        self._counts.lost_hosts += 1
+        self._loop.at(self._loop.now + self._what.restart_s, self._restart, what)
+        self._hub.feed(ev.HostLost(at=self._loop.now, host=host.name))
+        for box in lost:
+            if self._boxes.get(box.trajectory.key) is box:
+                self._lose(box)
+
+    def _lose(self, box: Box) -> None:
+        trajectory, replay = box.trajectory, self._what.recovery == "replay"
+        turns = trajectory.number if replay else box.saved
+        if not replay:
+            box.command, box.turn = None, box.saved
+        if self._what.recovery == "none":
+            turns = 0
+        self._hub.rewind(trajectory, turns, keep_open=self._what.recovery != "none")
+        box.asked = False
+        self._loop.at(self._loop.now + self._what.detect_s, self._recover, (box, box.life))
+
+    def _recover(self, what: tuple[Box, int], _ticket: int) -> None:
+        box, life = what
+        if box.life == life and self._boxes.get(box.trajectory.key) is box:
+            self._counts.recovered += 1
+            self._enter(box, self._emptiest())
+
+    def _restart(self, what: tuple[Host, int, bool], _ticket: int) -> None:
+        host, at, again = what
+        host.alive, host.used_s = True, host.cores.used()
+        if again:
+            self._fails_later(host, at)
+        homeless, self._homeless = self._homeless, deque()
+        for box in homeless:
+            self._enter(box, self._emptiest())
+
+    def _tell(self, host: Host, _ticket: int) -> None:
+        """A word about its load."""
+        what, now = self._what, self._loop.now
+        if host.alive:
+            used, before = host.cores.used(), host.used_s
+            host.used_s = used
+            self._hub.feed(
+                ev.HostLoad(
+                    at=now,
+                    host=host.name,
+                    running=len(host.boxes),
+                    cores=host.cores.cores,
+                    cpu=(used - before) / what.load_s,
+                    memory=len(host.boxes) * what.sandbox_bytes / what.memory_bytes,
+                )
+            )
+        self._loop.at(now + what.load_s, self._tell, host)

@@ -1,0 +1,188 @@
+"""Which trajectories are moved to less loaded environment hosts, and that none goes to and fro."""
+
+import pytest
+
+from rose.config import ConfigError, Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.policies import build
+from rose.scheduler import events as ev
+
+ARGS = {"crowded": 1.2, "margin": 1.25, "move_s": 1.0, "patience_s": 10.0, "at_once": 2}
+
+
+def scheduler(**args):
+    plain = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
+    return build(
+        SchedulerConfig(
+            **{kind: Policy(name=name, args={}) for kind, name in plain.items()},
+            batching=Policy(name="synchronous", args={"max_admitted": 1.0}),
+            placement=Policy(name="rebalance", args=ARGS | args),
+            queue_depth=0.0,
+        ),
+        600.0,
+    )
+
+
+class World:
+    """Hosts with a load that stays, and trajectories that are with one of them."""
+
+    def __init__(self, **args):
+        self.s, self.at, self.moves = scheduler(**args), 0.0, []
+        self.cpu = {}
+
+    def host(self, name, cpu, cores=10.0, running=10, memory=0.5):
+        self.cpu[name] = dict(cpu=cpu, cores=cores, running=running, memory=memory)
+
+    def saved(self, trajectory, host, commands_s=100.0, turns=3):
+        if trajectory not in self.s.cluster.group_of:
+            self.s.handle(
+                ev.TurnRequested(
+                    at=self.at,
+                    turn=f"{trajectory}.t0",
+                    trajectory=trajectory,
+                    group="g0",
+                    context_tokens=1,
+                    max_new_tokens=1,
+                )
+            )
+        self.s.handle(
+            ev.TrajectorySaved(
+                at=self.at, trajectory=trajectory, host=host, turns=turns, commands_s=commands_s
+            )
+        )
+
+    def run(self, seconds):
+        """Loads and a tick each second; the moves of that time."""
+        found = []
+        for _ in range(seconds):
+            self.at += 1.0
+            for name, load in self.cpu.items():
+                self.s.handle(ev.HostLoad(at=self.at, host=name, **load))
+            for action in self.s.handle(ev.Tick(at=self.at)):
+                if isinstance(action, ev.MoveTrajectory):
+                    found.append((self.at, action.trajectory, action.host))
+        return found
+
+
+def crowded(**args):
+    world = World(**args)
+    world.host("a", cpu=40.0)
+    world.host("b", cpu=2.0)
+    return world
+
+
+def test_a_host_that_stays_crowded_is_relieved_of_those_that_spent_most():
+    world = crowded()
+    for at in range(4):
+        world.saved(f"g0.{at}", "a", commands_s=10.0 + at)
+    moves = world.run(11)
+    assert moves == [(11.0, "g0.3", "b"), (11.0, "g0.2", "b")]
+    assert world.s.cluster.saved["g0.3"].host == "b"
+    assert not world.run(9)  # its load has to be told anew first
+    assert [name for _, name, _ in world.run(2)] == ["g0.1", "g0.0"]
+
+
+def test_a_peak_moves_nothing():
+    world = crowded()
+    world.saved("g0.0", "a")
+    for _ in range(5):
+        world.cpu["a"]["cpu"] = 40.0
+        assert not world.run(9)
+        world.cpu["a"]["cpu"] = 5.0
+        assert not world.run(1)
+
+
+def test_only_what_has_a_snapshot_moves():
+    world = crowded()
+    assert not world.run(30)
+    world.saved("g0.0", "a")
+    world.s.handle(ev.TrajectoryEnded(at=world.at, trajectory="g0.0", tokens=1))
+    assert not world.run(30)
+
+
+def test_a_snapshot_of_what_has_ended_is_forgotten():
+    world = crowded()
+    world.saved("g0.0", "a")
+    world.s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=1))
+    late = ev.TrajectorySaved(at=0.0, trajectory="g0.0", host="a", turns=4, commands_s=9.0)
+    world.s.handle(late)
+    assert world.s.cluster.saved == {}
+
+
+def test_a_move_must_be_worth_its_price():
+    """From 4 times to once: three quarters of what it has spent, twice the price of a move."""
+    for spent, moves in ((2.5, 0), (2.8, 1)):
+        world = crowded()
+        world.saved("g0.0", "a", commands_s=spent)
+        assert len(world.run(11)) == moves
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(cpu=38.0),  # as crowded
+        dict(cpu=2.0, memory=0.95),  # no room
+        dict(cpu=28.0),  # less crowded than the first by 1.25 now, not after the move
+    ],
+)
+def test_it_stays_where_no_other_host_is_better(other):
+    world = crowded()
+    world.host("b", **other)
+    world.saved("g0.0", "a")
+    assert not world.run(40)
+
+
+def test_the_least_loaded_host_takes_them():
+    world = crowded()
+    world.host("c", cpu=30.0, cores=100.0)
+    world.host("b", cpu=9.0)
+    world.saved("g0.0", "a")
+    assert [host for _, _, host in world.run(11)] == ["c"]
+
+
+def test_a_moved_trajectory_has_to_pay_for_its_next_move():
+    world = crowded()
+    world.saved("g0.0", "a", commands_s=100.0)
+    assert len(world.run(11)) == 1
+    world.cpu["a"], world.cpu["b"] = world.cpu["b"], world.cpu["a"]
+    world.saved("g0.0", "b", commands_s=102.0)
+    assert not world.run(60)
+    world.saved("g0.0", "b", commands_s=103.0)
+    assert world.run(1)[0][1:] == ("g0.0", "a")
+
+
+def test_a_host_that_is_gone_or_silent_takes_no_part():
+    world = crowded()
+    world.saved("g0.0", "a")
+    world.run(5)
+    world.s.handle(ev.HostLost(at=world.at, host="b"))
+    del world.cpu["b"]
+    assert not world.run(30)
+    world.s.handle(ev.HostLost(at=world.at, host="a"))
+    assert world.s.cluster.saved == {} and list(world.s.cluster.hosts) == []
+
+
+def test_equal_hosts_with_noisy_loads_move_nothing_to_and_fro():
+    """Two hosts whose shares of 40 tasks follow their trajectories: the moves end, and nobody moves
+    twice."""
+    world, place = World(at_once=4), {f"g0.{i}": "a" if i < 30 else "b" for i in range(40)}
+    moves = []
+    for second in range(300):
+        for name in "ab":
+            mine = sum(host == name for host in place.values())
+            noise = 1 + 0.1 * ((second * 7 + ord(name)) % 5 - 2) / 2
+            world.host(name, cpu=mine * noise, running=mine)
+        for trajectory, host in place.items():
+            world.saved(trajectory, host, commands_s=10.0 + second)
+        for at, trajectory, host in world.run(1):
+            place[trajectory] = host
+            moves.append((at, trajectory))
+    names = [name for _, name in moves]
+    assert 2 < len(names) == len(set(names)) and moves[-1][0] < 100
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ConfigError, match="scheduler.placement.args.*crowded=0.5"):
+        scheduler(crowded=0.5)
+    with pytest.raises(ConfigError, match="at_once=0"):
+        scheduler(at_once=0)
