@@ -401,6 +401,7 @@ def test_every_key_is_known(tree):
                     "shape",
                     "pool",
                     "systems",
+                    "changes",
                 )
                 or prefix + name == "env"
             ):
