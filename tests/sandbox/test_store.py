@@ -14,7 +14,7 @@ import pytest
 
 from rose.sandbox.packs import StoreDamaged
 from rose.sandbox.store import Store
-from tests.sandbox.captures import Upper, check_loaded
+from tests.sandbox.raw_captures import Upper, check_loaded
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -194,7 +194,7 @@ WRITER = """
 import json, random, sys
 from pathlib import Path
 from rose.sandbox.store import Store
-from tests.sandbox.captures import Upper, check_loaded
+from tests.sandbox.raw_captures import Upper, check_loaded
 folder, name, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 shared = Store(folder / "store")
 upper, kept = Upper(folder / name, seed), {}
