@@ -11,11 +11,37 @@ MIB = 1 << 20
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Runs inside of the sandbox: commands end with NUL on standard input, their output goes to standard
 # output, and each one's exit code, ended by NUL, to standard error. Commands get none of the three.
+# Instead of a command, `ACCOUNT` asks for the shell's state: a text in parts, ended by NUL, where
+# exit codes go. A child tells it, since `declare` draws a random number; the jobs' table, which no
+# child has, is listed in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
+ACCOUNT = "\1"
 SESSION = """\
 exec 3<&0 4>&2 5>&1 0</dev/null 2>&1
 while IFS= builtin read -r -d '' __rose <&3; do
-  eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
-  builtin printf '%s\\0' "$?" >&4
+  if [[ $__rose == $'\\1' ]]; then
+    {
+      builtin printf '\\1jobs\\n%s\\n' "${!-}"; builtin jobs -p; builtin jobs -rl; builtin jobs -sl
+      builtin printf '\\1traps\\n'; builtin trap -p
+      builtin printf '%s' "$(
+        builtin printf '\\1variables\\n'; builtin declare -p
+        builtin printf '\\1functions\\n'; builtin declare -f; builtin declare -F
+        builtin printf '\\1aliases\\n'; builtin alias -p
+        builtin printf '\\1options\\n'; builtin shopt -p; builtin set +o
+        builtin printf '\\1builtins\\n'; builtin enable -a
+        builtin printf '\\1folder and umask\\n'
+        builtin printf 'builtin cd -- %q\\n' "$PWD"; builtin umask -p
+        builtin printf '\\1limits\\n'; builtin ulimit -a; builtin ulimit -Ha
+        builtin printf '\\1folders\\n'; builtin dirs -l
+        builtin printf '\\1arguments\\n%s' "$#"; builtin printf ' %q' "$@"
+        builtin printf '\\1history\\n'; builtin history; builtin complete -p
+        builtin printf '\\1end\\n'
+      )"
+    } >&4 2>/dev/null || builtin :
+    builtin printf '\\0' >&4
+  else
+    eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
+    builtin printf '%s\\0' "$?" >&4
+  fi
 done
 """
 # Folders of the root: a sandbox's own mounts, and the host's where there is no image
@@ -133,6 +159,13 @@ class Shell(Protocol):
 
     async def cwd(self) -> str | None: ...
 
+    async def look(self) -> dict[str, Any]:
+        """What changed since the last look (`watch.Watch.look`). Raises OSError if it can't be
+        seen now, NotImplementedError if this backend never sees it."""
+
+    async def resume(self) -> None:
+        """After the processes were saved: that they ran for it is no change."""
+
     async def read(self, path: str, limit: int) -> bytes:
         """The beginning of the regular file `path`. Raises OSError."""
 
@@ -143,5 +176,8 @@ class Shell(Protocol):
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
         """Run `argv` beside the session, unseen by it, with `files` (a tar) in the folder `at`."""
+
+    def captures(self) -> dict[str, str]:
+        """Kind of capture (capture.py) -> why it doesn't work here, "" if it does."""
 
     async def close(self) -> None: ...

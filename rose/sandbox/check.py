@@ -9,22 +9,19 @@ root itself, as its Python: a root without an image has these read-only, an imag
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
-import select
 import signal
 import tarfile
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
-from rose.sandbox import kernel
+from rose.sandbox import kernel, within
 from rose.sandbox.backend import GUARDED
 from rose.sandbox.init import begin_program
 
 HOME = "/logs/home"  # the program's, empty
-FULL = (errno.EAGAIN, errno.ENOMEM)
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
@@ -33,30 +30,10 @@ def run(spec: dict[str, Any], order: dict[str, Any], spaces: list[int], fds: lis
     program's files as a tar, its output, and where the result goes, as JSON: `code` and `files`,
     or `failed`."""
     files, output, to = fds
-    try:
-        with os.fdopen(files, "rb") as packed:
-            tar = packed.read()
-        for space in spaces:
-            kernel.join(space)
-        os.setresgid(0, 0, 0)
-        os.setresuid(0, 0, 0)
-        kernel.unshare(kernel.NEWNS | kernel.NEWPID)
-        inner = os.fork()
-        if inner == 0:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-            _serve(spec, order, tar, output, to)
-        os.close(output)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # changing users has unset it
-        poll = select.poll()
-        poll.register(os.pidfd_open(inner), select.POLLIN)
-        poll.register(to, 0)  # an error once the host has given up and closed its end
-        poll.poll()
-        os.kill(inner, signal.SIGKILL)
-        os.waitpid(inner, 0)
-    except OSError as error:
-        os.write(to, json.dumps(_failed(error)).encode())
-    finally:
-        os._exit(0)
+    with os.fdopen(files, "rb") as packed:
+        tar = packed.read()
+    new = kernel.NEWNS | kernel.NEWPID
+    within.enter(spaces, new, to, lambda: _serve(spec, order, tar, output, to))
 
 
 def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int, to: int) -> None:
@@ -93,16 +70,10 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 answer["files"][path] = file.read(order["limit"]).decode("latin-1")
     except Exception as error:  # whatever it is, the host must learn of it
-        answer = _failed(error)
+        answer = within.failed(error)
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
     os._exit(0)
-
-
-def _failed(error: Exception) -> dict[str, Any]:
-    """`full`: whether it is for want of what the agent may have used up."""
-    full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
-    return {"failed": f"{type(error).__name__}: {error}", "full": full}
 
 
 def pack(folder: str) -> bytes:

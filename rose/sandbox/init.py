@@ -21,14 +21,16 @@ import stat
 import time
 from typing import Any, NoReturn
 
-from rose.sandbox import kernel
+from rose.sandbox import kernel, layer
 from rose.sandbox.backend import GUARDED, MIB, SESSION
+from rose.sandbox.watch import Watch
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
 SESSION_FILES = "/run/rose"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 KILL_ROUNDS = 200  # of 5 ms: a fork bomb takes some until its last process is gone
+LOW_NUMBERS = 300  # RESERVED_PIDS of the kernel
 BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since boot
 
 
@@ -47,15 +49,17 @@ def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return (json.loads(data) if data else None), list(fds)
 
 
-def run(spec: dict[str, Any], base: str, lower: str, control: socket.socket) -> NoReturn:
+def run(
+    spec: dict[str, Any], base: str, lower: str, control: socket.socket, saved: list[int]
+) -> NoReturn:
     """Build the sandbox and serve the host until it closes `control`; the other processes of the
     namespace end with this one."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal without a handler
-        build(spec, base, lower)
+        upper = build(spec, base, lower, saved)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        init = Init(spec, control)
-    except OSError as error:
+        init = Init(spec, control, upper)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         send(control, {"failed": str(error)})
         os._exit(1)
     try:
@@ -67,13 +71,19 @@ def run(spec: dict[str, Any], base: str, lower: str, control: socket.socket) -> 
 # --------------------------------------------------------------------------- the root file system
 
 
-def build(spec: dict[str, Any], base: str, lower: str) -> None:
-    """An overlay over `lower`, whose upper layer is a tmpfs of bounded size, becomes the root."""
+def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
+    """An overlay over `lower`, whose upper layer is a tmpfs of bounded size, becomes the root; that
+    layer begins as `saved` says. Returns a file descriptor of it."""
     limits, work = spec["limits"], f"{base}/{WORK}"
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
     kernel.mount("tmpfs", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
     for name in ("upper", "changes", "root"):
         os.mkdir(f"{work}/{name}", 0o755)
+    filler = None
+    if saved:
+        filler = layer.Filler(saved[0], saved[1])
+        filler.fill(f"{work}/upper", ".")
+    upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY)
     root = f"{work}/root"
     layers = f"lowerdir={lower},upperdir={work}/upper,workdir={work}/changes,userxattr"
     kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, layers)
@@ -83,20 +93,33 @@ def build(spec: dict[str, Any], base: str, lower: str) -> None:
                 kernel.bind(f"/{name}", f"{root}/{name}", read_only=True)
         kernel.bind(f"{base}/host/etc", f"{root}/etc", read_only=True)
     for each in spec["mounts"]:
+        if saved and os.path.realpath(root + each["target"]) != os.path.normpath(
+            root + each["target"]
+        ):
+            raise ValueError(f"on the way to {each['target']} there is a link of the agent's")
         os.makedirs(root + each["target"], exist_ok=True)
         kernel.bind(each["source"], root + each["target"], read_only=True)
-    for name in ("dev", "proc", "tmp", "run", "root"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
-    os.chmod(f"{root}/tmp", 0o1777)
+    for name in ("dev", "proc", "run", "tmp", "root"):
+        if name in ("dev", "proc", "run") and os.path.islink(f"{root}/{name}"):
+            os.unlink(f"{root}/{name}")  # where something is mounted no link of an agent's leads on
+        if not os.path.lexists(f"{root}/{name}"):
+            os.mkdir(f"{root}/{name}")
+    if not saved:
+        os.chmod(f"{root}/tmp", 0o1777)
     devices(f"{root}/dev")
+    if filler is not None:
+        filler.fill(f"{root}/{layer.SHARED}", layer.SHARED)
+        os.close(saved[1])
     for name in GUARDED:
         guard(f"{root}/{name}")
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
     session_files(root + SESSION_FILES)
     kernel.raise_loopback()
     socket.sethostname("sandbox")
+    upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.change_root(root)
     os.makedirs(spec["workdir"], exist_ok=True)  # not before: an image's link may lead outside
+    return upper
 
 
 def guard(folder: str) -> None:
@@ -110,7 +133,8 @@ def guard(folder: str) -> None:
 
 
 def devices(folder: str) -> None:
-    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64m")
+    """Read-only but for /dev/shm, so that all that an agent can write is seen and captured."""
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
         with open(f"{folder}/{name}", "w"):
             pass
@@ -119,16 +143,20 @@ def devices(folder: str) -> None:
         os.mkdir(f"{folder}/{name}")
     kernel.mount("devpts", f"{folder}/pts", "devpts", 0, "newinstance,ptmxmode=0666,mode=620")
     os.symlink("pts/ptmx", f"{folder}/ptmx")
-    os.chmod(f"{folder}/shm", 0o1777)
+    options = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", f"{folder}/shm", "tmpfs", options, "mode=1777,size=64m")
     for i, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{i}", f"{folder}/{name}")
     os.symlink("/proc/self/fd", f"{folder}/fd")
+    kernel.set_attributes(kernel.AT_FDCWD, folder, kernel.ATTR_RDONLY)
 
 
 def session_files(folder: str) -> None:
     """Pipes with names, so that the session has no file descriptor that reaches outside, which no
     checkpoint could take; on a file system that the agent can't change."""
-    os.makedirs(folder)
+    if os.path.islink(folder):
+        os.unlink(folder)
+    os.makedirs(folder, exist_ok=True)
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=64k")
     for name in ("commands", "output", "codes"):
         os.mkfifo(f"{folder}/{name}", 0o600)
@@ -141,9 +169,11 @@ def session_files(folder: str) -> None:
 
 
 class Init:
-    def __init__(self, spec: dict[str, Any], control: socket.socket) -> None:
-        self.spec, self.control = spec, control
+    def __init__(self, spec: dict[str, Any], control: socket.socket, upper: int) -> None:
+        self.spec, self.control, self.upper = spec, control, upper
+        self.watch: Watch | None = None  # from the first look on
         self.session = 0  # process ids, of this namespace
+        self.opening: set[int] = set()  # children that open files for the host
         names = ("commands", "output", "codes")
         self.pipes = tuple(os.open(f"{SESSION_FILES}/{n}", os.O_RDWR) for n in names)
         wake, self.woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -175,6 +205,7 @@ class Init:
                 self.handle(order)
 
     def handle(self, order: dict[str, Any]) -> None:
+        fds: tuple[int, ...] = ()
         try:
             match order["do"]:
                 case "end":
@@ -189,6 +220,20 @@ class Init:
                     answer = {}
                 case "cwd":
                     answer = {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
+                case "look":
+                    self.watch = self.watch or Watch(self.upper)
+                    answer = self.watch.look(self.session, tuple(self.opening))
+                case "resume":
+                    if self.watch is not None:
+                        self.watch.processes.resume()
+                    answer = {}
+                case "adopt":  # a session that was captured; process 1 is its new parent
+                    os.kill(order["pid"], 0)
+                    self.session = order["pid"]
+                    leave_low_numbers()
+                    answer = {}
+                case "upper":
+                    answer, fds = {}, (self.upper,)
                 case "open":
                     self.open(order["path"], order["write"])
                     return  # the child answers
@@ -196,7 +241,7 @@ class Init:
                     raise ValueError(f"process 1 of a sandbox has no use for {other}")
         except OSError as error:
             answer = {"error": error.errno, "words": str(error)}
-        send(self.control, {"answer": answer})
+        send(self.control, {"answer": answer}, fds)
 
     def reap(self) -> None:
         while True:
@@ -206,6 +251,7 @@ class Init:
                 return
             if pid == 0:
                 return
+            self.opening.discard(pid)
             if pid == self.session:
                 self.session = 0
                 code = os.waitstatus_to_exitcode(status)
@@ -225,10 +271,13 @@ class Init:
         return pid
 
     def begin_session(self, cwd: str | None) -> int:
+        leave_low_numbers()
         pid = self.child()
         if pid:
             return pid
         try:
+            # what its programs leave to themselves stays below it, where a capture finds it
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             for fd, pipe in enumerate(self.pipes):
                 os.dup2(pipe, fd)
             begin_program(
@@ -241,7 +290,8 @@ class Init:
 
     def open(self, path: str, write: bool) -> None:
         """By a child that may do what the session may, and no more."""
-        if self.child():
+        if pid := self.child():
+            self.opening.add(pid)
             return
         try:
             kernel.confine(False)
@@ -263,8 +313,20 @@ class Init:
             os._exit(0)
 
 
+def leave_low_numbers() -> None:
+    """The next process gets a number above `LOW_NUMBERS`, unless they do already. Linux gives the
+    low ones once only: so they are free for what brings captured processes back, which must have
+    the numbers that they had."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "r+") as file:
+        if int(file.read()) < LOW_NUMBERS:
+            file.seek(0)
+            file.write(str(LOW_NUMBERS))
+
+
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """This process becomes `argv`, with the limits, without what only process 1 may have."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs must not
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:

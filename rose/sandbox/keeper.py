@@ -24,7 +24,7 @@ import socket
 import sys
 from typing import Any
 
-from rose.sandbox import check, kernel
+from rose.sandbox import check, kernel, within
 from rose.sandbox.backend import HOST_FOLDERS, Limits
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.init import WORK, receive, run, send
@@ -116,8 +116,10 @@ class Keeper:
         """A tmpfs with the lower layer of sandboxes without an image, seen by nobody else."""
         place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
         kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
-        for name in (WORK, "images", "host", "host/etc"):
+        for name in (WORK, "images", "criu", "host", "host/etc"):
             os.mkdir(f"{place}/{name}", 0o755)
+        if self.root:
+            os.chown(f"{place}/criu", FIRST_USER, FIRST_USER)
         host = f"{place}/host"
         for name in HOST_FOLDERS:
             if os.path.isdir(f"/{name}"):  # of a merged system links, which an agent could replace
@@ -163,25 +165,25 @@ class Keeper:
             self.groups.remove(f"{self.name}-{number}")
 
     def handle(self, order: dict[str, Any], fds: list[int]) -> None:
-        if "check" in order:
-            self.begin_check(order, fds)
+        if "do" in order:
+            self.begin_beside(order, fds)
         else:
-            control = socket.socket(fileno=fds[0])
+            control = socket.socket(fileno=fds.pop(0))
             order["lacking"] = list(self.groups.lacking)
             try:
-                said = {"pid": self.begin(order, control)}
+                said = {"pid": self.begin(order, control, fds)}
             except (OSError, ValueError, TypeError) as error:
                 hint = switched_off() if "unshare" in str(error) else ""
                 said = {"failed": f"{error}{hint}"}
             with contextlib.suppress(OSError):  # the host has given it up already
                 send(control, said)
             control.close()
-            return
         for fd in fds:
             os.close(fd)
 
-    def begin(self, spec: dict[str, Any], control: socket.socket) -> int:
-        """A sandbox's process 1, which waits until its group and its new parent are in place."""
+    def begin(self, spec: dict[str, Any], control: socket.socket, saved: list[int]) -> int:
+        """A sandbox's process 1, which waits until its group and its new parent are in place.
+        `saved`: the listing and the contents of the files that it begins with, if any."""
         lower = self.lower(spec["image"])
         go, mapped = os.pipe(), os.pipe()
         ours, said = socket.socketpair()
@@ -199,11 +201,11 @@ class Keeper:
                 os.setresuid(0, 0, 0)
                 second = os.fork()
                 if second == 0:
-                    close_but(go[0], control.fileno())
+                    close_but(go[0], control.fileno(), *saved)
                     if os.read(go[0], 1) != b"g":
                         os._exit(1)
                     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-                    run(spec, self.base, lower, control)
+                    run(spec, self.base, lower, control, saved)
                 said.send(str(second).encode())
             except OSError as error:
                 said.send(str(error).encode())
@@ -241,6 +243,7 @@ class Keeper:
             raise
         with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
             file.write("-900")  # the agent's processes go first; rootless may not lower it
+        spaces.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY))
         self.sandboxes[pid] = (self.made, spaces, spec)
         os.write(go, b"g")
         return pid
@@ -262,11 +265,13 @@ class Keeper:
             self.images[image] = target
         return self.images[image]
 
-    def begin_check(self, order: dict[str, Any], fds: list[int]) -> None:
-        number, spaces, spec = self.sandboxes.get(order["check"], (0, [], {}))
+    def begin_beside(self, order: dict[str, Any], fds: list[int]) -> None:
+        """A check, a capture or a revival in a sandbox, by a child; its words go to the last of
+        `fds`."""
+        number, spaces, spec = self.sandboxes.get(order["sandbox"], (0, [], {}))
         if number == 0:
             with contextlib.suppress(OSError):
-                os.write(fds[2], json.dumps({"failed": "the sandbox is gone"}).encode())
+                os.write(fds[-1], json.dumps({"failed": "the sandbox is gone"}).encode())
             return
         held, go = os.pipe()
         pid = os.fork()
@@ -276,16 +281,22 @@ class Keeper:
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
                 close_but(held, *spaces, *fds)
                 os.read(held, 1)
-                check.run(spec, order, spaces, fds)
+                if order["do"] == "check":
+                    check.run(spec, order, spaces[: len(check.JOINED)], fds)
+                cache = f"{self.base}/criu"
+                (within.capture if order["do"] == "capture" else within.revive)(
+                    order, cache, spaces, fds
+                )
             finally:
                 os._exit(1)
         try:
-            self.groups.join(f"{self.name}-{number}", pid)
+            if order["do"] != "capture":  # which may need more memory than the sandbox has left
+                self.groups.join(f"{self.name}-{number}", pid)
             os.write(go, b"g")
         except OSError as error:  # the sandbox ended just now
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
-                os.write(fds[2], json.dumps({"failed": str(error)}).encode())
+                os.write(fds[-1], json.dumps({"failed": str(error)}).encode())
         os.close(held)
         os.close(go)
 
@@ -365,7 +376,7 @@ def switched_off() -> str:
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes five
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes six
     try:
         keeper = Keeper(host)
     except OSError as error:

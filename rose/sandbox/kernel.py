@@ -7,12 +7,15 @@ systemd brings to every distribution; nothing else is needed. Left out: other sy
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import socket
 import struct
+import tempfile
+from collections.abc import Iterator
 
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
 try:
@@ -41,6 +44,10 @@ CAP_VERSION_3 = 0x20080522
 # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT: what installing
 # and running programs takes; they count inside of the sandbox's user namespace only
 KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10, 18)
+
+IN_MODIFY, IN_ATTRIB, IN_CLOSE_WRITE = 0x2, 0x4, 0x8
+IN_Q_OVERFLOW, IN_IGNORED, IN_ONLYDIR = 0x4000, 0x8000, 0x01000000
+EVENTS_BYTES = 64 * 1024  # of one read
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
@@ -170,6 +177,34 @@ def prctl(option: int, value: int) -> None:
     _check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option}, {value})")
 
 
+def event_queue() -> int:
+    """A file descriptor of inotify(7) that never blocks."""
+    return _check(LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify_init1")
+
+
+def watch_folder(queue: int, path: str) -> int:
+    """Queue what is done to the content and the attributes of the files in the folder `path`; the
+    number by which `events` names it, the same one for the same folder."""
+    mask = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR
+    return _check(LIBC.inotify_add_watch(queue, os.fsencode(path), mask), f"watch {path!r}")
+
+
+def events(queue: int) -> list[tuple[int, int, str]]:
+    """(number of a folder, what was done, name of the file) of all that waits in the queue."""
+    found = []
+    while True:
+        try:
+            data = os.read(queue, EVENTS_BYTES)
+        except BlockingIOError:
+            return found
+        at = 0
+        while at < len(data):
+            folder, mask, _, length = struct.unpack_from("iIII", data, at)
+            name = data[at + 16 : at + 16 + length].rstrip(b"\0")
+            found.append((folder, mask, os.fsdecode(name)))
+            at += 16 + length
+
+
 def raise_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)
@@ -191,7 +226,20 @@ def confine(filter_calls: bool) -> None:
     _check(LIBC.capset(header, data), "capset")
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     if filter_calls and SECCOMP is not None:
-        _filter_calls()
+        with _filter() as context:
+            done = SECCOMP.seccomp_load(context)
+            if done < 0:
+                raise OSError(-done, "seccomp_load failed")
+
+
+def filter_program() -> bytes:
+    """What `confine` loads: instructions (`sock_filter` of linux/filter.h, 8 bytes each)."""
+    with _filter() as context, tempfile.TemporaryFile() as file:
+        done = SECCOMP.seccomp_export_bpf(context, file.fileno())
+        if done < 0:
+            raise OSError(-done, "seccomp_export_bpf failed")
+        file.seek(0)
+        return file.read()
 
 
 class _Compare(ctypes.Structure):
@@ -203,7 +251,8 @@ class _Compare(ctypes.Structure):
     ]
 
 
-def _filter_calls() -> None:
+@contextlib.contextmanager
+def _filter() -> Iterator[ctypes.c_void_p]:
     context = ctypes.c_void_p(SECCOMP.seccomp_init(ctypes.c_uint32(ACT_ALLOW)))
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
@@ -227,7 +276,7 @@ def _filter_calls() -> None:
     refuse("clone3", errno.ENOSYS)
     for request in (TIOCSTI, TIOCLINUX):
         refuse("ioctl", errno.EPERM, (1, request))
-    done = SECCOMP.seccomp_load(context)
-    SECCOMP.seccomp_release(context)
-    if done < 0:
-        raise OSError(-done, "seccomp_load failed")
+    try:
+        yield context
+    finally:
+        SECCOMP.seccomp_release(context)

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rose.sandbox import criu
 from rose.sandbox.backend import GUARDED, Fresh, SandboxError, Spec
 from rose.sandbox.init import receive, send
 
@@ -134,13 +135,14 @@ class Keeper:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    async def begin(self, spec: Spec) -> Namespaces:
-        """Raises `SandboxError`."""
+    async def begin(self, spec: Spec, saved: tuple[int, int] | None = None) -> Namespaces:
+        """With a session, unless it is to begin with the files that are `saved`: file descriptors
+        of a listing and of the folder with contents (layer.py). Raises `SandboxError`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = asdict(spec) | {"variables": spec.variables()}
         made = Namespaces(self, ours)
         try:
-            send(self.end, order, (theirs.fileno(),))
+            send(self.end, order, (theirs.fileno(), *(saved or ())))
         except OSError as error:
             made.line.close()
             raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
@@ -148,7 +150,8 @@ class Keeper:
             theirs.close()
         try:
             await asyncio.wait_for(made.ready(), START_S)
-            await made.restart(None)
+            if saved is None:
+                await made.restart(None)
         except TimeoutError:
             await made.close()
             raise SandboxError(f"a sandbox was not ready within {START_S:g} s") from None
@@ -172,11 +175,12 @@ class Namespaces:
     keeps_files = True
 
     def __init__(self, keeper: Keeper, control: socket.socket) -> None:
-        self._keeper = keeper
+        self.keeper = keeper
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._on_end: Callable[[str], None] = lambda words: None
         self.pid = 0  # of process 1, as the host sees it
+        self.session = 0  # its bash, as the sandbox sees it
         self.commands = self.output = self.codes = -1
         self.line = _Line(control, self._event)
 
@@ -226,7 +230,8 @@ class Namespaces:
                 with contextlib.suppress(BlockingIOError):
                     while os.read(fd, 1 << 16):
                         pass
-            await self._order(do="session", cwd=cwd)
+            answer, _ = await self._order(do="session", cwd=cwd)
+            self.session = answer["pid"]
         except OSError as error:
             raise SandboxError(f"no new shell could be started: {error}") from None
 
@@ -239,6 +244,12 @@ class Namespaces:
             return (await self._order(do="cwd"))[0]["cwd"]
         except OSError:
             return None
+
+    async def look(self) -> dict[str, Any]:
+        return (await self._order(do="look"))[0]
+
+    async def resume(self) -> None:
+        await self._order(do="resume")
 
     async def read(self, path: str, limit: int) -> bytes:
         _, (fd,) = await self._order(do="open", path=_path(path), write=False)
@@ -257,7 +268,7 @@ class Namespaces:
             path.startswith(tuple(f"/{g}/" for g in GUARDED)) for path in (f"{at}/", *collect)
         ):
             raise SandboxError(f"a check's files lie below {GUARDED}, not {at!r} and {collect}")
-        order = {"check": self.pid, "argv": argv, "at": at, "collect": collect, "limit": limit}
+        order = {"argv": argv, "at": at, "collect": collect, "limit": limit}
         answer, output = await self._check(order, files, wait_s)
         if answer.get("full"):  # the agent's processes have used up what it takes to begin one
             await self.stop_since(0)
@@ -273,18 +284,18 @@ class Namespaces:
         self, order: dict[str, Any], files: bytes, wait_s: float
     ) -> tuple[dict[str, Any], bytes]:
         """A check's answer, with `code` None if it was stopped, and what it printed."""
-        (printed, theirs), (result, end) = os.pipe(), os.pipe()
+        printed, theirs = os.pipe()
         with tempfile.TemporaryFile() as packed:
             packed.write(files)
             packed.flush()
             packed.seek(0)
             try:
-                send(self._keeper.end, order, (packed.fileno(), theirs, end))
-            except OSError as error:
-                _close([printed, result])
-                raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
+                result = self._send_beside("check", order, packed.fileno(), theirs)
+            except SandboxError:
+                os.close(printed)
+                raise
             finally:
-                _close([theirs, end])
+                os.close(theirs)
         said, output = bytearray(), bytearray()
         done = asyncio.ensure_future(_until_end(result, said, ANSWER_BYTES, ANSWER_BYTES))
         shown = asyncio.ensure_future(
@@ -302,6 +313,51 @@ class Namespaces:
             await asyncio.wait({done, shown})  # they close their pipes, which ends the check
         ended = not done.cancelled() and said
         return (json.loads(said) if ended else {"code": None, "files": {}}), bytes(output)
+
+    def _send_beside(self, do: str, order: dict[str, Any], *fds: int) -> int:
+        """Have a child of the keeper do something in this sandbox: where its answer arrives, as
+        JSON. Raises `SandboxError`."""
+        result, end = os.pipe()
+        try:
+            send(self.keeper.end, order | {"do": do, "sandbox": self.pid}, (*fds, end))
+        except OSError as error:
+            os.close(result)
+            raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
+        finally:
+            os.close(end)
+        return result
+
+    async def beside(self, do: str, order: dict[str, Any], *fds: int, wait_s: float) -> Any:
+        """The same, and its answer. Raises `SandboxError`."""
+        result, said = self._send_beside(do, order, *fds), bytearray()
+        try:
+            async with asyncio.timeout(wait_s):
+                await _until_end(result, said, ANSWER_BYTES, ANSWER_BYTES)
+        except TimeoutError:
+            raise SandboxError(f"backend {NAME}: no {do} within {wait_s:g} s") from None
+        answer = json.loads(said or b'{"failed": "what did it was ended"}')
+        if "failed" in answer:
+            raise SandboxError(f"backend {NAME}: {answer['failed']}")
+        return answer
+
+    def captures(self) -> dict[str, str]:
+        try:
+            criu.find()
+        except SandboxError as error:
+            return {"files": "", "process": str(error)}
+        return {"files": "", "process": ""}
+
+    async def upper(self) -> int:
+        """A file descriptor of the layer with what was changed. Raises `SandboxError`, OSError."""
+        return (await self._order(do="upper"))[1][0]
+
+    async def adopt(self, session: int) -> None:
+        """Take a revived process for the session. Raises `SandboxError`."""
+        try:
+            await self._order(do="adopt", pid=session)
+        except OSError as error:
+            raise SandboxError(f"the captured shell ended at once: {error}") from None
+        self.session = session
 
     async def close(self) -> None:
         """Process 1 ends when its line does, and every other process with it."""

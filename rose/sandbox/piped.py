@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rose import processes
 from rose.sandbox.backend import Fresh, SandboxError, Spec
@@ -132,6 +132,12 @@ class Piped:
     async def cwd(self) -> str | None:
         return None
 
+    async def look(self) -> dict[str, Any]:
+        raise NotImplementedError(f"what changes in {self.program.NAME} is not seen from here")
+
+    async def resume(self) -> None:
+        pass
+
     async def read(self, path: str, limit: int) -> bytes:
         script = f"test -f {shlex.quote(path)} && head -c {limit} -- {shlex.quote(path)}"
         code, data, words = await self._inside(script, b"", FILE_S)
@@ -166,6 +172,9 @@ class Piped:
             with contextlib.suppress(OSError):
                 read[path] = await self.read(path, limit)
         return Fresh(code, (out or words.encode())[:limit].decode(errors="replace"), read)
+
+    def captures(self) -> dict[str, str]:
+        return {}
 
     async def _end_session(self) -> None:
         process, self._process = self._process, None

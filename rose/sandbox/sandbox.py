@@ -14,8 +14,10 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from rose.sandbox.backend import COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
+from rose.sandbox import capture as capturing
+from rose.sandbox.backend import ACCOUNT, COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
 from rose.sandbox.probe import announce, begin
 
@@ -23,8 +25,11 @@ OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
 READ_BYTES = 1 << 16
 CODE_BYTES = 4  # and more is no exit code
+ACCOUNT_BYTES = 4 << 20  # of a shell's state; one with more is not compared
+ACCOUNT_S = 30.0  # bash tries for 15 s to fork where there are too many processes
 GRACE_S = 1.0  # for the shell to notice that what it ran is gone
 STOP_EVERY_S = 0.1
+STATE_S = 30.0  # to tell or take a session's state: some milliseconds on an idle machine
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 RESTARTED = "a new one was begun: variables and background processes are lost, files are "
 
@@ -39,6 +44,65 @@ class Sandbox:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.on_end(self._end)
         self._closed = False
+        self.lost = ""  # of a restored one: what was not brought back, in words
+
+    @property
+    def capture_kinds(self) -> tuple[str, ...]:
+        """Of `capture`, what works here."""
+        return tuple(kind for kind, problem in self.shell.captures().items() if not problem)
+
+    @classmethod
+    async def restore(cls, folder: Path, backend: str = "auto", kind: str | None = None) -> Sandbox:
+        """A sandbox that goes on from a capture; several may from one. `kind`: "files" to bring
+        back no processes of a capture that has them; `lost` then says which are missing. Raises
+        `SandboxError` with what can't be restored."""
+        saved = capturing.read(Path(folder), kind)
+        if backend not in ("auto", saved.backend):
+            raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
+        shell = await capturing.bring(saved)
+        announce(saved.backend)
+        box = cls(shell, saved.spec, saved.backend)
+        if saved.kind == capturing.FILES:
+            try:
+                await shell.restart(None)
+                await box._answer(saved.script.encode(errors="surrogateescape"))
+            except BaseException:
+                await box.close()
+                raise
+            if saved.running:
+                box.lost = capturing.LOST + ", ".join(saved.running)
+        return box
+
+    async def capture(
+        self, kind: str, folder: Path, since: capturing.Listing | None = None
+    ) -> capturing.Capture:
+        """The present state into `folder`, which must not be there: "files", or "process" with the
+        processes, too. `since`: the listing of an earlier capture of this sandbox; contents of
+        files that are unchanged since are left out. Not while a command runs. Raises
+        `SandboxError`; then the folder is gone and the sandbox goes on."""
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        kinds = self.shell.captures()
+        if kinds.get(kind, "no such kind") != "":
+            words = kinds.get(kind) or f"there are {', '.join(kinds) or 'none'}"
+            raise SandboxError(f"backend {self.backend} captures no {kind!r} here: {words}")
+        said = await self.account()
+        if said is None:
+            raise SandboxError("its shell did not tell its state")
+        return await capturing.take(self.shell, self.spec, self.backend, kind, folder, since, said)
+
+    async def _answer(self, command: bytes, limit: int = 0) -> str:
+        """What the session prints for a command of ROSE's own. Raises `SandboxError`."""
+        turn = _Turn(self.shell, limit)
+        turn.begin(command + b"\0")
+        try:
+            waiting = {turn.done, self._ended}
+            await asyncio.wait(waiting, timeout=STATE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            turn.end()
+        if turn.code is None:
+            raise SandboxError(f"its shell did not tell or take its state within {STATE_S:g} s")
+        return bytes(turn.output).decode(errors="surrogateescape")
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
@@ -65,8 +129,8 @@ class Sandbox:
         if self._closed:
             raise SandboxError("the sandbox is closed")
         data = command.encode(errors="replace")
-        if b"\0" in data or len(data) > COMMAND_BYTES:
-            words = f"not run: a command has at most {COMMAND_BYTES} bytes, and no NUL"
+        if b"\0" in data or len(data) > COMMAND_BYTES or command == ACCOUNT:
+            words = f"not run: a command has at most {COMMAND_BYTES} bytes of text"
             return Result("", None, words)
         turn = _Turn(self.shell, limit)
         began = time.monotonic()
@@ -93,6 +157,23 @@ class Sandbox:
         if self.on_turn is not None:
             await self.on_turn(result)
         return result
+
+    async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
+        """The session's state in its own words (`backend.SESSION`); None if the shell doesn't give
+        it in time, and had to be stopped or even ended, or if it is endless. Raises
+        `SandboxError`."""
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        turn = _Account(self.shell, ACCOUNT_BYTES)
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
+        turn.begin(ACCOUNT.encode() + b"\0")
+        try:
+            waiting = {turn.done, self._ended}
+            await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            note, _ = await self._settle(turn, ticks, wait_s)
+        finally:
+            turn.end()
+        return None if note or turn.dropped else bytes(turn.output)
 
     async def _settle(self, turn: _Turn, ticks: int, wait_s: float) -> tuple[str, bool]:
         """Bring the session back to where it takes a command: what was done in words, and whether
@@ -223,3 +304,39 @@ class _Turn:
         for fd in self._fds[1:]:
             self.loop.remove_reader(fd)
         self.loop.remove_writer(self._fds[0])
+
+
+class _Account(_Turn):
+    """The session's state on its way: it comes where exit codes come, up to a NUL, as programs in
+    the background may print where output comes."""
+
+    def begin(self, data: bytes) -> None:
+        self._left = data
+        self._fds = (self.shell.commands, self.shell.output, self.shell.codes)
+        self.loop.add_reader(self._fds[2], self._read_code)
+        self._write()
+
+    def _read_code(self) -> None:
+        try:
+            data = os.read(self._fds[2], READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self.loop.remove_reader(self._fds[2])
+        *ended, left = data.split(b"\0")
+        for text in ended:
+            self._take(text)
+            if self.output.startswith(b"\1") and self.code is None:
+                self.code = 0
+                self.coded.set_result(None)
+                if not self.done.done():
+                    self.done.set_result(None)
+            elif self.code is None:  # an exit code that a program of the agent's has left there
+                self.output.clear()
+        self._take(left)
+
+    def _take(self, text: bytes) -> None:
+        if self.code is None:
+            kept = text[: max(0, self.limit - len(self.output))]
+            self.output += kept
+            self.dropped += len(text) - len(kept)

@@ -42,7 +42,8 @@ def readable():
     shutil.copytree(REPOSITORY / "rose/sandbox", folder / "rose/sandbox")
     for path in (REPOSITORY / "rose/__init__.py", REPOSITORY / "rose/processes.py"):
         shutil.copy(path, folder / "rose")
-    shutil.copy(HERE / "scenarios.py", folder)
+    for name in ("scenarios.py", "effects.py"):
+        shutil.copy(HERE / name, folder)
     subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
     yield folder
     shutil.rmtree(folder)
@@ -65,9 +66,9 @@ def python_of(options: dict) -> str:
     raise AssertionError("no Python 3.11 that a user without rights may run")
 
 
-def play(folder: Path, options: dict, *argv: str) -> str:
+def play(folder: Path, options: dict, *argv: str, program: str = "scenarios.py") -> str:
     done = subprocess.run(
-        [python_of(options), "scenarios.py", *argv],
+        [python_of(options), program, *argv],
         cwd=folder,
         env={"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
         capture_output=True,

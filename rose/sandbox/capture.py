@@ -1,0 +1,211 @@
+"""The state of a running sandbox in a folder, and sandboxes that begin with it.
+
+    about.json    backend, kind, spec and what ran; written last: without it a capture is none
+    listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
+    image/        the processes, as CRIU wrote them (kind "process")
+    shell         the session's state as a script (replay.py), for where these can't be brought back
+
+Files and processes are those of one moment, at which all processes are held. It lasts some
+milliseconds, and their parents don't see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rose.sandbox import criu, probe, replay
+from rose.sandbox.backend import Limits, Mount, SandboxError, Shell, Spec
+from rose.sandbox.keeper import FIRST_USER
+from rose.sandbox.namespaces import Namespaces
+
+FORMAT = 1
+FILES, PROCESS = "files", "process"
+WAIT_S = 60.0  # of CRIU; it takes a tenth of a second
+ABOUT, LISTING, SHELL = "about.json", "listing.json", "shell"
+LOST = "variables and functions were brought back, but not jobs, open files and processes: "
+
+Listing = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """`seconds`: how long it took; `bytes`: of files' contents that were copied."""
+
+    folder: Path
+    kind: str
+    seconds: float
+    bytes: int
+
+    @property
+    def listing(self) -> Listing:
+        return json.loads((self.folder / LISTING).read_text())
+
+
+async def take(
+    shell: Shell,
+    spec: Spec,
+    backend: str,
+    kind: str,
+    folder: Path,
+    since: Listing | None,
+    state: bytes,
+) -> Capture:
+    """`state`: the session's account of itself. Raises `SandboxError`."""
+    began = time.monotonic()
+    folder = Path(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise SandboxError(f"{folder}: no new folder for a capture: {error}") from None
+    try:
+        script = replay.script(state)
+        (folder / SHELL).write_text(script, errors="surrogateescape")
+        assert isinstance(shell, Namespaces)
+        about = await _take(shell, kind, folder, since)
+        write_about(folder, {"backend": backend, "kind": kind, **about}, spec)
+    except BaseException as error:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+        if isinstance(error, OSError | ValueError):
+            raise SandboxError(f"can't capture into {folder}: {error}") from error
+        raise
+    return Capture(folder, kind, time.monotonic() - began, about["bytes"])
+
+
+async def _take(
+    shell: Namespaces, kind: str, folder: Path, since: Listing | None
+) -> dict[str, Any]:
+    """What about.json is to say of it. Raises `SandboxError`, OSError."""
+    program = criu.order() if kind == PROCESS else None
+    for name in ("data", "image"):
+        (folder / name).mkdir(mode=0o700)
+        if shell.keeper.root:  # who writes it is the sandbox's root
+            os.chown(folder / name, FIRST_USER, FIRST_USER)
+    with contextlib.ExitStack() as held:
+        fds = [await shell.upper()]
+        held.callback(os.close, fds[0])
+        for name in ("data", "image"):
+            fds.append(os.open(folder / name, os.O_RDONLY | os.O_DIRECTORY))
+            held.callback(os.close, fds[-1])
+        fds.append(os.open(folder / LISTING, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        held.callback(os.close, fds[-1])
+        fds.append(os.memfd_create("rose-since"))
+        held.callback(os.close, fds[-1])
+        if since is not None:
+            with os.fdopen(os.dup(fds[-1]), "w") as file:
+                json.dump(since, file)
+            os.lseek(fds[-1], 0, os.SEEK_SET)
+        order = {"criu": program, "session": shell.session}
+        answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
+    version = program["version"] if program else ""
+    await asyncio.to_thread(_own, folder, shell.keeper.root)
+    images = {path.name: path.stat().st_size for path in (folder / "image").iterdir()}
+    return {"session": shell.session, "criu": version, "images": images, **answer}
+
+
+def _own(folder: Path, root: bool) -> None:
+    """Files that a sandbox wrote, or is to read: this user's, readable by the sandbox's group."""
+    if not root:
+        return
+    for name in ("data", "image"):
+        for path in (folder / name, *(folder / name).iterdir()):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise SandboxError(f"{path}: neither a file nor a folder")
+            os.chown(path, os.geteuid(), FIRST_USER)
+            os.chmod(path, 0o750 if path.is_dir() else 0o640)
+
+
+async def bring(saved: Saved) -> Namespaces:
+    """A sandbox with these files, and with the captured processes if it is of that kind; else
+    without a session. Raises `SandboxError`."""
+    program = criu.order() if saved.kind == PROCESS else None
+    keeper = probe.keeper()
+    try:
+        await asyncio.to_thread(_own, saved.folder, keeper.root)
+        fds = [
+            os.open(saved.folder / LISTING, os.O_RDONLY),
+            os.open(saved.folder / "data", os.O_RDONLY | os.O_DIRECTORY),
+            os.open(saved.folder / "image", os.O_RDONLY | os.O_DIRECTORY),
+        ]
+    except OSError as error:
+        raise SandboxError(f"{saved.folder}: not a whole capture: {error}") from None
+    try:
+        made = await keeper.begin(saved.spec, (fds[0], fds[1]))
+        try:
+            if program is not None:
+                order = {"criu": program}
+                answer = await made.beside("revive", order, fds[2], wait_s=WAIT_S)
+                await made.adopt(answer["pid"])
+        except BaseException:
+            await made.close()
+            raise
+        return made
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+# --------------------------------------------------------------------------- the folder
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A capture as it is to be restored: `kind` may be less than what was captured."""
+
+    folder: Path
+    backend: str
+    kind: str
+    spec: Spec
+    running: list[str] = field(default_factory=list)
+    images: dict[str, int] = field(default_factory=dict)  # name -> bytes
+
+    def check_images(self) -> None:
+        """CRIU waits for ever for pages that are not in its images. Raises `SandboxError`."""
+        for name, size in self.images.items():
+            path = self.folder / "image" / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found != size:
+                raise SandboxError(f"{path}: {found} bytes of {size}: not a whole capture")
+
+    @property
+    def script(self) -> str:
+        return (self.folder / SHELL).read_text(errors="surrogateescape")
+
+
+def write_about(folder: Path, about: dict[str, Any], spec: Spec) -> None:
+    """The last file of a capture."""
+    text = json.dumps({"format": FORMAT, "spec": asdict(spec), "made": time.time(), **about})
+    (folder / f".{ABOUT}").write_text(text)
+    os.replace(folder / f".{ABOUT}", folder / ABOUT)
+
+
+def read(folder: Path, kind: str | None) -> Saved:
+    """Raises `SandboxError`."""
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+        if about["format"] != FORMAT:
+            raise ValueError(f"format {about['format']!r}; this ROSE reads {FORMAT}")
+        given = dict(about["spec"])
+        given["limits"] = Limits(**given["limits"])
+        given["mounts"] = tuple(Mount(**each) for each in given["mounts"])
+        spec = Spec(**given)
+        running, images = list(about["running"]), dict(about["images"])
+        saved = Saved(folder, about["backend"], about["kind"], spec, running, images)
+        if saved.kind not in (FILES, PROCESS) or not (folder / SHELL).is_file():
+            raise ValueError(f"kind={saved.kind!r}, or no {SHELL}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise SandboxError(f"{folder}: not a whole capture: {words}") from None
+    if kind not in (None, FILES, saved.kind):
+        raise SandboxError(f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r}")
+    saved = replace(saved, kind=kind or saved.kind)
+    if saved.kind == PROCESS:
+        saved.check_images()
+    return saved

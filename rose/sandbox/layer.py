@@ -1,0 +1,249 @@
+"""A sandbox's changed files as a listing and their contents, and the layer made of them again.
+
+`record` walks the overlay's upper layer (and /dev/shm, which lies on no overlay); `fill` writes
+an empty layer. Both run in the sandbox's user namespace, where owners are those that the agent sees
+and where root may read each file. Entries of a listing, parents before what they hold:
+
+    path        from the root, "." is the root's own; bytes beyond UTF-8 as os.fsdecode has them
+    kind        file, dir, link, whiteout (removed from the lower layer), fifo or socket
+    mode, uid, gid, size, mtime_ns, ctime_ns, ino, xattrs (values as latin-1), target (of a link)
+    same        path of an earlier entry that is the same file (a hard link)
+    data        "data/N", or null for a file whose content is that of the listing before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import time
+from typing import Any
+
+SHARED = "dev/shm"
+# A file written within one tick of the kernel's clock after it was read keeps its times; 10 ms is
+# the longest tick (CONFIG_HZ=100), doubled.
+TICK_NS = 20_000_000
+KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "dir",
+    stat.S_IFLNK: "link",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "whiteout",  # an overlay's, 0:0; a sandbox can make no other device
+}
+MODES = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "whiteout": stat.S_IFCHR}
+KEYS = {"path", "kind", "mode", "uid", "gid", "mtime_ns", "xattrs"}
+DATA = re.compile(r"data/(\d+)")
+
+Entry = dict[str, Any]
+
+
+class Recorder:
+    """`into`: a folder for contents; `since`: the entries of an earlier listing by path; `mapped`:
+    inodes that a process may have written to without a trace in their times."""
+
+    def __init__(self, into: int, since: dict[str, Entry], mapped: frozenset[int]) -> None:
+        self.into, self.since, self.mapped = into, since, mapped
+        self.entries: list[Entry] = []
+        self.bytes = 0  # of contents that were copied
+        self._first: dict[tuple[int, int], str] = {}  # inode -> path
+        self._copied = 0
+
+    def record(self, root: int, prefix: str) -> None:
+        """The folder `root` (a file descriptor), as `prefix`; becomes the working directory."""
+        os.fchdir(root)
+        self._entry(prefix, ".")
+        self._folder(prefix, ".")
+
+    def _folder(self, prefix: str, at: str) -> None:
+        waiting = [at]
+        while waiting:
+            folder = waiting.pop()
+            for name in sorted(os.listdir(folder)):
+                path = name if folder == "." else f"{folder}/{name}"
+                shown = path if prefix == "." else f"{prefix}/{path}"
+                if self._entry(shown, path) == "dir":
+                    waiting.append(path)
+
+    def _entry(self, shown: str, path: str) -> str:
+        found = os.lstat(path)
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "")
+        if not kind:
+            raise ValueError(f"/{shown}: a kind of file that can't be captured")
+        entry: Entry = {
+            "path": shown,
+            "kind": kind,
+            "mode": stat.S_IMODE(found.st_mode),
+            "uid": found.st_uid,
+            "gid": found.st_gid,
+            "size": found.st_size if kind == "file" else 0,
+            "mtime_ns": found.st_mtime_ns,
+            "ctime_ns": 0 if time.time_ns() - found.st_ctime_ns < TICK_NS else found.st_ctime_ns,
+            "ino": found.st_ino,
+            "xattrs": {},
+            "target": os.readlink(path) if kind == "link" else None,
+            "data": None,
+        }
+        if kind in ("file", "dir"):
+            for name in os.listxattr(path):
+                entry["xattrs"][name] = os.getxattr(path, name).decode("latin-1")
+        if kind != "dir" and found.st_nlink > 1 and kind != "whiteout":
+            first = self._first.setdefault((found.st_dev, found.st_ino), shown)
+            if first != shown:
+                entry["same"] = first
+        if kind == "file" and "same" not in entry and not self._unchanged(entry):
+            entry["data"] = f"data/{self._copied}"
+            self._copy(path, str(self._copied))
+            self._copied += 1
+        self.entries.append(entry)
+        return kind
+
+    def _unchanged(self, entry: Entry) -> bool:
+        before = self.since.get(entry["path"])
+        return (
+            before is not None
+            and "same" not in before
+            and entry["ino"] not in self.mapped
+            and entry["ctime_ns"] != 0
+            and all(before.get(k) == entry[k] for k in ("ino", "size", "mtime_ns", "ctime_ns"))
+        )
+
+    def _copy(self, path: str, name: str) -> None:
+        source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        target = os.open(name, flags, 0o600, dir_fd=self.into)
+        try:
+            self.bytes += copy(source, target)
+        finally:
+            os.close(source)
+            os.close(target)
+
+
+def copy(source: int, target: int) -> int:
+    """A regular file with its holes; the bytes that are none. Raises OSError."""
+    size, at, copied = os.fstat(source).st_size, 0, 0
+    os.ftruncate(target, size)
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole to the end
+                break
+            raise
+        end = os.lseek(source, at, os.SEEK_HOLE)
+        os.lseek(target, at, os.SEEK_SET)
+        while at < end:
+            sent = os.sendfile(target, source, at, end - at)
+            if sent == 0:
+                return copied
+            at += sent
+            copied += sent
+    return copied
+
+
+class Filler:
+    """Writes layers as a listing says; contents are in the folder `data` (file descriptors).
+    Raises ValueError for a listing that `record` can't have made, OSError."""
+
+    def __init__(self, listing: int, data: int) -> None:
+        self.data = data
+        with os.fdopen(listing) as file:
+            try:
+                entries = list(json.load(file))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"the listing is damaged: {error}") from None
+        shared = (SHARED, f"{SHARED}/")
+        self.entries: dict[str, list[Entry]] = {".": [], SHARED: []}
+        for entry in entries:
+            if not (isinstance(entry, dict) and set(entry) >= KEYS):
+                raise ValueError(f"an entry without all of {', '.join(sorted(KEYS))}: {entry!r}")
+            inside = entry["path"] == shared[0] or str(entry["path"]).startswith(shared[1])
+            self.entries[SHARED if inside else "."].append(entry)
+
+    def fill(self, root: str, prefix: str) -> None:
+        """The empty folder `root`, which becomes the working directory meanwhile."""
+        back = os.open(".", os.O_RDONLY)
+        os.chdir(root)
+        try:
+            made = {".": "dir"}
+            entries = [(self._inside(e["path"], prefix), e) for e in self.entries[prefix]]
+            for path, entry in entries:
+                self._make(path, entry, made, prefix)
+            for path, entry in reversed(entries):  # a folder's time is that of its last change
+                os.utime(path, ns=(entry["mtime_ns"],) * 2, follow_symlinks=False)
+        finally:
+            os.fchdir(back)
+            os.close(back)
+
+    @staticmethod
+    def _inside(path: Any, prefix: str) -> str:
+        if path == prefix:
+            return "."
+        return str(path) if prefix == "." else str(path).removeprefix(f"{prefix}/")
+
+    def _make(self, path: str, entry: Entry, made: dict[str, str], prefix: str) -> None:
+        """Below folders that were made here only: no link on the way leads elsewhere."""
+        kind, name = entry["kind"], os.path.basename(path)
+        if path != "." and (made.get(os.path.dirname(path) or ".") != "dir" or path in made):
+            raise ValueError(f"{path!r}: not below a folder of the listing, or twice in it")
+        if name in ("", "..") or kind not in KINDS.values() or (path == "." and kind != "dir"):
+            raise ValueError(f"{path!r} is no {kind!r}")
+        if "same" in entry:
+            first = self._inside(entry["same"], prefix)
+            if made.get(first) != kind:
+                raise ValueError(f"{path!r}: the same as {first!r}, which is no {kind} before it")
+            os.link(first, path, follow_symlinks=False)
+            made[path] = kind
+            return
+        if kind == "dir":
+            if path != ".":
+                os.mkdir(path, 0o700)
+        elif kind == "link":
+            os.symlink(entry["target"], path)
+        elif kind == "file":
+            self._file(path, entry)
+        else:
+            os.mknod(path, MODES[kind] | 0o600)
+        made[path] = kind
+        os.chown(path, entry["uid"], entry["gid"], follow_symlinks=False)
+        if kind != "link":
+            os.chmod(path, entry["mode"])
+        for key, value in entry["xattrs"].items():
+            os.setxattr(path, key, value.encode("latin-1"))
+
+    def _file(self, path: str, entry: Entry) -> None:
+        found = DATA.fullmatch(str(entry.get("data")))
+        if found is None:
+            raise ValueError(
+                f"the content of {path!r} is not in this capture, which was made since an earlier "
+                "one; the store puts them together"
+            )
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW
+            source = os.open(found[1], flags, dir_fd=self.data)
+            try:
+                size = os.fstat(source).st_size
+                if size != entry.get("size"):
+                    raise ValueError(f"{path!r}: data has {size} bytes, not {entry.get('size')}")
+                copy(source, target)
+            finally:
+                os.close(source)
+        finally:
+            os.close(target)
+
+
+def mapped() -> frozenset[int]:
+    """Inodes of files that processes may write to in memory, which changes no time of theirs."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/maps", "rb") as file:
+                for line in file:
+                    fields = line.split(None, 5)
+                    if fields[1][1:2] == b"w" and fields[1][3:4] == b"s":
+                        found.add(int(fields[4]))
+    return frozenset(found)

@@ -1,0 +1,156 @@
+"""ptrace(2) and seccomp's notifications: what a capture does to processes beside CRIU.
+
+`Stopped` holds the agent's processes while their files are copied. `notify` and `answer` let this
+process answer some of a child's ptrace calls in the kernel's place: reading a filter of system
+calls takes rights on the host (CAP_SYS_ADMIN in the first user namespace), which a process in a
+sandbox's user namespace never has, but the filter is the one that `kernel.confine` loaded, so it is
+known without asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+
+from rose.sandbox.kernel import LIBC
+
+SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
+SETOPTIONS, GET_FILTER, GET_METADATA = 0x4200, 0x420C, 0x420D
+SUSPEND_SECCOMP = 1 << 21
+WALL = 0x40000000  # of waitpid: threads, too
+ROUNDS = 100  # until no new process is found: more than a fork bomb within its limit can make
+
+MACHINE = os.uname().machine
+CALL_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(MACHINE, -1)
+CALL_PTRACE = {"x86_64": 101, "aarch64": 117}.get(MACHINE, -1)
+SET_MODE_FILTER, NEW_LISTENER = 1, 1 << 3
+RET_NOTIFY, RET_ALLOW = 0x7FC00000, 0x7FFF0000
+RECEIVE, SEND = 0xC0502100, 0xC0182101  # ioctl numbers of linux/seccomp.h
+NOTICE = struct.Struct("QIIiIQ6Q")  # struct seccomp_notif
+REPLY = struct.Struct("QqiI")  # struct seccomp_notif_resp
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF
+ARGUMENTS = 16  # offset of the arguments in struct seccomp_data, 8 bytes each
+
+LIBC.ptrace.restype = ctypes.c_long
+
+
+def ptrace(request: int, task: int, data: int = 0) -> None:
+    """Raises OSError."""
+    done = LIBC.ptrace(request, task, ctypes.c_void_p(0), ctypes.c_void_p(data))
+    if done < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"ptrace({request:#x}, {task}): {os.strerror(code)}")
+
+
+def tasks(spare: set[int]) -> set[int]:
+    """Threads of all processes that /proc shows, but of those in `spare` and of dead ones."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) not in spare:
+            with contextlib.suppress(OSError):
+                found.update(map(int, os.listdir(f"/proc/{name}/task")))
+    return found
+
+
+class Stopped:
+    """Context: no process but `spare` runs. Unlike SIGSTOP it is not seen by their parents, and
+    whatever kills this process lets them go on."""
+
+    def __init__(self, spare: set[int]) -> None:
+        self.spare = spare | {os.getpid()}
+        self.held: dict[int, int] = {}  # thread -> the signal that it was about to get
+
+    def __enter__(self) -> Stopped:
+        for _ in range(ROUNDS):
+            new = tasks(self.spare) - set(self.held)
+            if not any([self._stop(task) for task in sorted(new)]):
+                return self
+        self.__exit__()
+        raise OSError(errno.EAGAIN, "its processes begin others faster than they can be stopped")
+
+    def _stop(self, task: int) -> bool:
+        """False of one that has ended, or that a debugger of the agent's holds."""
+        try:
+            ptrace(SEIZE, task)
+            ptrace(INTERRUPT, task)
+            _, status = os.waitpid(task, WALL)
+        except (OSError, ChildProcessError):
+            return False
+        if not os.WIFSTOPPED(status):
+            return False
+        self.held[task] = 0 if status >> 16 else os.WSTOPSIG(status)
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        for task, signal in self.held.items():
+            with contextlib.suppress(OSError):  # killed by another meanwhile
+                ptrace(DETACH, task, signal)
+        self.held.clear()
+
+
+def notify() -> int:
+    """From here on this process's ptrace calls about filters wait for `answer` by who reads the
+    file descriptor that is returned. Raises OSError."""
+    steps = [
+        (LOAD, 0, 0, 0),  # the call's number
+        (EQUAL, 0, 7, CALL_PTRACE),
+        (LOAD, 0, 0, ARGUMENTS),  # the request
+        (EQUAL, 4, 0, GET_FILTER),
+        (EQUAL, 3, 0, GET_METADATA),
+        (EQUAL, 0, 3, SETOPTIONS),
+        (LOAD, 0, 0, ARGUMENTS + 3 * 8),  # the options
+        (ANY_BIT, 0, 1, SUSPEND_SECCOMP),
+        (RETURN, 0, 0, RET_NOTIFY),
+        (RETURN, 0, 0, RET_ALLOW),
+    ]
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(kept))
+    made = LIBC.syscall(
+        ctypes.c_long(CALL_SECCOMP), SET_MODE_FILTER, ctypes.c_ulong(NEW_LISTENER), program
+    )
+    if made < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"seccomp(NEW_LISTENER): {os.strerror(code)}")
+    return made
+
+
+def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> None:
+    """One call of the child's: each thread has the one filter `program`. `on_foreign(thread)`: it
+    has others, too, so that it can't be captured."""
+    notice = bytearray(NOTICE.size)
+    try:
+        fcntl.ioctl(listener, RECEIVE, notice)
+    except OSError:  # the caller is gone
+        return
+    key, caller, _, _, _, _, request, task, index, data, *_ = NOTICE.unpack(notice)
+    value, error = 0, 0
+    if request == GET_METADATA:
+        error = errno.EIO  # as a kernel without it answers
+    elif request == GET_FILTER and index > 0:
+        error = errno.ENOENT
+    elif request == GET_FILTER:
+        value = len(program) // 8
+        if _filters(task) != 1:
+            on_foreign(task)
+            value, error = 0, errno.EPERM
+        elif data:
+            memory = os.open(f"/proc/{caller}/mem", os.O_WRONLY)
+            os.pwrite(memory, program, data)
+            os.close(memory)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(listener, SEND, REPLY.pack(key, value, -error, 0))
+
+
+def _filters(task: int) -> int:
+    """How many a thread has; 1 where the kernel, before 5.9, doesn't say."""
+    with contextlib.suppress(OSError), open(f"/proc/{task}/status") as file:
+        for line in file:
+            if line.startswith("Seccomp_filters:"):
+                return int(line.split()[1])
+    return 1
