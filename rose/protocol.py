@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 def seed_of(*parts: object) -> int:
@@ -285,6 +285,26 @@ class CancelTrajectory(Message):
     result."""
 
     id: str
+
+
+class HostReady(Message):
+    """Environment host -> coordinator: its process is up (again)."""
+
+    rank: int
+
+
+class HostLost(Message):
+    """Environment host's rank -> coordinator: its process died, and another is being started. All
+    that the dead one said came before this; all that the coordinator sends until `HostForgotten` is
+    dropped."""
+
+    rank: int
+    error: str
+
+
+class HostForgotten(Message):
+    """Coordinator -> environment host's rank: the answer to each `HostLost`. What follows is for
+    the process that was started then."""
 
 
 # --------------------------------------------------------------------------- coordinator <->
@@ -564,6 +584,9 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectoryFailed
     | CancelTrajectory
+    | HostReady
+    | HostLost
+    | HostForgotten
     | ScoreTrajectory
     | TrajectoryScored
     | CancelScore

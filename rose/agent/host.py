@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 
 from rose import processes
 from rose import protocol as p
@@ -22,8 +22,8 @@ from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
-from rose.comm.mailbox import COORDINATOR, Mailbox
 from rose.comm.tasks import Tasks
+from rose.comm.wire import COORDINATOR
 from rose.config import Config, ConfigError, Env
 from rose.launch.layout import layout
 from rose.models import resolve
@@ -155,8 +155,15 @@ class TrajectoryHost:
             self._turns.pop(request.turn, None)
 
 
-async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
-    """Until the coordinator sends `Shutdown`."""
+async def run(
+    rank: int,
+    config: Config,
+    send: Callable[[int, p.Message], None],
+    receive: Callable[[], Awaitable[p.Message]],
+    recorder: NullRecorder,
+) -> None:
+    """Until the coordinator sends `Shutdown`. `send(rank, message)` takes a message to a rank;
+    `rank` is the host's own."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     check(config.env)  # what this machine lacks is found now, and imports take seconds
@@ -164,18 +171,19 @@ async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
     host = TrajectoryHost(
         config,
         chat,
-        lambda message: mailbox.send(COORDINATOR, message),
+        lambda message: send(COORDINATOR, message),
         tasks.spawn,
         recorder,
-        Scoring(config.reward, pools, mailbox.send) if pools else None,
+        Scoring(config.reward, pools, send) if pools else None,
     )
 
-    async def receive() -> None:
-        while not isinstance(message := (await mailbox.receive())[1], p.Shutdown):
+    async def handle() -> None:
+        while not isinstance(message := await receive(), p.Shutdown):
             host.handle(message)
 
+    send(COORDINATOR, p.HostReady(rank))
     try:
-        await tasks.run_until(receive())
+        await tasks.run_until(handle())
     finally:
         # cancelled trajectories close their environments
         await tasks.close(config.env.step_timeout_s)

@@ -217,7 +217,12 @@ class Coordinator:
             lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}",
         )
         await self.device.to(p.Role.ROLLOUT)
-        engines = wanted[p.Role.ROLLOUT]
+        hosts, engines = wanted[p.Role.ENVIRONMENT], wanted[p.Role.ROLLOUT]
+        await until(
+            lambda: len(self.rollouts.up) >= hosts,
+            c.cluster.start_timeout_s,
+            lambda: f"environment hosts to start: {len(self.rollouts.up)} of {hosts} are up",
+        )
         await until(
             lambda: len(self.hub.dedicated()) >= engines,
             c.rollout.engine_start_timeout_s,
