@@ -89,7 +89,11 @@ class Sandbox:
         said = await self.account()
         if said is None:
             raise SandboxError("its shell did not tell its state")
-        return await capturing.take(self.shell, self.spec, self.backend, kind, folder, since, said)
+        try:
+            spec, backend = self.spec, self.backend
+            return await capturing.take(self.shell, spec, backend, kind, folder, since, said)
+        finally:
+            await self.shell.resume()
 
     async def _answer(self, command: bytes, limit: int = 0) -> str:
         """What the session prints for a command of ROSE's own. Raises `SandboxError`."""
