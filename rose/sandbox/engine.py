@@ -36,24 +36,21 @@ LOCK_S = 60.0
 JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
 DEATHS = 3  # of packers; then checkpointing stops
 COLLECT_S = 30.0  # between two removals of what nobody names
+FORGET_S = 600.0  # for which an ended sandbox's turns stay: others may begin with one of them
 
 
 @dataclass
 class Counters:
-    """Sums since the start. `delay_s`: that agents waited for captures; `lag_s`: from captures to
-    their being stored; `late`: captures not stored when the next turn began."""
+    """Sums since the start. `raw_bytes`: of captures, `packed_bytes`: what they took in the local
+    store, `stored_bytes`: in the shared one; `lag_s`: from captures to their being stored there;
+    `late`: captures not stored when the sandbox's next turn began."""
 
-    none: int = 0
-    files: int = 0
-    process: int = 0
-    skipped: int = 0
+    stored: int = 0
     failed: int = 0
     late: int = 0
-    stored: int = 0
     raw_bytes: int = 0
     packed_bytes: int = 0
     stored_bytes: int = 0
-    delay_s: float = 0.0
     lag_s: float = 0.0
 
 
@@ -94,7 +91,7 @@ class Engine:
         say: Callable[[str], None] = _say,
     ) -> None:
         self.counters, self.stopped = Counters(), ""
-        self._shared, self._keep, self._say = Path(store), keep, say
+        self._shared, self._keep, self.say = Path(store), keep, say
         self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
         self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
         self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
@@ -107,6 +104,7 @@ class Engine:
         self._starting = asyncio.Lock()
         self._starts, self._collected = 0, time.monotonic()
         self._captures = itertools.count()
+        self._ended: dict[str, float] = {}  # when, in that order
 
     async def open(self) -> Engine:
         """Raises `SandboxError` if either folder can't be used."""
@@ -182,8 +180,23 @@ class Engine:
                     self.counters.late += late and not ticket.late
                     ticket.late |= late
 
+    async def packed(self, name: str, turn: int) -> None:
+        """Return when what is on its way of `name` up to `turn` can be loaded here, or won't be."""
+        self.urge(name)
+        on_their_way = self._waiting["save"] + self._at_work["save"]
+        for ticket in on_their_way:
+            if ticket.name == name and ticket.turn <= turn:
+                await asyncio.wait({ticket.packed}, timeout=JOB_S)
+
+    def ended(self, name: str) -> None:
+        """No turns of `name` will follow: they are forgotten in a while, and at `close`."""
+        self._ended[name] = time.monotonic()
+        while self._ended and next(iter(self._ended.values())) < time.monotonic() - FORGET_S:
+            self.forget(next(iter(self._ended)))
+
     def forget(self, name: str) -> None:
         """Remove all turns of `name`, those on their way, too."""
+        self._ended.pop(name, None)
         for stage in ("save", "copy"):
             for ticket in [t for t in self._waiting[stage] if t.name == name]:
                 self._waiting[stage].remove(ticket)
@@ -195,27 +208,30 @@ class Engine:
         if self.stopped:
             return
         self.stopped = f"checkpoints of sandboxes stop here: {words}"
-        self._say(self.stopped)
+        self.say(self.stopped)
         for stage in ("save", "copy"):
             waiting, self._waiting[stage] = self._waiting[stage], []
             for ticket in waiting:
                 self._fail(ticket, stage, self.stopped)
 
-    def refused(self, error: OSError) -> bool:
-        """Whether this error is a disk's that takes no more, which ends checkpointing."""
-        if error.errno not in REMEDIES:
-            return False
-        self.stop(f"{error}; {REMEDIES[error.errno]}; the run goes on without")
-        return True
+    def refused(self, words: str) -> bool:
+        """Whether `words`, those of an error, tell of a disk that takes no more; that ends
+        checkpointing."""
+        number = next((n for n in REMEDIES if os.strerror(n) in words), None)
+        if number is not None:
+            self.stop(f"{words}; {REMEDIES[number]}; the run goes on without")
+        return number is not None
 
     async def close(self, wait_s: float = 60.0) -> None:
         """Store what is on its way, for `wait_s` seconds at most; the local folder is removed."""
         until = time.monotonic() + wait_s
+        for name in list(self._ended):
+            self.forget(name)
         while self._tasks and (left := until - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
         if lost:
-            self._say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
+            self.say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
         if self._packer is not None:
             await self._packer.close()
         for task in self._tasks:
@@ -306,8 +322,8 @@ class Engine:
     def _failed(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
         words = answer["error"]
         self.counters.failed += 1
-        if not self.refused(OSError(answer.get("errno", errno.EIO), words)):
-            self._say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
+        if not self.refused(words):
+            self.say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
         self._fail(ticket, stage, self.stopped or words)
 
     def _fail(self, ticket: Ticket, stage: str, words: str) -> None:
@@ -340,7 +356,7 @@ class Engine:
 
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None and "error" in answer:
-            self._say(f"old checkpoints of sandboxes stay: {answer['error']}")
+            self.say(f"old checkpoints of sandboxes stay: {answer['error']}")
 
 
 def _settle(future: asyncio.Future[str], words: str) -> None:

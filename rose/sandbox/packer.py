@@ -108,7 +108,7 @@ class PackerProcess:
         if "error" in found:
             made.kill()
             await process.wait()
-            raise OSError(found.get("errno", errno.ECHILD), f"their packer: {found['error']}")
+            raise OSError(errno.ECHILD, f"their packer: {found['error']}")
         made._reading = asyncio.ensure_future(made._read())
         return made
 
@@ -152,9 +152,7 @@ def main() -> None:
     def answer(order: dict[str, Any]) -> None:
         try:
             found = packer.do(order)
-        except OSError as error:
-            found = {"error": str(error), "errno": error.errno}
-        except StoreDamaged as error:
+        except (OSError, StoreDamaged) as error:
             found = {"error": str(error)}
         except Exception as error:
             found = {"error": repr(error)}
@@ -165,7 +163,7 @@ def main() -> None:
     try:
         packer = Packer(Path(local), Path(shared), float(bytes_per_s))
     except OSError as error:
-        print(json.dumps({"error": str(error), "errno": error.errno}), flush=True)
+        print(json.dumps({"error": str(error)}), flush=True)
         return
     print("{}", flush=True)
     pool = ThreadPoolExecutor(int(threads))

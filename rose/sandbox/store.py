@@ -107,7 +107,9 @@ class Store:
         that the capture left out."""
         raw = (capture / LISTING).read_bytes()
         entries = json.loads(raw)
-        missing = [e for e in entries if e["kind"] == "file" and e["data"] is None]
+        missing = [
+            e for e in entries if e["kind"] == "file" and e["data"] is None and "same" not in e
+        ]
         if not missing:
             return raw, {}
         if before is None:
