@@ -4,9 +4,8 @@
 #     scripts/get_criu.sh [PREFIX]        PREFIX/criu; $XDG_CACHE_HOME/rose/criu or ~/.cache/rose/criu
 #
 # Debian 12 and 13 have older ones, which fail on new kernels. So this takes the package of a later
-# suite, with the C library and the loader that it was linked with, from where this machine's own
-# packages come from; if that can't be, it builds the source of that suite. Neither dpkg's state nor
-# the system's lists of packages change, and it needs no root.
+# suite, with the C library and the loader that it was linked with; if that can't be, it builds that
+# suite's source. The system's packages stay as they are, and it needs no root.
 set -euo pipefail
 
 PREFIX=$(realpath -m "${1:-${XDG_CACHE_HOME:-$HOME/.cache}/rose/criu}")
@@ -20,6 +19,8 @@ fail() {
     echo "get_criu.sh: $*" >&2
     exit 1
 }
+
+. "$(dirname "$0")/other_suite.sh"
 
 new_enough() { # CRIU: whether it runs and is new enough
     local version
@@ -36,40 +37,6 @@ for program in apt-get dpkg; do
         "name it in ROSE_CRIU or put it on PATH"
 done
 
-# apt with the given suite as its only source, in a folder of its own, as if nothing were installed
-apt_of() { # SUITE ARGUMENTS...
-    local suite=$1 at=$WORK/apt-$1
-    shift
-    if [ ! -d "$at" ]; then
-        mkdir -p "$at"/{lists/partial,cache/archives/partial,sources}
-        : >"$at/status"
-        own_sources "$suite" "$at/sources"
-    fi
-    apt-get -o Dir::Etc::sourcelist=/dev/null -o Dir::Etc::sourceparts="$at/sources" \
-        -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists="$at/lists" \
-        -o Dir::State::status="$at/status" -o Dir::Cache="$at/cache" \
-        -o APT::Install-Recommends=false -o APT::Sandbox::User="$(id -un)" \
-        -o Debug::NoLocking=1 -qq "$@"
-}
-
-own_sources() { # SUITE FOLDER: this machine's source of its distribution, with that suite
-    local codename
-    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
-    [ -n "$codename" ] || fail "/etc/os-release names no VERSION_CODENAME"
-    local file
-    file=$(grep -lE "^Suites:.*\b$codename\b" /etc/apt/sources.list.d/*.sources 2>/dev/null | head -1) || true
-    if [ -n "$file" ]; then
-        sed -n '/^$/q;p' "$file" | sed -E "s/^Suites:.*/Suites: $1/; s/^Types:.*/Types: deb deb-src/" \
-            >"$2/debian.sources"
-        return
-    fi
-    grep -hE "^deb .*[[:space:]]$codename[[:space:]]" /etc/apt/sources.list /etc/apt/sources.list.d/*.list \
-        2>/dev/null | head -1 | sed -E "s/[[:space:]]$codename[[:space:]]/ $1 /; p; s/^deb /deb-src /" \
-        >"$2/debian.list" || true
-    [ -s "$2/debian.list" ] || fail "no source of $codename in /etc/apt: is this Debian? Else build CRIU" \
-        "$NEEDED or later yourself, and name it in ROSE_CRIU or put it on PATH"
-}
-
 finish() { # FOLDER: it becomes PREFIX, whole or not at all
     new_enough "$1/criu" || return 1
     "$1/criu" --version >"$1/version"
@@ -82,12 +49,8 @@ finish() { # FOLDER: it becomes PREFIX, whole or not at all
 }
 
 packaged() { # SUITE
-    local at=$WORK/apt-$1 made=$WORK/made-$1
-    apt_of "$1" update && apt_of "$1" -y --download-only install criu >/dev/null || return 1
-    mkdir -p "$made/root"
-    for package in "$at"/cache/archives/*.deb; do
-        dpkg -x "$package" "$made/root"
-    done
+    local made=$WORK/made-$1
+    unpack "$1" criu "$made" || return 1
     cat >"$made/criu" <<'WRAPPER'
 #!/bin/sh
 # started through the loader of its own C library
@@ -106,6 +69,7 @@ built() { # SUITE: its source, with this machine's compiler and libraries
     local at=$WORK/source-$1
     command -v make >/dev/null && command -v gcc >/dev/null || return 1
     mkdir -p "$at"
+    apt_of "$1" update || return 1
     # apt checks the sums of what it has got; the second file, the packaging, may be missing
     (cd "$at" && apt_of "$1" source --download-only criu) >/dev/null || true
     local packed sum
@@ -125,7 +89,7 @@ built() { # SUITE: its source, with this machine's compiler and libraries
     finish "$WORK/built-$1"
 }
 
-for way in packaged built; do
+for way in ${ROSE_CRIU_WAYS:-packaged built}; do
     for suite in $SUITES; do
         echo "get_criu.sh: $way, of the suite $suite" >&2
         if $way "$suite"; then

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes sure that the programs which only the tests need are there: a Chromium, which opens report.html, and the Slurm
-# that slurm/dev_cluster.sh starts, iproute2, and CRIU, which has a folder of its own. Installs Debian's packages where it may (root); else says what is missing and fails.
+# that slurm/dev_cluster.sh starts, iproute2, and CRIU and gVisor, which have folders of their own. Installs Debian's packages where it may (root); else says what is missing and fails.
 set -eu
 
 find_browser() {
@@ -28,6 +28,7 @@ if ! command -v ip >/dev/null 2>&1 && [ ! -x /usr/sbin/ip ]; then
     apt-get -qq update
     DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends iproute2 >/dev/null
 fi
-# without it everything but captures of processes can be tested, so those tests say what is missing
-"$(dirname "$0")/get_criu.sh" || echo "make test: no CRIU, so tests/sandbox/test_capture.py will fail" >&2
+for program in criu runsc; do # without them everything else can be tested
+    "$(dirname "$0")/get_$program.sh" || echo "make test: no $program: tests/sandbox/test_capture.py will fail" >&2
+done
 exec "$(dirname "$0")/../slurm/dev_cluster.sh" install

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
+from typing import ClassVar
 
 from rose.sandbox.backend import SESSION, Spec
 from rose.sandbox.piped import Piped
@@ -19,6 +20,7 @@ NAME, PROGRAM = "apptainer", "apptainer"
 
 class Apptainer:
     NAME, PROGRAM, keeps_files = NAME, PROGRAM, True
+    captures: ClassVar[dict[str, str]] = {}
 
     @staticmethod
     def prepare(spec: Spec, folder: Path) -> None:

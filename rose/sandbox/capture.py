@@ -2,7 +2,7 @@
 
     about.json    backend, kind, spec and what ran; written last: without it a capture is none
     listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
-    image/        the processes, as CRIU wrote them (kind "process")
+    image/        the processes, as CRIU wrote them (kind "process"); with gvisor the files, too
     shell         the session's state as a script (replay.py), for where these can't be brought back
 
 Files and processes are those of one moment, at which all processes are held. It lasts some
@@ -16,21 +16,23 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rose.sandbox import criu, probe, replay
-from rose.sandbox.backend import Limits, Mount, SandboxError, Shell, Spec
+from rose.sandbox import criu, gvisor, replay
+from rose.sandbox.backend import Limits, Mount, SandboxError, Spec
 from rose.sandbox.keeper import FIRST_USER
-from rose.sandbox.namespaces import Namespaces
+from rose.sandbox.namespaces import NAME, Keeper, Namespaces
+from rose.sandbox.piped import Piped
 
 FORMAT = 1
 FILES, PROCESS = "files", "process"
 WAIT_S = 60.0  # of CRIU; it takes a tenth of a second
 ABOUT, LISTING, SHELL = "about.json", "listing.json", "shell"
-LOST = "variables and functions were brought back, but not jobs, open files and processes: "
 
 Listing = list[dict[str, Any]]
 
@@ -50,7 +52,7 @@ class Capture:
 
 
 async def take(
-    shell: Shell,
+    shell: Namespaces | Piped,
     spec: Spec,
     backend: str,
     kind: str,
@@ -68,8 +70,10 @@ async def take(
     try:
         script = replay.script(state)
         (folder / SHELL).write_text(script, errors="surrogateescape")
-        assert isinstance(shell, Namespaces)
-        about = await _take(shell, kind, folder, since)
+        if isinstance(shell, Namespaces):
+            about = await _take(shell, kind, folder, since)
+        else:
+            about = await _take_whole(shell, folder)
         write_about(folder, {"backend": backend, "kind": kind, **about}, spec)
     except BaseException as error:
         await asyncio.to_thread(shutil.rmtree, folder, True)
@@ -106,8 +110,20 @@ async def _take(
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
     version = program["version"] if program else ""
     await asyncio.to_thread(_own, folder, shell.keeper.root)
-    images = {path.name: path.stat().st_size for path in (folder / "image").iterdir()}
-    return {"session": shell.session, "criu": version, "images": images, **answer}
+    return {"session": shell.session, "criu": version, "images": _sizes(folder), **answer}
+
+
+async def _take_whole(shell: Piped, folder: Path) -> dict[str, Any]:
+    """The same of another program, whose images have the files, too."""
+    for name in ("data", "image"):
+        (folder / name).mkdir(mode=0o700)
+    await shell.capture(folder / "image")
+    (folder / LISTING).write_text("[]")
+    return {"images": _sizes(folder), "running": [], "bytes": 0}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in (folder / "image").iterdir()}
 
 
 def _own(folder: Path, root: bool) -> None:
@@ -122,11 +138,17 @@ def _own(folder: Path, root: bool) -> None:
             os.chmod(path, 0o750 if path.is_dir() else 0o640)
 
 
-async def bring(saved: Saved) -> Namespaces:
+async def bring(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Piped:
+    """The sandbox, of the backend that it was captured with. Raises `SandboxError`."""
+    if saved.backend == gvisor.NAME:
+        return await gvisor.begin(saved.spec, saved.folder / "image")
+    return await _bring(saved, keeper())
+
+
+async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
     """A sandbox with these files, and with the captured processes if it is of that kind; else
     without a session. Raises `SandboxError`."""
     program = criu.order() if saved.kind == PROCESS else None
-    keeper = probe.keeper()
     try:
         await asyncio.to_thread(_own, saved.folder, keeper.root)
         fds = [
@@ -150,6 +172,21 @@ async def bring(saved: Saved) -> Namespaces:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+async def tried(shell: Namespaces, keeper: Keeper) -> str:
+    """Why no processes of this sandbox, which has just begun, can be captured and brought back; ""
+    if they can."""
+    if problem := shell.captures()[PROCESS]:
+        return problem
+    with tempfile.TemporaryDirectory(prefix="rose-capture-") as top:
+        folder = Path(top) / "c"
+        try:
+            await take(shell, Spec(), NAME, PROCESS, folder, None, replay.NOTHING)
+            await (await _bring(read(folder, None), keeper)).close()
+        except SandboxError as error:
+            return str(error)
+    return ""
 
 
 # --------------------------------------------------------------------------- the folder
@@ -203,8 +240,13 @@ def read(folder: Path, kind: str | None) -> Saved:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         words = f"{type(error).__name__}: {error}"
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
-    if kind not in (None, FILES, saved.kind):
-        raise SandboxError(f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r}")
+    if saved.backend not in (NAME, gvisor.NAME):
+        raise SandboxError(f"{folder}: captured with {saved.backend!r}, which this ROSE has not")
+    whole = saved.backend == gvisor.NAME  # files without the processes are not to be had
+    if kind not in ((None, saved.kind) if whole else (None, FILES, saved.kind)):
+        raise SandboxError(
+            f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r} with {saved.backend}"
+        )
     saved = replace(saved, kind=kind or saved.kind)
     if saved.kind == PROCESS:
         saved.check_images()

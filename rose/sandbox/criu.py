@@ -54,9 +54,16 @@ def prefix() -> Path:
     return Path(cache) / "rose" / "criu"
 
 
-@functools.cache
 def find() -> Program:
-    """Raises `SandboxError` with what helps."""
+    """Looked for once in a process. Raises `SandboxError` with what helps."""
+    found = _find()
+    if isinstance(found, str):
+        raise SandboxError(found)
+    return found
+
+
+@functools.cache
+def _find() -> Program | str:
     named = os.environ.get(VARIABLE)
     places = [named] if named else [str(prefix() / "criu"), shutil.which("criu")]
     problems = []
@@ -70,7 +77,7 @@ def find() -> Program:
             return _ask(place)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             problems.append(f"{place}: {error}")
-    raise SandboxError(f"no CRIU: {'; '.join(problems) or 'not installed'}; {REMEDY}")
+    return f"no CRIU: {'; '.join(problems) or 'not installed'}; {REMEDY}"
 
 
 def _ask(place: str) -> Program:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rose.sandbox.backend import MIB, SESSION, Spec
 from rose.sandbox.piped import Piped
@@ -22,6 +22,10 @@ KEPT = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID",
 
 class Runsc:
     NAME, PROGRAM, keeps_files = NAME, PROGRAM, False
+    captures: ClassVar[dict[str, str]] = {
+        "files": "its files lie within its own kernel, whose images have the processes, too",
+        "process": "",
+    }
 
     @staticmethod
     def prepare(spec: Spec, folder: Path) -> None:
@@ -44,6 +48,16 @@ class Runsc:
     @staticmethod
     def end(folder: Path) -> list[list[str]]:
         return [[*_runsc(folder), "delete", "-force", folder.name]]
+
+    @staticmethod
+    def checkpoint(folder: Path, images: Path) -> list[str]:
+        own = ["checkpoint", "-leave-running", "-image-path", str(images)]
+        return [*_runsc(folder), *own, folder.name]
+
+    @staticmethod
+    def again(folder: Path, images: Path) -> list[str]:
+        own = ["restore", "-image-path", str(images), "-bundle", f"{folder}/bundle"]
+        return [*_runsc(folder), *own, folder.name]
 
 
 def _runsc(folder: Path) -> list[str]:
@@ -97,6 +111,6 @@ def config(spec: Spec, folder: Path) -> dict[str, Any]:
     }
 
 
-async def begin(spec: Spec) -> Piped:
-    """Raises `SandboxError`."""
-    return await Piped(Runsc, spec).begin()
+async def begin(spec: Spec, images: Path | None = None) -> Piped:
+    """`images`: of a capture, with which to begin. Raises `SandboxError`."""
+    return await Piped(Runsc, spec).begin(images)

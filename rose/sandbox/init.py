@@ -83,7 +83,6 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
     if saved:
         filler = layer.Filler(saved[0], saved[1])
         filler.fill(f"{work}/upper", ".")
-    upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY)
     root = f"{work}/root"
     layers = f"lowerdir={lower},upperdir={work}/upper,workdir={work}/changes,userxattr"
     kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, layers)

@@ -236,6 +236,7 @@ class Keeper:
     def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int) -> int:
         self.made += 1
         try:
+            spaces += [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "cgroup")]
             self.groups.make(f"{self.name}-{self.made}", Limits(**spec["limits"]), pid)
         except (OSError, ValueError, TypeError):
             os.kill(pid, signal.SIGKILL)
@@ -243,7 +244,6 @@ class Keeper:
             raise
         with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
             file.write("-900")  # the agent's processes go first; rootless may not lower it
-        spaces.append(os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY))
         self.sandboxes[pid] = (self.made, spaces, spec)
         os.write(go, b"g")
         return pid
@@ -376,7 +376,7 @@ def switched_off() -> str:
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes six
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes seven
     try:
         keeper = Keeper(host)
     except OSError as error:

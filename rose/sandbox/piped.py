@@ -32,6 +32,7 @@ class Program(Protocol):
     NAME: str
     PROGRAM: str
     keeps_files: bool  # when its session is begun anew
+    captures: dict[str, str]  # as `backend.Shell` has it
 
     @staticmethod
     def prepare(spec: Spec, folder: Path) -> None: ...
@@ -49,6 +50,13 @@ class Program(Protocol):
     @staticmethod
     def end(folder: Path) -> list[list[str]]: ...
 
+    @staticmethod
+    def checkpoint(folder: Path, images: Path) -> list[str]:
+        """Only of a program that captures; so is `again`: `session` from such images."""
+
+    @staticmethod
+    def again(folder: Path, images: Path) -> list[str]: ...
+
 
 class Piped:
     """One running sandbox (`backend.Shell`)."""
@@ -63,20 +71,20 @@ class Piped:
     def on_end(self, callback: Callable[[str], None]) -> None:
         self._on_end = callback
 
-    async def begin(self) -> Piped:
-        """Raises `SandboxError`."""
+    async def begin(self, images: Path | None = None) -> Piped:
+        """`images`: of a captured session, with which to begin. Raises `SandboxError`."""
         if shutil.which(self.program.PROGRAM) is None:
             await self.close()
             raise SandboxError(f"{self.program.PROGRAM} is not installed")
         try:
             await asyncio.to_thread(self.program.prepare, self.spec, self.folder)
-            await self._begin_session()
+            await self._begin_session(images)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _begin_session(self) -> None:
+    async def _begin_session(self, images: Path | None = None) -> None:
         for argv in self.program.begin(self.spec, self.folder):
             code, _, words = await self._run(argv, b"", START_S)
             if code:
@@ -84,8 +92,12 @@ class Piped:
         ours = [os.pipe() for _ in range(3)]
         ends = (ours[0][0], ours[1][1], ours[2][1])
         host = os.getpid()
+        if images is None:
+            argv = self.program.session(self.spec, self.folder)
+        else:
+            argv = self.program.again(self.folder, images)
         self._process = await asyncio.create_subprocess_exec(
-            *self.program.session(self.spec, self.folder),
+            *argv,
             stdin=ends[0],
             stdout=ends[1],
             stderr=ends[2],
@@ -174,7 +186,17 @@ class Piped:
         return Fresh(code, (out or words.encode())[:limit].decode(errors="replace"), read)
 
     def captures(self) -> dict[str, str]:
-        return {}
+        return self.program.captures
+
+    async def capture(self, images: Path) -> None:
+        """Files and processes at one moment. Raises `SandboxError`."""
+        argv = self.program.checkpoint(self.folder, images)
+        try:
+            code, _, words = await self._run(argv, b"", START_S)
+        except TimeoutError:
+            raise SandboxError(f"{self.program.PROGRAM}: no capture within {START_S:g} s") from None
+        if code:
+            raise SandboxError(f"{shlex.join(argv)}: {words.strip()[-500:]}")
 
     async def _end_session(self) -> None:
         process, self._process = self._process, None

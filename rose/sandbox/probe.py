@@ -10,10 +10,10 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from rose.sandbox import apptainer, gvisor
+from rose.sandbox import apptainer, capture, gvisor
 from rose.sandbox.backend import SandboxError, Shell, Spec
 from rose.sandbox.kernel import SECCOMP
-from rose.sandbox.namespaces import NAME, Keeper
+from rose.sandbox.namespaces import NAME, Keeper, Namespaces
 
 BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # auto: the first that works
 AUTO = "auto"
@@ -104,6 +104,13 @@ async def _describe(name: str) -> Found:
         if name == NAME:
             words, lacking = _kind(keeper()), _lacking(keeper())
         shell, _ = await begin(Spec(), name)
+        if isinstance(shell, Namespaces):
+            if problem := await capture.tried(shell, keeper()):
+                lacking.append(f"captures have no processes: {problem}")
+            else:
+                words += "; captures files and processes"
+        elif not shell.captures().get("process", "none"):
+            words += "; captures processes with their files"
         await shell.close()
     except SandboxError as error:
         return Found(name, "", str(error), tuple(lacking))

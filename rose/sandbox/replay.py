@@ -7,6 +7,22 @@ from __future__ import annotations
 
 import re
 
+LOST = "variables and functions were brought back, but not jobs, open files and processes: "
+NOTHING = b"\1".join(  # the account of a session whose state doesn't matter
+    f"{name}\n".encode()
+    for name in (
+        "",
+        "arguments",
+        "variables",
+        "builtins",
+        "folder and umask",
+        "functions",
+        "aliases",
+        "traps",
+        "options",
+        "end",
+    )
+)
 FIXED = re.compile(  # bash sets these, or refuses them
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
@@ -25,6 +41,6 @@ def script(said: bytes) -> str:
     kept = "".join(r for r in RECORD.split(parts["variables"]) if not FIXED.match(r))
     disabled = "".join(f"{x}\n" for x in parts["builtins"].split("\n") if x[:9] == "enable -n")
     made = (parts["folder and umask"], arguments, parts["functions"], kept, parts["aliases"])
-    # options such as errexit and nounset count from then on
+    # the folder first, as cd sets OLDPWD; options such as errexit and nounset count from then on
     made += (parts["traps"], disabled, parts["options"])
     return f"{{\n{''.join(made)}}} >/dev/null 2>&1\n"

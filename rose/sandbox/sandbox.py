@@ -19,17 +19,18 @@ from pathlib import Path
 from rose.sandbox import capture as capturing
 from rose.sandbox.backend import ACCOUNT, COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
-from rose.sandbox.probe import announce, begin
+from rose.sandbox.probe import announce, begin, keeper
+from rose.sandbox.replay import LOST
 
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
 READ_BYTES = 1 << 16
 CODE_BYTES = 4  # and more is no exit code
 ACCOUNT_BYTES = 4 << 20  # of a shell's state; one with more is not compared
-ACCOUNT_S = 30.0  # bash tries for 15 s to fork where there are too many processes
+# to tell or take it: bash tries for 15 s to fork where there are too many processes
+ACCOUNT_S = 30.0
 GRACE_S = 1.0  # for the shell to notice that what it ran is gone
 STOP_EVERY_S = 0.1
-STATE_S = 30.0  # to tell or take a session's state: some milliseconds on an idle machine
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 RESTARTED = "a new one was begun: variables and background processes are lost, files are "
 
@@ -59,18 +60,18 @@ class Sandbox:
         saved = capturing.read(Path(folder), kind)
         if backend not in ("auto", saved.backend):
             raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
-        shell = await capturing.bring(saved)
+        shell = await capturing.bring(saved, keeper)
         announce(saved.backend)
         box = cls(shell, saved.spec, saved.backend)
         if saved.kind == capturing.FILES:
             try:
                 await shell.restart(None)
-                await box._answer(saved.script.encode(errors="surrogateescape"))
+                await box._replay(saved.script)
             except BaseException:
                 await box.close()
                 raise
             if saved.running:
-                box.lost = capturing.LOST + ", ".join(saved.running)
+                box.lost = LOST + ", ".join(saved.running)
         return box
 
     async def capture(
@@ -95,18 +96,17 @@ class Sandbox:
         finally:
             await self.shell.resume()
 
-    async def _answer(self, command: bytes, limit: int = 0) -> str:
-        """What the session prints for a command of ROSE's own. Raises `SandboxError`."""
-        turn = _Turn(self.shell, limit)
-        turn.begin(command + b"\0")
+    async def _replay(self, script: str) -> None:
+        """Have the session take a state. Raises `SandboxError`."""
+        turn = _Turn(self.shell, 0)
+        turn.begin(script.encode(errors="surrogateescape") + b"\0")
         try:
             waiting = {turn.done, self._ended}
-            await asyncio.wait(waiting, timeout=STATE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=ACCOUNT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             turn.end()
         if turn.code is None:
-            raise SandboxError(f"its shell did not tell or take its state within {STATE_S:g} s")
-        return bytes(turn.output).decode(errors="surrogateescape")
+            raise SandboxError(f"its shell did not take the captured state in {ACCOUNT_S:g} s")
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Callable
 
 from rose.sandbox.kernel import LIBC
@@ -23,7 +24,10 @@ SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
 SETOPTIONS, GET_FILTER, GET_METADATA = 0x4200, 0x420C, 0x420D
 SUSPEND_SECCOMP = 1 << 21
 WALL = 0x40000000  # of waitpid: threads, too
-ROUNDS = 100  # until no new process is found: more than a fork bomb within its limit can make
+STOP_S = 0.5  # it takes a millisecond
+POLL_S = 0.0005
+PAUSE_S = 0.02  # for a child of vfork to become a program
+TRIES = 20
 
 MACHINE = os.uname().machine
 CALL_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(MACHINE, -1)
@@ -59,32 +63,52 @@ def tasks(spare: set[int]) -> set[int]:
 
 class Stopped:
     """Context: no process but `spare` runs. Unlike SIGSTOP it is not seen by their parents, and
-    whatever kills this process lets them go on."""
+    whatever ends this process lets them go on. Who waits for a child of its vfork(2) can't be
+    stopped while that child is; then all go on for a moment, and it is tried again."""
 
     def __init__(self, spare: set[int]) -> None:
         self.spare = spare | {os.getpid()}
         self.held: dict[int, int] = {}  # thread -> the signal that it was about to get
+        self._asked: set[int] = set()  # threads that are to stop
 
     def __enter__(self) -> Stopped:
-        for _ in range(ROUNDS):
-            new = tasks(self.spare) - set(self.held)
-            if not any([self._stop(task) for task in sorted(new)]):
+        for _ in range(TRIES):
+            if self._stop_all():
                 return self
-        self.__exit__()
-        raise OSError(errno.EAGAIN, "its processes begin others faster than they can be stopped")
+            self.__exit__()
+            time.sleep(PAUSE_S)
+        raise OSError(
+            errno.EBUSY, f"threads {sorted(self._asked)} can't be stopped, or begin others for ever"
+        )
 
-    def _stop(self, task: int) -> bool:
-        """False of one that has ended, or that a debugger of the agent's holds."""
+    def _stop_all(self) -> bool:
+        until, refused = time.monotonic() + STOP_S, set()
+        while time.monotonic() < until:
+            new = tasks(self.spare) - set(self.held) - self._asked - refused
+            if not new and not self._asked:
+                return True
+            for task in new:
+                try:
+                    ptrace(SEIZE, task)
+                    ptrace(INTERRUPT, task)
+                    self._asked.add(task)
+                except OSError:  # it has ended, or a debugger of the agent's holds it
+                    refused.add(task)
+            for task in tuple(self._asked):
+                self._wait(task)
+            if self._asked:
+                time.sleep(POLL_S)
+        return False
+
+    def _wait(self, task: int) -> None:
         try:
-            ptrace(SEIZE, task)
-            ptrace(INTERRUPT, task)
-            _, status = os.waitpid(task, WALL)
-        except (OSError, ChildProcessError):
-            return False
-        if not os.WIFSTOPPED(status):
-            return False
-        self.held[task] = 0 if status >> 16 else os.WSTOPSIG(status)
-        return True
+            stopped, status = os.waitpid(task, WALL | os.WNOHANG)
+        except ChildProcessError:
+            stopped, status = task, 0
+        if stopped:
+            self._asked.discard(task)
+            if os.WIFSTOPPED(status):
+                self.held[task] = 0 if status >> 16 else os.WSTOPSIG(status)
 
     def __exit__(self, *_: object) -> None:
         for task, signal in self.held.items():

@@ -21,12 +21,16 @@ from rose.sandbox.criu import Criu, CriuError, Opened, open_program
 from rose.sandbox.trace import Stopped
 
 FULL = (errno.EAGAIN, errno.ENOMEM)
+GRACE_S = 20.0  # a CRIU that is killed while it writes a process may leave it broken (measured)
 FAILURE_BYTES = 4000  # of a message: less than a pipe holds
 
 
-def enter(spaces: list[int], new: int, to: int, work: Callable[[], None]) -> NoReturn:
+def enter(
+    spaces: list[int], new: int, to: int, work: Callable[[], None], grace_s: float = 0.0
+) -> NoReturn:
     """In a child of the keeper: `work` in another one, in the namespaces `spaces` (file
-    descriptors, the user namespace first) and in `new` ones. Errors go to `to`."""
+    descriptors, the user namespace first) and in `new` ones. Errors go to `to`. `grace_s`: how long
+    it may go on when the host has given up."""
     try:
         for space in spaces:
             kernel.join(space)
@@ -42,10 +46,11 @@ def enter(spaces: list[int], new: int, to: int, work: Callable[[], None]) -> NoR
             finally:
                 os._exit(0)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # changing users has unset it
-        poll = select.poll()
-        poll.register(os.pidfd_open(inner), select.POLLIN)
+        ended, poll = os.pidfd_open(inner), select.poll()
+        poll.register(ended, select.POLLIN)
         poll.register(to, 0)  # an error once the host has given up and closed its end
         poll.poll()
+        select.select([ended], [], [], grace_s)
         os.kill(inner, signal.SIGKILL)
         os.waitpid(inner, 0)
     except OSError as error:
@@ -79,11 +84,9 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
             Criu(opened, images).dump(order["session"], copy)
         with os.fdopen(listing, "w") as file:
             json.dump(made.entries, file)
-            file.flush()
-            os.fsync(listing)
         _say(to, {"bytes": made.bytes, "running": names})
 
-    enter(spaces, 0, to, lambda: _telling(to, work))
+    enter(spaces, 0, to, lambda: _telling(to, work), GRACE_S)
 
 
 def revive(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:

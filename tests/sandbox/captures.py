@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rose.sandbox import Limits, Sandbox, SandboxError, Spec, probe
+from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, capture, probe
 
 LONG_S = 120.0  # a deadline that no test waits for
 SMALL = Limits(memory_mib=512, disk_mib=32, processes=40)
@@ -39,6 +39,7 @@ SERVED = (
 STATE = (
     """echo "$SHOWN" "$hidden" ${map[k]} $(twice x) $PWD $(umask); say; set -o | grep pipefail
 trap -p; jobs -p; echo $! $$; ulimit -u; cat /proc/$$/oom_score_adj
+sed 's/rose-.*//' /proc/$$/cgroup; readlink /proc/$$/fd/* /proc/$!/fd/* | sed 's/[[].*//'
 ps -eo pid,ppid,pgid,sess,args | grep -E '[s]leep 100|[h]ttp.server'
 """
     + STATUS
@@ -99,9 +100,16 @@ async def everything_comes_back_several_times_and_again(folder):
     async with await Sandbox.restore(folder / "two") as second:
         assert (await output(second, "echo $SHOWN; cat file")) == "1\n1\n"
         await goes_on(second)
-        # as any other: a shell that ends is replaced, orphans end with it
+        # as any other: late commands are stopped, it is checked, a shell that ends is replaced
+        late = await second.run("sleep 1002", 0.1)
+        assert late.note == "stopped: not done after 0.1 s" and not late.restarted
+        assert await output(second, "echo $SHOWN; pgrep -fc '^sleep 100'") == "1\n2\n"
+        (folder / "tests").mkdir()
+        show = "cat deep/file; python3 -c 'import os; print(len(os.listdir(\"/proc\")) < 99)'"
+        checked = await second.check(["/bin/bash", "-c", show], str(folder / "tests"))
+        assert checked.code == 0 and checked.output == "1\nTrue\n", checked
         assert (await second.run("exit 3", LONG_S)).restarted
-        assert await output(second, "cat /app/deep/file; pgrep sleep || :") == "1\n"
+        assert await output(second, "cat /app/deep/file; pgrep -f '^sleep 100' || :") == "1\n"
         assert (await second.run("unshare -U true; mount -t tmpfs x /mnt", LONG_S)).code != 0
 
 
@@ -164,6 +172,23 @@ async def what_can_not_be_captured_is_named_and_goes_on(folder):
     await box.close()
 
 
+async def one_that_is_given_up_leaves_the_sandbox_as_it_is(folder):
+    """CRIU is not killed at the deadline: it may have changed the processes just then."""
+    box = await busy()
+    before = await output(box, STATE)
+    given_up, capture.WAIT_S = capture.WAIT_S, 0.001
+    for i in range(5):
+        try:
+            await box.capture("process", folder / f"{i}")
+        except SandboxError as error:
+            assert "no capture within 0.001 s" in str(error) or "PTRACE" in str(error), error
+            assert not (folder / f"{i}").exists()
+        assert await output(box, STATE) == before
+    await goes_on(box)
+    capture.WAIT_S = given_up
+    await box.close()
+
+
 # --------------------------------------------------------------------------- files
 
 
@@ -215,8 +240,6 @@ async def what_an_image_had_is_still_gone(folder):
     for name in ("old/f", "old/g", "etc/kept", "etc/removed"):
         (image / name).parent.mkdir(exist_ok=True, parents=True)
         (image / name).write_text(name)
-    from rose.sandbox import Mount
-
     mounts = tuple(
         Mount(f"/{n}", f"/{n}") for n in ("usr", "bin", "lib", "lib64") if os.path.isdir(f"/{n}")
     )
@@ -256,6 +279,24 @@ async def only_what_changed_is_copied(folder):
     )
     three = await box.capture("files", folder / "three", since=two.listing)
     assert "app/d/1" in {e["path"] for e in three.listing if e["data"]}
+    await box.close()
+
+
+async def who_waits_for_its_vfork_is_stopped_a_little_later(folder):
+    """clone(CLONE_VM | CLONE_VFORK): the caller can't be stopped until the child, which runs C's
+    usleep, has ended."""
+    box = await start()
+    await box.write_file(
+        "/app/forks.py",
+        b"import ctypes, os\nlibc = ctypes.CDLL(None)\nstack = ctypes.create_string_buffer(1 << 16)\n"
+        b"top = (ctypes.addressof(stack) + len(stack)) & ~15\nopen('begun', 'w')\nwhile True:\n"
+        b"    libc.clone(libc.usleep, ctypes.c_void_p(top), 0x4100 | 17, ctypes.c_void_p(300000))\n"
+        b"    os.wait()\n    open('log', 'a').write('x\\n')\n",
+    )
+    await output(box, "python3 forks.py & until [ -e begun ]; do sleep .01; done")
+    for kind in ("files", "process"):
+        await box.capture(kind, folder / kind)
+        await output(box, "n=$(wc -l <log); until [ $(wc -l <log) -gt $n ]; do sleep .01; done")
     await box.close()
 
 
@@ -344,21 +385,68 @@ async def damage_is_named(folder):
         await goes_on(other)
 
 
+# --------------------------------------------------------------------------- another backend
+
+
+async def gvisor_brings_all_back(folder):
+    box = await Sandbox.start(Spec(), "gvisor")
+    assert box.capture_kinds == ("process",)
+    await output(
+        box,
+        "export SHOWN='a b'; hidden=1; twice() { echo $1$1; }; umask 027; exec 7>>log; echo one > file; "
+        "(i=0; while :; do echo $((i++)) >&7; sleep .05; done) & until [ -s log ]; do sleep .05; done",
+    )
+    for kind, words in (("files", "whose images have the processes"), ("none", "there are files")):
+        try:
+            await box.capture(kind, folder / "none")
+            raise AssertionError(f"captured {kind}")
+        except SandboxError as error:
+            assert words in str(error), error
+    await box.capture("process", folder / "c")
+    await output(box, "echo two > file; hidden=2")
+    await box.close()
+    boxes = await asyncio.gather(*(Sandbox.restore(folder / "c") for _ in range(2)))
+    for i, each in enumerate(boxes):
+        show = "echo $SHOWN $hidden $(twice x) $(umask) $(cat file) $(jobs -p | wc -l)"
+        assert await output(each, show) == "a b 1 xx 0027 one 1\n"
+        await output(each, f"echo {i} > file; hidden={i}")
+        await goes_on(each)
+    await boxes[1].capture("process", folder / "again")
+    await asyncio.gather(*(each.close() for each in boxes))
+    async with await Sandbox.restore(folder / "again") as last:
+        assert await output(last, "echo $hidden; cat file") == "1\n1\n"
+    image = next((folder / "c/image").iterdir())
+    data = bytearray(image.read_bytes())
+    data[len(data) // 2] ^= 255
+    image.write_bytes(data)
+    for change, words in ((None, "runsc"), (lambda: image.write_bytes(b""), "0 bytes of")):
+        if change is not None:
+            change()
+        try:
+            await Sandbox.restore(folder / "c")
+            raise AssertionError("restored what is damaged")
+        except SandboxError as error:
+            assert words in str(error), error
+
+
+GVISOR = [gvisor_brings_all_back]
 SCENARIOS = [
     everything_comes_back_several_times_and_again,
     pipes_and_removed_files_keep_what_is_in_them,
     files_and_memory_are_of_one_moment,
     what_can_not_be_captured_is_named_and_goes_on,
+    one_that_is_given_up_leaves_the_sandbox_as_it_is,
     odd_files_come_back,
     what_an_image_had_is_still_gone,
     only_what_changed_is_copied,
+    who_waits_for_its_vfork_is_stopped_a_little_later,
     a_shell_is_made_again_without_its_processes,
     damage_is_named,
 ]
 
 
 async def main(names):
-    for scenario in SCENARIOS:
+    for scenario in (*SCENARIOS, *GVISOR):
         if not names or scenario.__name__ in names:
             folder = Path(tempfile.mkdtemp(prefix="rose-capture-"))
             try:

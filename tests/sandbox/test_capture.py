@@ -28,8 +28,11 @@ GET = REPOSITORY / "scripts/get_criu.sh"
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["this", "other"])
 def test_what_is_captured_comes_back(readable, user):
-    """Where CRIU can't be had this fails: install_test_packages.sh says why."""
+    """Where CRIU or runsc can't be had this fails: install_test_packages.sh says why."""
     found = criu.find()
+    runsc = shutil.which("runsc") or criu.prefix().parent / "runsc/runsc"
+    (readable / "bin").mkdir()
+    shutil.copy(runsc, readable / "bin")
     shutil.copy(HERE / "captures.py", readable)
     # another user can't read this one's
     shutil.copytree(Path(found.program).parents[3], readable / "criu", symlinks=True)
@@ -43,7 +46,7 @@ def test_what_is_captured_comes_back(readable, user):
         cwd=readable,
         env={
             "PYTHONPATH": str(readable),
-            "PATH": os.environ["PATH"],
+            "PATH": f"{readable}/bin:{os.environ['PATH']}",
             "HOME": str(readable / "home"),
             "TMPDIR": str(readable / "home"),
             "ROSE_CRIU": str(readable / "criu"),
@@ -54,7 +57,7 @@ def test_what_is_captured_comes_back(readable, user):
         **options,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == len(captures.SCENARIOS)
+    assert done.stdout.count("passed") == len(captures.SCENARIOS + captures.GVISOR)
     rights = "root" if os.geteuid() == 0 and user == "this" else "rootless"
     assert done.stdout.endswith(f"\n{rights}\n")
 
@@ -78,19 +81,27 @@ def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
 # --------------------------------------------------------------------------- CRIU
 
 
-def test_a_missing_criu_is_named_with_what_helps(monkeypatch, tmp_path):
-    criu.find.cache_clear()
+@pytest.fixture
+def looking_anew():
+    """What was found before counts neither in the test nor after it."""
+    criu._find.cache_clear()
+    yield criu._find.cache_clear
+    criu._find.cache_clear()
+
+
+def test_a_missing_criu_is_named_with_what_helps(monkeypatch, tmp_path, looking_anew):
     monkeypatch.setenv("ROSE_CRIU", str(tmp_path / "criu"))
     with pytest.raises(SandboxError, match=r"criu is not there; scripts/get_criu\.sh gets it"):
         criu.find()
     (tmp_path / "criu").write_text("#!/bin/sh\n")
     (tmp_path / "criu").chmod(0o755)
+    looking_anew()
     with pytest.raises(SandboxError, match="no program of 64 bits"):
         criu.find()
     monkeypatch.setenv("ROSE_CRIU", "/bin/true")
+    looking_anew()
     with pytest.raises(SandboxError, match="it names no version"):
         criu.find()
-    criu.find.cache_clear()
 
 
 def test_messages_to_criu():

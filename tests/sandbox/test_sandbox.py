@@ -319,6 +319,15 @@ def test_gvisors_bundle(tmp_path):
     assert {n["type"] for n in read["linux"]["namespaces"]} >= {"network", "pid"}
     argv = gvisor.Runsc.session(SPEC, tmp_path)
     assert argv[-4:] == ["run", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
+    kept = gvisor.Runsc.checkpoint(tmp_path, tmp_path / "image")
+    assert kept[-4:] == ["-leave-running", "-image-path", f"{tmp_path}/image", tmp_path.name]
+    assert gvisor.Runsc.again(tmp_path, tmp_path / "image")[-5:] == [
+        "-image-path",
+        f"{tmp_path}/image",
+        "-bundle",
+        f"{tmp_path}/bundle",
+        tmp_path.name,
+    ]
     assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
 
 
