@@ -117,20 +117,19 @@ async def looks(args: argparse.Namespace) -> Table:
 
 async def recovery(args: argparse.Namespace) -> Table:
     title = f"killed at every turn, thinking {args.think:g} s"
-    table = Table("episode", "policy", "right", "kB", "of full", "turn", "restore", title=title)
-    table.add_column("exposed")
-    table.add_column("time")
+    columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
+    table = Table(*columns, "exposed", "time", title=title)
     for episode in EPISODES:
         found = {p: await kill_at_each_turn(episode, p, args.think) for p in POLICIES}
-        base, full = found[CHAT].played.seconds, found[FULL].bytes
+        base, full = found[CHAT].played.seconds, found[FULL]
         for policy, made in found.items():
             played = made.played
             table.add_row(
                 episode.name,
                 policy,
                 f"{made.right}/{len(episode.turns)}",
-                f"{made.bytes / 1e3:,.0f}",
-                f"{made.bytes / full:.0%}",
+                f"{made.captured / 1e6:.1f} MB, {made.captured / full.captured:.0%}",
+                f"{made.stored / 1e3:,.0f} kB, {made.stored / full.stored:.0%}",
                 spread([each * 1e3 for each in played.work]),
                 spread([each * 1e3 for each in made.restores]),
                 f"{sum(played.exposed) / played.seconds:.2%}",

@@ -83,12 +83,13 @@ async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Checkpo
 
 @dataclass
 class Recovered:
-    """Of one policy and episode: `right` of the kills went on to the fault-free end; `bytes`: that
-    its checkpoints took in the store; `restores`: seconds of each."""
+    """Of one policy and episode: `right` of the kills went on to the fault-free end; `captured`:
+    bytes of its captures, `stored`: that were new to the store; `restores`: seconds of each."""
 
     played: Played
     right: int = 0
-    bytes: int = 0
+    captured: int = 0
+    stored: int = 0
     restores: list[float] = field(default_factory=list)
 
 
@@ -112,7 +113,8 @@ async def kill_at_each_turn(episode: Episode, policy: str, think_s: float) -> Re
             if keeper is not None:
                 await keeper.settled(turns[-1])
                 saved = {turn: keeper.saved(turn) for turn in turns}
-                made.bytes = engine.counters.stored_bytes
+                made.captured = engine.counters.raw_bytes
+                made.stored = engine.counters.stored_bytes
             await box.close()
             for turn in turns:
                 began = time.monotonic()
