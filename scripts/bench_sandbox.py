@@ -1,9 +1,15 @@
-"""Sandboxes: time to start, what a turn costs beside the same command in a plain bash, many at once.
+"""Sandboxes: starts and turns, what killed ones come back to by policy, crowds, branches, looks.
 
-    python scripts/bench_sandbox.py [--backend namespaces] [--at-once 1 8 64] [--turns 200]
+    python scripts/bench_sandbox.py [--only starts looks recovery crowd branch] [--think 2]
 
-Milliseconds, medians and 95th percentiles; a turn is the builtin `:`, so that its time is overhead.
-Left out: checkpoints.
+starts     a turn is the builtin `:`, so that its time is overhead; beside it a plain bash
+looks      the inspector's look at a turn, by how many files were made before
+recovery   killed at every turn of three episodes, restored and played to the end
+crowd      1, 8 and 32 sandboxes at once, with thinking
+branch     sandboxes after an episode's last turn, from its checkpoint and by replaying its commands
+
+Milliseconds unless it says otherwise, medians and 95th percentiles. `--think`: seconds that an agent
+thinks between two turns; killed runs are played on without.
 """
 
 from __future__ import annotations
@@ -17,13 +23,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench_sandbox_episodes import EPISODES
+from bench_sandbox_policies import (
+    CHAT,
+    CLASSIFIED,
+    FULL,
+    POLICIES,
+    branch,
+    crowd,
+    kill_at_each_turn,
+)
 from rich.console import Console
 from rich.table import Table
 
 from rose.sandbox import Sandbox, SandboxError, Spec
-from rose.sandbox.probe import AUTO, BACKENDS, close
+from rose.sandbox.inspector import Inspector
+from rose.sandbox.probe import close
 
 WAIT_S = 60.0
+LOOKS = 50
+FOLDERS = (0, 20, 200)  # of a hundred files each
 
 
 async def timed(call) -> tuple[float, object]:
@@ -54,42 +73,128 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=20)[-1]:.1f}"
 
 
-async def measure(backend: str, at_once: list[int], turns: int) -> Table:
-    first, box = await timed(Sandbox.start(Spec(), backend))
+async def starts(args: argparse.Namespace) -> Table:
+    first, box = await timed(Sandbox.start(Spec()))
     await box.close()
     table = Table("at once", "start", "start, all", "turn", "close", title=f"{box.backend}, ms")
-    for count in at_once:
+    for count in args.starts:
         whole, made = await timed(
-            asyncio.gather(*(timed(Sandbox.start(Spec(), backend)) for _ in range(count)))
+            asyncio.gather(*(timed(Sandbox.start(Spec())) for _ in range(count)))
         )
         boxes = [box for _, box in made]
 
         async def play(box: Sandbox) -> list[float]:
-            return [(await timed(box.run(":", WAIT_S)))[0] for _ in range(turns)]
+            return [(await timed(box.run(":", WAIT_S)))[0] for _ in range(args.turns)]
 
         taken = [each for one in await asyncio.gather(*map(play, boxes)) for each in one]
         ended, _ = await timed(asyncio.gather(*(box.close() for box in boxes)))
-        starts = spread([each for each, _ in made])
-        table.add_row(str(count), starts, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
+        start = spread([each for each, _ in made])
+        table.add_row(str(count), start, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
     table.caption = (
         f"the first one, with its keeper: {first:.0f}; the turn in a plain bash: "
-        f"{await plain_turn(turns):.2f}"
+        f"{await plain_turn(args.turns):.2f}"
     )
     return table
 
 
+async def looks(args: argparse.Namespace) -> Table:
+    table = Table("files", "nothing changed", "one file written", "all read", title="a look, ms")
+    for folders in FOLDERS:
+        async with await Sandbox.start(Spec()) as box:
+            await box.run(
+                f"for ((d = 0; d < {folders}; d++)); do mkdir $d; touch $d/{{1..100}}; done", WAIT_S
+            )
+            inspector = Inspector(box)
+            whole, _ = await timed(inspector.look())
+            rows: dict[str, list[float]] = {":": [], "echo x > file": []}
+            for _ in range(LOOKS):
+                for command, taken in rows.items():
+                    await box.run(command, WAIT_S)
+                    taken.append((await timed(inspector.look()))[0])
+        table.add_row(f"{folders * 100:,}", *map(spread, rows.values()), f"{whole:.1f}")
+    return table
+
+
+async def recovery(args: argparse.Namespace) -> Table:
+    title = f"killed at every turn, thinking {args.think:g} s"
+    columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
+    table = Table(*columns, "exposed", "time", title=title)
+    for episode in EPISODES:
+        found = {p: await kill_at_each_turn(episode, p, args.think) for p in POLICIES}
+        base, full = found[CHAT].played.seconds, found[FULL]
+        for policy, made in found.items():
+            played = made.played
+            table.add_row(
+                episode.name,
+                policy,
+                f"{made.right}/{len(episode.turns)}",
+                f"{made.captured / 1e6:.1f} MB, {made.captured / full.captured:.0%}",
+                f"{made.stored / 1e3:,.0f} kB, {made.stored / full.stored:.0%}",
+                spread([each * 1e3 for each in played.work]),
+                spread([each * 1e3 for each in made.restores]),
+                f"{sum(played.exposed) / played.seconds:.2%}",
+                f"{played.seconds / base - 1:+.2%}",
+            )
+    return table
+
+
+async def crowds(args: argparse.Namespace) -> Table:
+    title = f"episodes at once, thinking {args.think:g} s"
+    table = Table("at once", "policy", "turn", "exposed, a turn", "exposed", "time", title=title)
+    for count in args.crowd:
+        episodes = [EPISODES[i % len(EPISODES)] for i in range(count)]
+        base = 0.0
+        for policy in (CHAT, FULL, CLASSIFIED):
+            played = await crowd(episodes, policy, args.think, args.think)
+            whole = sum(each.seconds for each in played)
+            base = base or whole
+            table.add_row(
+                str(count),
+                policy,
+                spread([x * 1e3 for each in played for x in each.work]),
+                spread([x * 1e3 for each in played for x in each.exposed]),
+                f"{sum(sum(each.exposed) for each in played) / whole:.2%}",
+                f"{whole / base - 1:+.2%}",
+            )
+    return table
+
+
+async def branches(args: argparse.Namespace) -> Table:
+    table = Table("episode", "ways", "from its checkpoint", "replayed", title="branches, ms in all")
+    for episode in EPISODES:
+        for ways in args.ways:
+            restored, replayed = await branch(episode, ways)
+            row = (f"{restored * 1e3:.0f}", f"{replayed * 1e3:.0f}")
+            table.add_row(episode.name, str(ways), *row)
+    return table
+
+
+PARTS = {
+    "starts": starts,
+    "looks": looks,
+    "recovery": recovery,
+    "crowd": crowds,
+    "branch": branches,
+}
+
+
 async def run(args: argparse.Namespace) -> None:
+    console = Console(width=120)
     try:
-        Console().print(await measure(args.backend, args.at_once, args.turns))
+        for name in args.only:
+            console.print(await PARTS[name](args))
     finally:
         close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--backend", choices=[AUTO, *BACKENDS], default=AUTO)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--think", type=float, default=2.0)
+    parser.add_argument("--crowd", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--ways", type=int, nargs="+", default=[4, 8])
     try:
         asyncio.run(run(parser.parse_args()))
     except SandboxError as error:

@@ -90,7 +90,11 @@ class Sandbox:
         said = await self.account()
         if said is None:
             raise SandboxError("its shell did not tell its state")
-        return await capturing.take(self.shell, self.spec, self.backend, kind, folder, since, said)
+        try:
+            spec, backend = self.spec, self.backend
+            return await capturing.take(self.shell, spec, backend, kind, folder, since, said)
+        finally:
+            await self.shell.resume()
 
     async def _replay(self, script: str) -> None:
         """Have the session take a state. Raises `SandboxError`."""

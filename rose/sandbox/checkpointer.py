@@ -1,0 +1,228 @@
+"""Checkpoints of one sandbox: after each turn what it did is looked at, captured and stored.
+
+    checkpointer = Checkpointer(box, engine, "name")
+    await checkpointer.begin()              # the sandbox is set up: what follows is the agent's
+    await checkpointer.after_turn(1)        # the shell waits; some milliseconds, unless it is none
+    reference = checkpointer.saved(1)       # which stored turn has this state
+    await checkpointer.settled(1)           # it is where another host finds it
+    back = await restore(reference, engine)
+
+Policies: `classified` captures what the inspector says (Crab, arXiv 2604.28138); `full` everything
+after each turn; `files` files and the shell's variables after each turn. Where processes can't be
+captured, files and variables are, and `faithful` says that this may lack something. A turn that is
+skipped, for want of room or by an error, is made up for by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rose.sandbox.backend import SandboxError
+from rose.sandbox.capture import FILES, PROCESS, Capture
+from rose.sandbox.engine import Engine, Ticket
+from rose.sandbox.inspector import NONE, Change, Inspector
+from rose.sandbox.packs import StoreDamaged
+from rose.sandbox.sandbox import Sandbox
+
+CLASSIFIED, FULL = "classified", "full"
+POLICIES = (CLASSIFIED, FULL, FILES)
+ORDER = (NONE, FILES, PROCESS)  # each takes what the one before takes, and more
+BLOCK = 512  # bytes, of st_blocks
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A stored turn, or one on its way; `faithful`: nothing of the state is missing in it."""
+
+    turn: int
+    ticket: Ticket | None
+    faithful: bool
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`turn`: whose state the sandbox has, which is an earlier one than was asked for if that was
+    damaged; `wrong` then says what."""
+
+    box: Sandbox
+    name: str
+    turn: int
+    wrong: tuple[str, ...] = ()
+
+
+class Checkpointer:
+    """`parent`: the (name, turn) that `box` was restored from. Not for two tasks at once."""
+
+    def __init__(
+        self,
+        box: Sandbox,
+        engine: Engine,
+        name: str,
+        policy: str = CLASSIFIED,
+        parent: tuple[str, int] | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: there are {', '.join(POLICIES)}")
+        self.box, self.engine, self.name, self.policy = box, engine, name, policy
+        self._inspector = Inspector(box)
+        self._points: dict[int, _Point] = {}  # by turn: where its state is
+        self._parent = parent
+        self._last: _Point | None = None  # the newest that was captured
+        self._since: list[dict[str, Any]] | None = None  # its listing
+        # the least that the next capture must have: of a restored sandbox the processes are stored
+        self._due = FILES
+        self._unsure: set[str] | None = set()  # files that it must copy in any case; None: all
+        self._size = 0  # bytes of the last capture
+        self._lost = False  # a state of the processes that no capture has
+        # Turns by what was captured, `skipped` those that could not be; seconds that captures took
+        # of the agent's time; bytes of captures, and what they took in the store
+        self.stats = dict.fromkeys((*ORDER, "skipped", "seconds", "raw_bytes", "bytes"), 0)
+
+    async def begin(self) -> None:
+        """What the sandbox is now is known: a fresh one, with files. Raises `SandboxError`."""
+        if self.policy == CLASSIFIED:
+            await self._inspector.look()
+
+    async def after_turn(self, turn: int) -> None:
+        """Raises `SandboxError` when the sandbox is gone; all else only costs checkpoints."""
+        if self.engine.stopped or not self.box.capture_kinds:
+            self.stats["skipped"] += 1
+            return
+        began = time.monotonic()
+        try:
+            await self._after_turn(turn)
+        finally:
+            self.stats["seconds"] += time.monotonic() - began
+
+    async def _after_turn(self, turn: int) -> None:
+        change = await self._look()
+        self._due = max(self._due, change.kind, key=ORDER.index)
+        if change.unsure is None or self._unsure is None:
+            self._unsure = None
+        else:
+            self._unsure |= set(change.unsure)
+        if self._last and self._last.ticket.packed.done() and self._last.ticket.packed.result():
+            self._start_over()
+        if self._due == NONE:
+            self.stats[NONE] += 1
+            self._points[turn] = self._last
+        elif not self.engine.room(self._size):
+            self.stats["skipped"] += 1
+        else:
+            await self._capture(turn)
+
+    async def _look(self) -> Change:
+        if self.policy == CLASSIFIED:
+            return await self._inspector.look()
+        return Change(PROCESS if self.policy == FULL else FILES, self.policy, None)
+
+    def _start_over(self) -> None:
+        """What the next captures would refer to was not stored: they begin anew."""
+        self._points = {t: p for t, p in self._points.items() if p is not self._last}
+        self._last = self._since = self._parent = None
+        self._due = PROCESS
+
+    async def _capture(self, turn: int) -> None:
+        wanted = self._due
+        possible = self.box.capture_kinds
+        made = await self._take(wanted) if wanted in possible else None
+        if made is None and wanted == PROCESS and FILES in possible:
+            made = await self._take(FILES)
+        if made is None:
+            self.stats["skipped"] += 1
+            return
+        self._size = await asyncio.to_thread(_size, made.folder)
+        listing = await asyncio.to_thread(lambda: made.listing)
+        keep = wanted == FILES and self.policy == CLASSIFIED and not self._lost
+        ticket = self.engine.submit(
+            self.name, turn, made.folder, self._size, self._parent, keep_image=keep
+        )
+        if ticket is None:
+            self.stats["skipped"] += 1
+            return
+        if made.kind == PROCESS:
+            await self._inspector.resume()
+        self._lost = made.kind != wanted or (self._lost and made.kind == FILES)
+        self.stats[made.kind] += 1
+        self.stats["raw_bytes"] += self._size
+        ticket.packed.add_done_callback(lambda _: self._count(ticket))
+        self._points[turn] = self._last = _Point(turn, ticket, not self._lost)
+        self._parent, self._since, self._unsure = (self.name, turn), listing, set()
+        self._due = wanted if self._lost and PROCESS in possible else NONE
+
+    def _count(self, ticket: Ticket) -> None:
+        self.stats["bytes"] += ticket.packed_bytes
+
+    async def _take(self, kind: str) -> Capture | None:
+        """None if it failed, which is said."""
+        since = self._since
+        if since is not None and self._unsure is None:
+            since = None
+        elif since is not None and self._unsure:
+            since = [entry for entry in since if entry["path"] not in self._unsure]
+        try:
+            return await self.box.capture(kind, self.engine.place(), since)
+        except SandboxError as error:
+            if not self.engine.refused(str(error)):
+                self.engine.say(f"sandbox {self.name}: no capture of {kind}: {error}")
+            return None
+
+    # ---------------------------------------------------------------------- what is stored
+
+    def saved(self, turn: int) -> bytes | None:
+        """The stored turn that has the state after `turn`, for `restore`; None if there is none."""
+        point = self._points.get(turn)
+        if point is None:
+            return None
+        found = {"name": self.name, "turn": point.turn, "faithful": point.faithful}
+        return json.dumps(found).encode()
+
+    async def settled(self, turn: int, wait_s: float = 60.0) -> bool:
+        """Whether the state after `turn` can be restored by another host; waits while it is on its
+        way, which lets it go first, for `wait_s` seconds at most."""
+        point = self._points.get(turn)
+        if point is None:
+            return False
+        self.engine.urge(self.name)
+        await asyncio.wait({point.ticket.stored}, timeout=wait_s)
+        return point.ticket.stored.done() and not point.ticket.stored.result()
+
+
+async def restore(
+    saved: bytes, engine: Engine, backend: str = "auto", exact: bool = False
+) -> Restored:
+    """A sandbox with the state that `saved` names, or, unless `exact`, the newest one before it
+    that can be had. Raises `SandboxError`."""
+    wanted = json.loads(saved)
+    name, turn, wrong = wanted["name"], wanted["turn"], []
+    await engine.packed(name, turn)
+    for each in [turn] if exact else [t for t in reversed(engine.store.turns(name)) if t <= turn]:
+        folder = engine.place()
+        try:
+            await asyncio.to_thread(engine.store.load, name, each, folder)
+            box = await Sandbox.restore(folder, backend)
+        except (StoreDamaged, SandboxError, OSError) as error:
+            wrong.append(f"turn {each} of sandbox {name} can't be restored: {error}")
+        else:
+            for words in wrong:
+                engine.say(f"{words}; turn {each} is taken")
+            return Restored(box, name, each, tuple(wrong))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+    raise SandboxError("; ".join(wrong) or f"no turn of sandbox {name} up to {turn} was stored")
+
+
+def _size(folder: Path) -> int:
+    """Bytes that it takes on its disk."""
+    return sum(
+        os.lstat(os.path.join(where, name)).st_blocks * BLOCK
+        for where, _, names in os.walk(folder)
+        for name in names
+    )

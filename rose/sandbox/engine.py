@@ -1,0 +1,371 @@
+"""One queue of an environment host for all that its sandboxes' checkpoints cost beside the capture.
+
+    capture (raw, local) --save--> local store --copy, so many bytes/s--> shared store
+                          packed                                          stored
+
+Both steps are done by one process (`packer`). First come turns that somebody waits for or whose
+sandbox goes on, then those taken first; of one sandbox in order, of several at once, so that a
+large one holds up nobody. Raw captures that wait are bounded: beyond, a turn is skipped, and a
+later one takes its place. When a disk takes no more, checkpointing stops, with one message, and the
+run goes on. Of an event loop, which nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rose.files import REMEDIES, held, lock_now
+from rose.sandbox.backend import MIB, SandboxError
+from rose.sandbox.packer import PackerProcess
+from rose.sandbox.store import Store
+
+AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # orders of each kind that the packer has at once
+LOCK_S = 60.0
+JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
+DEATHS = 3  # of packers; then checkpointing stops
+COLLECT_S = 30.0  # between two removals of what nobody names
+FORGET_S = 600.0  # for which an ended sandbox's turns stay: others may begin with one of them
+
+
+@dataclass
+class Counters:
+    """Sums since the start. `raw_bytes`: of captures, `packed_bytes`: what they took in the local
+    store, `stored_bytes`: in the shared one; `lag_s`: from captures to their being stored there;
+    `late`: captures not stored when the sandbox's next turn began."""
+
+    stored: int = 0
+    failed: int = 0
+    late: int = 0
+    raw_bytes: int = 0
+    packed_bytes: int = 0
+    stored_bytes: int = 0
+    lag_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A capture on its way. `packed` and `stored` become "", or what went wrong."""
+
+    name: str
+    turn: int
+    folder: Path
+    parent: tuple[str, int] | None
+    keep_image: bool
+    raw: int  # bytes
+    taken: float = field(default_factory=time.monotonic)
+    urgent: bool = False
+    late: bool = False
+    tries: int = 0
+    packed_bytes: int = 0
+    packed: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    stored: asyncio.Future[str] = field(default_factory=asyncio.Future)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+class Engine:
+    """`bytes_per_s` bounds what goes to the shared store, 0 for no bound; `memory_mib` the raw
+    captures that wait; the newest `keep` turns of each sandbox stay stored."""
+
+    def __init__(
+        self,
+        store: Path,
+        local: Path | None = None,
+        bytes_per_s: float = 0.0,
+        memory_mib: int = 1024,
+        keep: int = 8,
+        say: Callable[[str], None] = _say,
+    ) -> None:
+        self.counters, self.stopped = Counters(), ""
+        self._shared, self._keep, self.say = Path(store), keep, say
+        self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
+        self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
+        self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
+        self._at_work: dict[str, list[Ticket]] = {"save": [], "copy": []}
+        self._raw = 0  # bytes of captures that wait
+        self._tidy: list[dict[str, Any]] = []
+        self._tidying: asyncio.Task | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._packer: PackerProcess | None = None
+        self._starting = asyncio.Lock()
+        self._starts, self._collected = 0, time.monotonic()
+        self._captures = itertools.count()
+        self._ended: dict[str, float] = {}  # when, in that order
+
+    async def open(self) -> Engine:
+        """Raises `SandboxError` if either folder can't be used."""
+        try:
+            await asyncio.to_thread(self._make_folders)
+            await self._alive()
+        except OSError as error:
+            raise SandboxError(f"checkpoints can't be kept: {error}") from None
+        return self
+
+    def _make_folders(self) -> None:
+        self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._home.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "is another user's", str(self._home))
+        with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
+            for left in self._home.glob("host-*"):
+                _remove_stale(left)
+            self.local = Path(tempfile.mkdtemp(prefix="host-", dir=self._home))
+            self._lock = (self.local / "lock").open("w")
+            lock_now(self._lock)
+        (self.local / "raw").mkdir()
+        self.store = Store(self.local / "store", behind=Store(self._shared))
+
+    async def _alive(self) -> PackerProcess:
+        """Raises OSError if one can't be started, or too many have died."""
+        async with self._starting:
+            if self._packer is None or self._packer.ended:
+                if self._starts > DEATHS:
+                    words = f"their packer died {self._starts} times: {self._packer.ended}"
+                    raise OSError(errno.ECHILD, words)
+                self._starts += 1
+                self._packer = await PackerProcess.start(
+                    self.local / "store", self._shared, self._bytes_per_s, sum(AT_ONCE.values())
+                )
+            return self._packer
+
+    # ---------------------------------------------------------------------- for checkpointers
+
+    def place(self) -> Path:
+        """A path of its own on the node's disk, for a capture to be made or brought back."""
+        return self.local / "raw" / str(next(self._captures))
+
+    def room(self, raw: int) -> bool:
+        """Whether a capture of `raw` bytes would be taken now."""
+        return not self.stopped and (not self._raw or self._raw + raw <= self._most)
+
+    def submit(
+        self,
+        name: str,
+        turn: int,
+        folder: Path,
+        raw: int,
+        parent: tuple[str, int] | None = None,
+        keep_image: bool = False,
+    ) -> Ticket | None:
+        """Take over the capture in `folder`, of `raw` bytes; None, and it is removed, when there is
+        no room for it."""
+        if not self.room(raw):
+            self._remove(folder)
+            return None
+        ticket = Ticket(name, turn, folder, parent, keep_image, raw)
+        self._raw += raw
+        self._waiting["save"].append(ticket)
+        self._dispatch()
+        return ticket
+
+    def urge(self, name: str, late: bool = False) -> None:
+        """Somebody waits for what `name` has on its way; `late`: as its next turn begins."""
+        for stage in ("save", "copy"):
+            for ticket in self._waiting[stage] + self._at_work[stage]:
+                if ticket.name == name:
+                    ticket.urgent = True
+                    self.counters.late += late and not ticket.late
+                    ticket.late |= late
+
+    async def packed(self, name: str, turn: int) -> None:
+        """Return when what is on its way of `name` up to `turn` can be loaded here, or won't be."""
+        self.urge(name)
+        on_their_way = self._waiting["save"] + self._at_work["save"]
+        for ticket in on_their_way:
+            if ticket.name == name and ticket.turn <= turn:
+                await asyncio.wait({ticket.packed}, timeout=JOB_S)
+
+    def ended(self, name: str) -> None:
+        """No turns of `name` will follow: they are forgotten in a while, and at `close`."""
+        self._ended[name] = time.monotonic()
+        while self._ended and next(iter(self._ended.values())) < time.monotonic() - FORGET_S:
+            self.forget(next(iter(self._ended)))
+
+    def forget(self, name: str) -> None:
+        """Remove all turns of `name`, those on their way, too."""
+        self._ended.pop(name, None)
+        for stage in ("save", "copy"):
+            for ticket in [t for t in self._waiting[stage] if t.name == name]:
+                self._waiting[stage].remove(ticket)
+                self._fail(ticket, stage, "forgotten")
+        self._order_tidy({"do": "forget", "name": name, "keep": 0, "upto": None})
+
+    def stop(self, words: str) -> None:
+        """No checkpoints from now on; said once."""
+        if self.stopped:
+            return
+        self.stopped = f"checkpoints of sandboxes stop here: {words}"
+        self.say(self.stopped)
+        for stage in ("save", "copy"):
+            waiting, self._waiting[stage] = self._waiting[stage], []
+            for ticket in waiting:
+                self._fail(ticket, stage, self.stopped)
+
+    def refused(self, words: str) -> bool:
+        """Whether `words`, those of an error, tell of a disk that takes no more; that ends
+        checkpointing."""
+        number = next((n for n in REMEDIES if os.strerror(n) in words), None)
+        if number is not None:
+            self.stop(f"{words}; {REMEDIES[number]}; the run goes on without")
+        return number is not None
+
+    async def close(self, wait_s: float = 60.0) -> None:
+        """Store what is on its way, for `wait_s` seconds at most; the local folder is removed."""
+        until = time.monotonic() + wait_s
+        for name in list(self._ended):
+            self.forget(name)
+        while self._tasks and (left := until - time.monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
+        if lost:
+            self.say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
+        if self._packer is not None:
+            await self._packer.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self.local, ignore_errors=True)
+        self._lock.close()
+
+    # ---------------------------------------------------------------------- the queue
+
+    def _dispatch(self) -> None:
+        for stage in ("save", "copy"):
+            waiting, at_work = self._waiting[stage], self._at_work[stage]
+            while waiting and len(at_work) < AT_ONCE[stage]:
+                busy = {ticket.name for ticket in at_work}
+                firsts: dict[str, Ticket] = {}
+                for ticket in waiting:
+                    firsts.setdefault(ticket.name, ticket)
+                free = [t for name, t in firsts.items() if name not in busy]
+                if not free:
+                    break
+                urgent = {t.name for t in waiting if t.urgent}  # those before it are in its way
+                chosen = min(free, key=lambda t: (t.name not in urgent, t.taken))
+                waiting.remove(chosen)
+                at_work.append(chosen)
+                self._spawn(self._work(stage, chosen))
+
+    def _spawn(self, work: Any) -> asyncio.Task:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _work(self, stage: str, ticket: Ticket) -> None:
+        order = {"do": stage, "name": ticket.name, "turn": ticket.turn}
+        order |= {"folder": str(ticket.folder), "parent": ticket.parent}
+        order["keep_image"] = ticket.keep_image
+        slow = sum(t.packed_bytes for t in self._at_work["copy"]) if stage == "copy" else 0
+        wait_s = JOB_S + (2 * slow / self._bytes_per_s if self._bytes_per_s else 0.0)
+        ticket.tries += 1
+        answer = await self._ask(order, wait_s)
+        self._at_work[stage].remove(ticket)
+        if answer is None and ticket.tries < DEATHS and not self.stopped:
+            self._waiting[stage].insert(0, ticket)
+        elif answer is None or "error" in answer:
+            self._failed(ticket, stage, answer or {"error": "the packer died over it"})
+        elif stage == "save":
+            self._saved(ticket, answer)
+        else:
+            self._copied(ticket, answer)
+        self._dispatch()
+
+    async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
+        """The packer's answer; None if it died. One that doesn't answer is ended."""
+        try:
+            packer = await self._alive()
+            return await asyncio.wait_for(packer.ask(order), wait_s)
+        except TimeoutError:
+            packer.kill()
+            return {"error": f"not done within {wait_s:g} s"}
+        except ConnectionError:
+            return None
+        except OSError as error:
+            self.stop(str(error))
+            return {"error": self.stopped}
+
+    def _saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        self._raw -= ticket.raw
+        self._remove(ticket.folder)
+        ticket.packed_bytes, ticket.tries = answer["written"], 0
+        self.counters.raw_bytes += answer["raw"]
+        self.counters.packed_bytes += answer["written"]
+        _settle(ticket.packed, "")
+        if self.stopped:
+            _settle(ticket.stored, self.stopped)
+        else:
+            self._waiting["copy"].append(ticket)
+
+    def _copied(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        self.counters.stored += 1
+        self.counters.stored_bytes += answer["written"]
+        self.counters.lag_s += time.monotonic() - ticket.taken
+        _settle(ticket.stored, "")
+        if self._keep:
+            order = {"do": "forget", "name": ticket.name, "keep": self._keep, "upto": ticket.turn}
+            self._order_tidy(order)
+
+    def _failed(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
+        words = answer["error"]
+        self.counters.failed += 1
+        if not self.refused(words):
+            self.say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
+        self._fail(ticket, stage, self.stopped or words)
+
+    def _fail(self, ticket: Ticket, stage: str, words: str) -> None:
+        if stage == "save":
+            self._raw -= ticket.raw
+            self._remove(ticket.folder)
+        _settle(ticket.packed, words)
+        _settle(ticket.stored, words)
+
+    def _remove(self, folder: Path) -> None:
+        self._spawn(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+    # ---------------------------------------------------------------------- tidying up
+
+    def _order_tidy(self, order: dict[str, Any]) -> None:
+        self._tidy.append(order)
+        if self._tidying is None or self._tidying.done():
+            self._tidying = self._spawn(self._tidy_up())
+
+    async def _tidy_up(self) -> None:
+        while self._tidy:
+            order = self._tidy.pop(0)
+            at_work = [t for s in self._at_work.values() for t in s if t.name == order["name"]]
+            if order["upto"] is None and at_work:  # what they store is to be forgotten, too
+                await asyncio.wait([t.stored for t in at_work], timeout=JOB_S)
+            self._note(await self._ask(order, JOB_S))
+            if time.monotonic() > self._collected + COLLECT_S:
+                self._collected = time.monotonic()
+                self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
+
+    def _note(self, answer: dict[str, Any] | None) -> None:
+        if answer is not None and "error" in answer:
+            self.say(f"old checkpoints of sandboxes stay: {answer['error']}")
+
+
+def _settle(future: asyncio.Future[str], words: str) -> None:
+    if not future.done():
+        future.set_result(words)
+
+
+def _remove_stale(left: Path) -> None:
+    """A local folder whose host has ended."""
+    with contextlib.suppress(BlockingIOError), (left / "lock").open("a") as file:
+        lock_now(file)
+        shutil.rmtree(left, ignore_errors=True)

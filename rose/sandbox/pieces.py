@@ -1,0 +1,163 @@
+"""From the files of a capture to pieces in packs, and which pieces make which file."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose.sandbox.packs import Pack, PackWriter, StoreDamaged, digest
+
+PAGE_BYTES = 4096  # of memory images
+CHUNK_BYTES = 1 << 16  # of other files
+INDEX_CHUNKS = 1 << 18  # known at most, about 60 MB; the packs that came first are forgotten
+LISTING, ABOUT, IMAGE = "listing.json", "about.json", "image/"
+
+Extent = tuple[int, int, int]  # of chunks that follow each other: pack's place in `packs`, first, n
+
+
+@dataclass
+class Manifest:
+    """`files`: by path in the capture's folder, (bytes, extents). `raw`: bytes of the capture as it
+    was given; `written`: those that it took here. `image_turn`: the one that `image/` is of."""
+
+    name: str
+    turn: int
+    parent: tuple[str, int] | None
+    image_turn: int | None = None
+    packs: list[str] = field(default_factory=list)
+    files: dict[str, tuple[int, list[Extent]]] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+    raw: int = 0
+    written: int = 0
+
+
+class Index:
+    """Where each chunk lies: (pack, number). Of several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._packs: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._places: dict[bytes, tuple[str, int]] = {}
+
+    def __contains__(self, pack: str) -> bool:
+        return pack in self._packs
+
+    def get(self, hashed: bytes) -> tuple[str, int] | None:
+        return self._places.get(hashed)
+
+    def add(self, pack: str, hashes: list[bytes]) -> None:
+        with self._lock:
+            self._packs[pack] = hashes
+            for number, hashed in enumerate(hashes):
+                self._places.setdefault(hashed, (pack, number))
+            while len(self._places) > INDEX_CHUNKS and len(self._packs) > 1:
+                self._drop(next(iter(self._packs)))
+
+    def drop(self, pack: str) -> None:
+        with self._lock:
+            self._drop(pack)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._packs.clear()
+            self._places.clear()
+
+    def _drop(self, pack: str) -> None:
+        for hashed in self._packs.pop(pack, ()):
+            if self._places.get(hashed, ("",))[0] == pack:
+                del self._places[hashed]
+
+
+class Put:
+    """Files on their way into one manifest and its pack."""
+
+    def __init__(self, made: Manifest, index: Index, writer: PackWriter) -> None:
+        self.made, self.index, self.writer = made, index, writer
+        self.name = ""  # of the new pack, once it is finished
+        self.hashes: list[bytes] = []
+        self._new: dict[bytes, int] = {}
+        self._places: dict[str, int] = {"": 0}  # packs as the manifest counts them; "": the new one
+
+    def file(self, where: str, pieces: Iterator[bytes]) -> None:
+        size, extents = 0, []
+        for data in pieces:
+            size += len(data)
+            hashed = digest(data)
+            pack, number = self.index.get(hashed) or ("", self._new.get(hashed, -1))
+            if number < 0:
+                number = self._new[hashed] = self.writer.add(hashed, data)
+                self.hashes.append(hashed)
+            self._extend(extents, self._place(pack), number, 1)
+        self.made.files[where] = (size, extents)
+        self.made.raw += size
+
+    def known(self, where: str, old: str, before: Manifest) -> None:
+        """A file that `before` has as `old`."""
+        size, extents = before.files[old]
+        mapped = [(self._place(before.packs[pack]), first, n) for pack, first, n in extents]
+        self.made.files[where] = (size, mapped)
+
+    def _place(self, pack: str) -> int:
+        return self._places.setdefault(pack, len(self._places))
+
+    @staticmethod
+    def _extend(extents: list[Extent], pack: int, number: int, count: int) -> None:
+        if extents and extents[-1][0] == pack and sum(extents[-1][1:]) == number:
+            extents[-1] = (pack, extents[-1][1], extents[-1][2] + count)
+        else:
+            extents.append((pack, number, count))
+
+    def finish(self, sync: bool) -> Put:
+        """Name the packs that files lie in, and no others."""
+        if self.hashes:
+            self.name, self.made.written = self.writer.finish(sync)
+        used = sorted({e[0] for _, extents in self.made.files.values() for e in extents})
+        names = {place: pack or self.name for pack, place in self._places.items()}
+        self.made.packs = [names[place] for place in used]
+        again = {place: i for i, place in enumerate(used)}
+        for where, (size, extents) in self.made.files.items():
+            moved = [(again[place], first, count) for place, first, count in extents]
+            self.made.files[where] = (size, moved)
+        return self
+
+
+class Reading:
+    """Packs that are open while a turn is read, each from the first of `places`, folders, where it
+    is whole."""
+
+    def __init__(self, places: list[Path]) -> None:
+        self._places = places
+        self._open: dict[Path, Pack] = {}
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pack in self._open.values():
+            pack.close()
+
+    def pieces(self, made: Manifest, extents: list[Extent]) -> Iterator[bytes]:
+        """What the extents say, piece by piece. Raises `StoreDamaged`."""
+        for number, first, count in extents:
+            end, name = first + count, made.packs[number]
+            for place in self._places:
+                try:
+                    for many, data in self._pack(place / name, name).read(first, end - first):
+                        yield data
+                        first += many
+                    break
+                except StoreDamaged:
+                    if place is self._places[-1]:
+                        raise
+
+    def _pack(self, path: Path, name: str) -> Pack:
+        if path not in self._open:
+            self._open[path] = Pack(path, name)
+        return self._open[path]
+
+
+def step(where: str) -> int:
+    return PAGE_BYTES if where.startswith(IMAGE) else CHUNK_BYTES

@@ -1,0 +1,173 @@
+"""Sandboxes that are killed, for scripts/bench_sandbox.py: what each policy brings back, at what cost.
+
+A policy is played once without a fault; then the sandbox is closed, and from what is stored of each
+turn one goes on to the end. What it shows then must be what the fault-free run showed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench_sandbox_episodes import Episode
+
+from rose.sandbox import Sandbox, SandboxError, Spec
+from rose.sandbox.checkpointer import CLASSIFIED, FULL, Checkpointer, restore
+from rose.sandbox.engine import Engine
+from rose.sandbox.inspector import FILES
+
+WAIT_S = 120.0
+KEPT = 1000  # turns of a sandbox: all
+CHAT, ONLY_FILES, REPLAY = "chat only", "files only", "shell replay"
+POLICIES = (CHAT, ONLY_FILES, REPLAY, FULL, CLASSIFIED)
+
+
+@dataclass
+class Played:
+    """One episode without a fault. Seconds; `exposed`: for each turn, that the agent's next command
+    waited for the checkpoint; `work`: that the checkpoint took, thinking time included."""
+
+    shown: str
+    seconds: float
+    exposed: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+
+
+@contextlib.asynccontextmanager
+async def engine_in(folder: Path) -> AsyncIterator[Engine]:
+    engine = await Engine(folder / "shared", local=folder / "local", keep=KEPT).open()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def command(box: Sandbox, text: str) -> str:
+    result = await box.run(text, WAIT_S)
+    if result.code is None or result.restarted:
+        raise SandboxError(f"{text!r}: {result.words()}")
+    return result.output
+
+
+async def play(
+    box: Sandbox, episode: Episode, think_s: float, keeper: Checkpointer | None
+) -> Played:
+    """The turns, each followed by thinking, while the checkpoint is taken, and the final check."""
+    began, played = time.monotonic(), Played("", 0.0)
+    for turn, text in enumerate(episode.turns, 1):
+        await command(box, text)
+        ended = time.monotonic()
+        if keeper is not None:
+            await keeper.after_turn(turn)
+        done = time.monotonic()
+        await asyncio.sleep(max(0.0, ended + think_s - done))
+        played.work.append(done - ended)
+        played.exposed.append(max(0.0, done - ended - think_s))
+    played.seconds = time.monotonic() - began
+    played.shown = await command(box, episode.check)
+    return played
+
+
+async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Checkpointer | None:
+    if policy == CHAT:
+        return None
+    keeper = Checkpointer(box, engine, name, policy if policy in (FULL, CLASSIFIED) else FILES)
+    await keeper.begin()
+    return keeper
+
+
+@dataclass
+class Recovered:
+    """Of one policy and episode: `right` of the kills went on to the fault-free end; `captured`:
+    bytes of its captures, `stored`: that were new to the store; `restores`: seconds of each."""
+
+    played: Played
+    right: int = 0
+    captured: int = 0
+    stored: int = 0
+    restores: list[float] = field(default_factory=list)
+
+
+async def bring_back(policy: str, engine: Engine, saved: bytes | None) -> Sandbox:
+    if saved is None:
+        return await Sandbox.start(Spec())
+    box = (await restore(saved, engine)).box
+    if policy == ONLY_FILES:  # what was replayed into its shell goes with it
+        await box.run("kill -9 $$", WAIT_S)
+    return box
+
+
+async def kill_at_each_turn(episode: Episode, policy: str, think_s: float) -> Recovered:
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        async with engine_in(Path(folder)) as engine:
+            box = await Sandbox.start(Spec())
+            keeper = await begin(box, engine, "bench", policy)
+            made = Recovered(await play(box, episode, think_s, keeper))
+            turns = range(1, len(episode.turns) + 1)
+            saved: dict[int, bytes | None] = dict.fromkeys(turns)
+            if keeper is not None:
+                await keeper.settled(turns[-1])
+                saved = {turn: keeper.saved(turn) for turn in turns}
+                made.captured = engine.counters.raw_bytes
+                made.stored = engine.counters.stored_bytes
+            await box.close()
+            for turn in turns:
+                began = time.monotonic()
+                box = await bring_back(policy, engine, saved[turn])
+                made.restores.append(time.monotonic() - began)
+                with contextlib.suppress(SandboxError):
+                    for text in episode.turns[turn:]:
+                        await command(box, text)
+                    made.right += await command(box, episode.check) == made.played.shown
+                await box.close()
+            return made
+
+
+async def crowd(
+    episodes: list[Episode], policy: str, think_s: float, spread_s: float
+) -> list[Played]:
+    """All at once, begun evenly over `spread_s` seconds: agents don't answer in step."""
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        async with engine_in(Path(folder)) as engine:
+
+            async def one(number: int, episode: Episode) -> Played:
+                await asyncio.sleep(spread_s * number / len(episodes))
+                async with await Sandbox.start(Spec()) as box:
+                    keeper = await begin(box, engine, str(number), policy)
+                    return await play(box, episode, think_s, keeper)
+
+            return await asyncio.gather(*(one(n, e) for n, e in enumerate(episodes)))
+
+
+async def branch(episode: Episode, ways: int) -> tuple[float, float]:
+    """Seconds until `ways` sandboxes stand after the episode's last turn: from its checkpoint, and
+    by replaying its commands."""
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        async with engine_in(Path(folder)) as engine:
+            async with await Sandbox.start(Spec()) as box:
+                keeper = await begin(box, engine, "bench", CLASSIFIED)
+                await play(box, episode, 0.0, keeper)
+                await keeper.settled(len(episode.turns))
+                saved = keeper.saved(len(episode.turns))
+
+            async def goes_on() -> Sandbox:
+                return (await restore(saved, engine)).box
+
+            async def replay() -> Sandbox:
+                box = await Sandbox.start(Spec())
+                for text in episode.turns:
+                    await command(box, text)
+                return box
+
+            taken = []
+            for way in (goes_on, replay):
+                began = time.monotonic()
+                boxes = await asyncio.gather(*(way() for _ in range(ways)))
+                taken.append(time.monotonic() - began)
+                await asyncio.gather(*(box.close() for box in boxes))
+            return taken[0], taken[1]
