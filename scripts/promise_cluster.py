@@ -63,15 +63,12 @@ def command(*words: str) -> str:
     return done.stdout.strip()
 
 
-def engines(pid: int) -> list[psutil.Process]:
-    """vLLM's processes below this one."""
-    found = []
+def has_engine(pid: int) -> bool:
+    """Whether vLLM has begun to start below this process."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if one.cmdline()[:1] == [ENGINE]:
-                    found.append(one)
-    return found
+        below = psutil.Process(pid).children(recursive=True)
+        return any(one.cmdline()[:1] == [ENGINE] for one in below)
+    return False
 
 
 class Job:
@@ -105,7 +102,8 @@ class Training(Job):
         self._quotas: dict[int, Quota] = {}  # by the rank's pid
         words = ["cluster=dev", f"output_dir={folder}", f"name={name}", "fresh=true", *overrides]
         command(sys.executable, str(REPOSITORY / "launch.py"), *words)
-        super().__init__(state.submitted(self.run), self.run / "logs" / "slurm.out")
+        job = state.submitted(self.run)
+        super().__init__(job, self.run / "logs" / f"slurm-{job}.out")
 
     @property
     def phase(self) -> str:
@@ -129,7 +127,7 @@ class Training(Job):
         if self.phase in ("", "starting"):
             return
         for rank in self.ranks(Role.ROLLOUT):
-            if rank.pid not in self._quotas and engines(rank.pid):
+            if rank.pid not in self._quotas and has_engine(rank.pid):
                 quota = self._quotas[rank.pid] = Quota(f"engine-{rank.pid}", self._cores)
                 quota.add(rank.pid)
                 quota.limit()
@@ -202,7 +200,7 @@ class Serving(Job):
         """What serves and what lends, each once it has started: quotas are of computing."""
         server = self._operator if self.online and self.url else None
         for process in filter(None, (self.member, server)):
-            if process.pid not in self._confined and engines(process.pid):
+            if process.pid not in self._confined and has_engine(process.pid):
                 self._quota.add(process.pid)
                 self._confined.add(process.pid)
                 if not self._limited:

@@ -54,6 +54,7 @@ ALIKE = (
     "eval.episodes=0",
     "observe.terminal=false",
     "observe.tensorboard=false",
+    "transfer.keep_versions=4",
     "serving.lost_after_s=10",  # a busy machine: a rank may be late by seconds
 )
 ONLINE = (
