@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import promise_count
+import psutil
 from bench_live import SERVED, SLO, users
 from harness import REPOSITORY
 from live_runs import LOOK_S
@@ -31,7 +30,8 @@ POLICIES = {
     "dedicated": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
     "borrowed": ("scheduler/provisioning=rose", "scheduler/routing=rose"),
 }
-DEVICES, SPARE = ("n3", "n4"), "n5"  # nodes that serve users, and a spare one
+HOST = "rose.agent.process"  # an environment host's own process, below its rank
+DEVICES, SPARE = ("n3", "n4"), "n5"  # nodes that serve users, and a spare one; training has n1, n2
 START_S, STEP_S = 600.0, 600.0  # deadlines: of all that starts, and of a training step
 PROMPT, OUTPUT = (64.0, 0.6), (24.0, 0.6)  # tokens of the made trace: median, sigma
 MOST_PROMPT, MOST_OUTPUT = 300, 100
@@ -144,10 +144,13 @@ class Storm:
             self._due = time.monotonic() + self.plan.every_s
 
     def _kill_host(self) -> str:
+        """SIGKILL to the process that has the agents."""
         for rank in self.training.ranks(Role.ENVIRONMENT)[-1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
-                return f"killed environment host {rank.index}"
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(rank.pid).children():
+                    if HOST in process.cmdline():
+                        process.kill()
+                        return f"killed environment host {rank.index}"
         return ""
 
     def _note(self, what: str) -> None:
@@ -208,6 +211,8 @@ def _overrides(plan: Plan, side: str, seed: int) -> list[str]:
         f"seed={seed}",
         f"rollout.workers={SIDES[side]}",
         "cluster.slurm.rollout.nodes=1",
+        "cluster.slurm.trainer.sbatch=[--nodelist=n1]",
+        "cluster.slurm.rollout.sbatch=[--nodelist=n2]",
         f"rollout.environment_hosts={2 if plan.kill_hosts else 1}",
         "trainer.checkpoint_every=1",
         *POLICIES[side],
