@@ -42,7 +42,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     from mpi4py import MPI  # initialises MPI
 
     from rose.comm import mpi_process
-    from rose.comm.mailbox import COORDINATOR, Mailbox, share_text, split_by_role
+    from rose.comm.mailbox import Mailbox, share_text, split_by_role
+    from rose.comm.wire import COORDINATOR
 
     world = MPI.COMM_WORLD
     if world.Get_rank() != me.rank:
@@ -124,7 +125,7 @@ def run_role(
     name = f"{me.role.value}-{me.index}"
     recorder = (
         Recorder(run_dir, me.rank, me.role.value, name, attempt)
-        if config.observe.trace
+        if config.observe.trace and me.role is not p.Role.ENVIRONMENT  # its process records
         else NullRecorder()
     )
     try:
@@ -136,10 +137,9 @@ def run_role(
                     drive(Coordinator(config, run_dir, attempt, mailbox, recorder, resume_from))
                 )
             case p.Role.ENVIRONMENT:
-                with importing():
-                    from rose.agent import host as environment
+                from rose.agent.rank import HostRank
 
-                asyncio.run(environment.run(config, mailbox, recorder))
+                asyncio.run(HostRank(config, run_dir, attempt, me, mailbox).run())
             case p.Role.REWARD:
                 from rose.reward.rank import RewardRank
 

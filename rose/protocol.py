@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 def seed_of(*parts: object) -> int:
@@ -199,6 +199,9 @@ class StartTrajectory(Message):
     domain: str  # whose environment it is: a member of the run's mixture, or the only one
     env_seed: int  # the same for all members of a group
     sampling_seed: int | None  # of its turns; see `Sampling.seed`
+    # versions of the weights by which an earlier attempt of the run may have begun it
+    oldest_version: int = 0
+    newest_version: int = -1
 
 
 class TurnRequest(Message):
@@ -285,6 +288,36 @@ class CancelTrajectory(Message):
     result."""
 
     id: str
+
+
+class TrajectoryResumed(Message):
+    """Environment host -> coordinator: it goes on from a snapshot with so many turns and tokens of
+    the policy, which `earlier` attempts of the run have made, or this one."""
+
+    id: str
+    turns: int
+    tokens: int
+    earlier: bool
+
+
+class HostReady(Message):
+    """Environment host -> coordinator: its process is up (again)."""
+
+    rank: int
+
+
+class HostLost(Message):
+    """Environment host's rank -> coordinator: its process died, and another is being started. All
+    that the dead one said came before this; all that the coordinator sends until `HostForgotten` is
+    dropped."""
+
+    rank: int
+    error: str
+
+
+class HostForgotten(Message):
+    """Coordinator -> environment host's rank: the answer to each `HostLost`. What follows is for
+    the process that was started then."""
 
 
 # --------------------------------------------------------------------------- coordinator <->
@@ -564,6 +597,10 @@ AnyMessage = (
     | TrajectoryFinished
     | TrajectoryFailed
     | CancelTrajectory
+    | TrajectoryResumed
+    | HostReady
+    | HostLost
+    | HostForgotten
     | ScoreTrajectory
     | TrajectoryScored
     | CancelScore

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 
 from rose import processes
 from rose import protocol as p
@@ -22,8 +23,9 @@ from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
 from rose.agent.scoring import Scoring
-from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
+from rose.comm.wire import COORDINATOR
 from rose.config import Config, ConfigError, Env
 from rose.launch.layout import layout
 from rose.models import resolve
@@ -42,8 +44,9 @@ class TrajectoryHost:
         spawn: Callable[[Coroutine], asyncio.Task],
         recorder: NullRecorder,
         scoring: Scoring | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        self._scoring = scoring
+        self._scoring, self._snapshots = scoring, snapshots
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
             chat,
@@ -113,7 +116,7 @@ class TrajectoryHost:
         if isinstance(environment, Agent):
             gateway = await self._gateway(environment.listen, c.env.key_of(start.domain))
             return await run_agent(start, environment, gateway, *rest)
-        return await run_trajectory(start, environment, *rest)
+        return await run_trajectory(start, environment, *rest, self._snapshots)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""
@@ -155,27 +158,44 @@ class TrajectoryHost:
             self._turns.pop(request.turn, None)
 
 
-async def run(config: Config, mailbox: Mailbox, recorder: NullRecorder) -> None:
-    """Until the coordinator sends `Shutdown`."""
+async def run(
+    rank: int,
+    config: Config,
+    send: Callable[[int, p.Message], None],
+    receive: Callable[[], Awaitable[p.Message]],
+    recorder: NullRecorder,
+    folder: Path,
+    attempt: int,
+) -> None:
+    """Until the coordinator sends `Shutdown`. `send(rank, message)` takes a message to a rank;
+    `rank` is the host's own; `folder`: for its trajectories' snapshots."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     check(config.env)  # what this machine lacks is found now, and imports take seconds
+
+    def resumed(snapshot: Snapshot) -> None:
+        tokens, earlier = sum(snapshot.state["mask"]), snapshot.attempt != attempt
+        turns = snapshot.turns
+        send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
+
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
         config,
         chat,
-        lambda message: mailbox.send(COORDINATOR, message),
+        lambda message: send(COORDINATOR, message),
         tasks.spawn,
         recorder,
-        Scoring(config.reward, pools, mailbox.send) if pools else None,
+        Scoring(config.reward, pools, send) if pools else None,
+        Snapshots(folder, attempt, config, resumed),
     )
 
-    async def receive() -> None:
-        while not isinstance(message := (await mailbox.receive())[1], p.Shutdown):
+    async def handle() -> None:
+        while not isinstance(message := await receive(), p.Shutdown):
             host.handle(message)
 
+    send(COORDINATOR, p.HostReady(rank))
     try:
-        await tasks.run_until(receive())
+        await tasks.run_until(handle())
     finally:
         # cancelled trajectories close their environments
         await tasks.close(config.env.step_timeout_s)

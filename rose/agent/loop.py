@@ -22,6 +22,7 @@ from rose.agent.chat import ChatFormat, Observer
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.scoring import Scoring, transcript
+from rose.agent.snapshots import Snapshot, Snapshots
 from rose.protocol import (
     FinishReason,
     Sampling,
@@ -39,6 +40,9 @@ from rose.reward.episode import Episode
 TOKEN_BYTES = 4
 LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
 REMINDER = "Call a tool: write {}"
+# of an episode, what a snapshot has
+SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
+SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome")
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 Clock = Callable[[], float]
@@ -67,9 +71,11 @@ async def run_trajectory(
     sampling: Sampling,
     clock: Clock,
     scoring: Scoring | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Trajectory:
     """Run one episode on a fresh `env`, which is closed afterwards, whatever happens. Its reward is
-    the environment's, or what `scoring` says.
+    the environment's, or what `scoring` says. Where `env` has `checkpoint` it goes on from what
+    `snapshots` has of it, and adds to them.
 
     `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens,
     or what is left of `max_context` (tokens of prompt and answers together). `clock` gives
@@ -77,12 +83,15 @@ async def run_trajectory(
     `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
     """
     guard = _Guard(env, start.id, limits.step_timeout_s, key)
+    episode = _Episode(
+        start, env, chat, request_turn, limits, max_context, sampling, guard, scoring, snapshots
+    )
     try:
-        trajectory = await _Episode(
-            start, env, chat, request_turn, limits, max_context, sampling, guard, scoring
-        ).run(clock)
+        trajectory = await episode.run(clock)
+        await episode.settle()
     except BaseException as error:
         try:
+            await episode.settle()
             await guard.close()
         except EnvironmentFailure as also:  # the first cause counts
             error.add_note(str(also))
@@ -137,6 +146,15 @@ class _Guard:
         if (end := getattr(self.env, "end", None)) is None:
             return None
         return await self._call("end", end, Step)
+
+    async def checkpoint(self) -> bytes | None:
+        """None of an environment that saves nothing."""
+        if (checkpoint := getattr(self.env, "checkpoint", None)) is None:
+            return None
+        return await self._call("checkpoint", checkpoint, bytes)
+
+    async def resume(self, saved: bytes) -> None:
+        await self._call("resume", lambda: self.env.resume(saved), type(None))
 
     async def close(self) -> None:
         await self._call("close", self.env.close, type(None))
@@ -199,8 +217,12 @@ class _Episode:
         sampling: Sampling,
         guard: _Guard,
         scoring: Scoring | None,
+        snapshots: Snapshots | None,
     ):
         self.scoring = scoring
+        self.snapshots = snapshots if hasattr(env, "checkpoint") else None
+        self.capturing: asyncio.Task[None] | None = None  # of the environment's state
+        self.writing: asyncio.Task[None] | None = None  # of the last snapshot
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
         self.limits, self.max_context, self.sampling, self.guard = (
             limits,
@@ -222,20 +244,12 @@ class _Episode:
         return self.max_context - len(self.mask)
 
     async def run(self, clock: Clock) -> Trajectory:
-        started = clock()
-        first = await self.guard.reset(self.start.env_seed)
-        prompt = self.chat.start(first.messages, first.tools)
-        if len(prompt) >= self.max_context:
-            raise EnvironmentFailure(
-                self.start.id,
-                f"the first prompt has {len(prompt)} tokens, which leaves no room "
-                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
-                "smaller",
-            )
-        self._observe(prompt)
+        first, started = await self._resumed() or (await self._begin(), clock())
         done = False
         while not done and not self.truncated:
             text, closed = await self._turn()
+            if self.capturing is not None:
+                await self.capturing
             steps, observed = await self._act(text, first.tools)
             invalid = any(step.invalid for step in steps)
             by_user = observed[0][0] == "user" and not invalid
@@ -248,12 +262,73 @@ class _Episode:
                 done = done or step.done
             if not done:
                 self._prepare_next(self.chat.observations(observed, closed))
+            if not done and not self.truncated:
+                self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
             self.reward += last.reward
             self.success = self.success or last.success
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())
+
+    async def _begin(self) -> Start:
+        first = await self.guard.reset(self.start.env_seed)
+        prompt = self.chat.start(first.messages, first.tools)
+        if len(prompt) >= self.max_context:
+            raise EnvironmentFailure(
+                self.start.id,
+                f"the first prompt has {len(prompt)} tokens, which leaves no room "
+                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
+                "smaller",
+            )
+        self._observe(prompt)
+        return first
+
+    async def _resumed(self) -> tuple[Start, float] | None:
+        """What `_begin` gives and when it did, where a snapshot has brought the environment and
+        this to where they stood."""
+        if self.snapshots is None:
+            return None
+        for snapshot in await asyncio.to_thread(self.snapshots.found, self.start):
+            try:
+                await self.guard.resume(snapshot.saved)
+            except EnvironmentFailure as failure:
+                self.snapshots.say(f"turn {snapshot.turns} can't be resumed: {failure}")
+                continue
+            for name in SAVED:
+                is_buffer = isinstance(getattr(self, name), bytearray)
+                value = snapshot.state[name]
+                setattr(self, name, bytearray(value) if is_buffer else value)
+            self.snapshots.on_resume(snapshot)
+            return Start([], snapshot.tools, snapshot.task), snapshot.started
+        return None
+
+    def _snapshot(self, first: Start, started: float) -> None:
+        """Begin one, of the episode as it is now; none while the disk still takes the last."""
+        if self.snapshots is None or (self.writing is not None and not self.writing.done()):
+            return
+        state = {name: getattr(self, name) for name in SAVED}
+        state |= {k: bytes(v) for k, v in state.items() if isinstance(v, bytearray)}
+        state |= {k: list(v) for k, v in state.items() if isinstance(v, list)}
+
+        async def capture() -> None:
+            try:
+                saved = await self.guard.checkpoint()
+            except EnvironmentFailure as failure:
+                self.snapshots.say(str(failure))
+                return
+            own = self.snapshots.attempt, self.snapshots.digests[self.start.domain]
+            made = Snapshot(*own, self.start, first.tools, first.task, started, state, saved)
+            self.writing = asyncio.create_task(self.snapshots.write(made))
+
+        self.capturing = asyncio.create_task(capture())
+
+    async def settle(self) -> None:
+        """Nothing is captured or written any more."""
+        if self.capturing is not None:
+            self.capturing.cancel()
+        if left := [t for t in (self.capturing, self.writing) if t is not None and not t.done()]:
+            await asyncio.wait(left)
 
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
         """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no

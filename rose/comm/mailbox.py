@@ -30,7 +30,6 @@ _LOOKS = 4  # MPICH (ch4:ofi) denies a message once, while it takes it in; 0.4 u
 _YIELD_EVERY = 16  # messages: other tasks of the loop get their turn in a flood
 FIRST_PAUSE_S = 0.0002  # about the latency of a message: shorter only burns the core
 IDLE_PAUSE_S = 0.002
-COORDINATOR = 0  # the launcher starts the coordinator first
 
 
 class Mailbox:
@@ -53,8 +52,12 @@ class Mailbox:
 
     def send(self, rank: int, message: Message) -> None:
         """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
+        self.forward(rank, encode(message))
+
+    def forward(self, rank: int, message: bytes | memoryview) -> None:
+        """`send`, of an encoded message."""
         self._reap()
-        data = memoryview(encode(message))
+        data = memoryview(message)
         for start in range(0, len(data), _PART_BYTES):
             part = data[start : start + _PART_BYTES]
             self._sending.append((self._comm.Isend([part, MPI.BYTE], dest=rank, tag=_TAG), part))

@@ -13,6 +13,7 @@ import msgspec
 
 from rose.protocol import PROTOCOL_VERSION, AnyMessage, Message
 
+COORDINATOR = 0  # its rank: the launcher starts it first
 MAX_MESSAGE_BYTES = 256 * 2**20
 _HEADER = struct.Struct("<4sHHI")
 _MAGIC = b"ROSE"

@@ -210,6 +210,7 @@ class Rollout(Section):
     engine_start_timeout_s: Positive
     turn_timeout_s: Positive
     engine_restarts: Natural  # of one worker, over the run
+    host_restarts: Natural  # of an environment host's process, without a turn in between
     # After a restart trajectories under way go on from their recorded turns, if the weights that
     # made them are at most so many versions old, by which the staleness of asynchronous policies
     # may then pass its bound; null: they begin anew.

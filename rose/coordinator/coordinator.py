@@ -217,7 +217,12 @@ class Coordinator:
             lambda: f"trainer ranks to load the model: {len(self.trainers)} of {c.trainer.ranks}",
         )
         await self.device.to(p.Role.ROLLOUT)
-        engines = wanted[p.Role.ROLLOUT]
+        hosts, engines = wanted[p.Role.ENVIRONMENT], wanted[p.Role.ROLLOUT]
+        await until(
+            lambda: len(self.rollouts.up) >= hosts,
+            c.cluster.start_timeout_s,
+            lambda: f"environment hosts to start: {len(self.rollouts.up)} of {hosts} are up",
+        )
         await until(
             lambda: len(self.hub.dedicated()) >= engines,
             c.rollout.engine_start_timeout_s,
@@ -249,7 +254,9 @@ class Coordinator:
         with self.recorder.timed("rollout", step=self.step + 1):
             self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
             await self._rollouts_until(lambda: self.batch is not None)
-        return self.rollouts.take(self.batch)
+        groups = self.rollouts.take(self.batch)
+        self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
+        return groups
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""

@@ -12,6 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
 
 from rose import protocol as p
 from rose.config import Config
@@ -20,6 +23,16 @@ from rose.coordinator.control import teaches
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
+
+MOST_LOSSES = 3  # of a trajectory's host in the same step of its environment: which may be why
+
+
+@dataclass
+class _Running:
+    start: p.StartTrajectory
+    host: int  # rank
+    losses: int = 0  # of its host, in its environment's step after `turns` turns
+    turns: int = 0
 
 
 class Rollouts:
@@ -54,7 +67,10 @@ class Rollouts:
             0  # of the groups last taken: newest version then, minus newest at their admission
         )
         self.progress = (0, 0)  # trajectories in, and wanted, of what is waited for
-        self._host_of: dict[str, int] = {}  # running trajectory -> rank of its environment host
+        self._running: dict[str, _Running] = {}
+        self.up: set[int] = set()  # hosts' ranks
+        self._deaths: dict[int, int] = {}  # of a host, in a row: without progress of a trajectory
+        self.hosts_lost = self.trajectories_restarted = 0  # since `begin_step`
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
         self._waited_for = p.Phase.TRAIN  # whose trajectories `progress` counts
         self._over = False
@@ -64,6 +80,7 @@ class Rollouts:
     def begin_step(self, trajectories: int) -> None:
         """Counters start anew; the step waits for so many trajectories, of which some may be in."""
         self.dropped_groups = self.dropped_tokens = 0
+        self.hosts_lost = self.trajectories_restarted = 0
         self._waited_for, self.progress = (
             p.Phase.TRAIN,
             (sum(map(len, self.finished.values())), trajectories),
@@ -95,7 +112,7 @@ class Rollouts:
 
     def runs(self, trajectory: str) -> bool:
         """False once it is in, has failed or was cancelled: words about it are late."""
-        return trajectory in self._host_of
+        return trajectory in self._running
 
     # ----------------------------------------------------------------- the scheduler's actions
 
@@ -118,19 +135,29 @@ class Rollouts:
         self.dropped_tokens += sum(t.response_tokens for t in done)
         for trajectory in running:
             self._cancel(trajectory)
+        for trajectory in done:
+            self._hub.log.forget(trajectory.id)
 
     def _cancel(self, trajectory: str) -> None:
-        host = self._host_of.pop(trajectory, None)
-        if host is not None:  # else it has just failed, and that was the reason
-            self._send(host, p.CancelTrajectory(trajectory))
+        running = self._running.pop(trajectory, None)
+        if running is not None:  # else it has just failed, and that was the reason
+            self._send(running.host, p.CancelTrajectory(trajectory))
             self.dropped_tokens += self._hub.cancel(trajectory)
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
         """Spread over the environment hosts by name, so that a resumed run does the same."""
+        oldest, newest = self._hub.log.versions(self._hub.version)
         for message in trajectories:
-            rank = self._hosts[p.seed_of(message.id) % len(self._hosts)]
-            self._host_of[message.id] = rank
-            self._send(rank, message)
+            start = msgspec.structs.replace(message, oldest_version=oldest, newest_version=newest)
+            self._running[start.id] = _Running(start, self._send_start(start))
+
+    def _send_start(self, message: p.StartTrajectory) -> int:
+        """The rank of the host that gets it: one that is up, if any is."""
+        every = [self._hosts[index] for index in sorted(self._hosts)]
+        ranks = [rank for rank in every if rank in self.up] or every
+        rank = ranks[p.seed_of(message.id) % len(ranks)]
+        self._send(rank, message)
+        return rank
 
     # ----------------------------------------------------------------- messages
 
@@ -139,6 +166,8 @@ class Rollouts:
         match message:
             case p.TurnRequest():
                 return not self.runs(message.trajectory)  # cancelled while this was on its way
+            case p.TrajectoryResumed():
+                return not self.runs(message.id)
             case p.TrajectoryFinished(trajectory):
                 if self.runs(trajectory.id):
                     self._finished(trajectory)
@@ -147,10 +176,51 @@ class Rollouts:
                 if self.runs(message.id):
                     self._failed(message)
                 return True
+            case p.HostLost():
+                self._host_lost(message)
+                return True
+            case p.HostReady(rank):
+                self.up.add(rank)
+                return True
         return False
 
+    def _host_lost(self, m: p.HostLost) -> None:
+        """Its trajectories start again, where they stood. Raises `RunFailed` when it dies again and
+        again."""
+        self._send(m.rank, p.HostForgotten())
+        lost = [each for each in self._running.values() if each.host == m.rank]
+        for each in lost:
+            turns = self._hub.log.running.turns(each.start.id)
+            if turns > each.turns:
+                each.turns, each.losses = turns, 0
+                self._deaths.pop(m.rank, None)
+            each.losses += m.rank in self.up and self._hub.in_environment(each.start.id)
+        self.up.discard(m.rank)
+        deaths = self._deaths[m.rank] = self._deaths.get(m.rank, 0) + 1
+        self.hosts_lost += 1
+        what = f"the process of environment host rank {m.rank}"
+        self._on_fault("environment host died", f"{what} {m.error}; {len(lost)} trajectories ran")
+        if deaths > (most := self._config.rollout.host_restarts):
+            raise RunFailed(
+                f"{what} died {deaths} times in a row, without a turn in between "
+                f"(rollout.host_restarts={most}); the last was {m.error}"
+            )
+        for each in lost:
+            if each.start.id in self._running:  # the end of another may have dropped its group
+                self._start_again(each, m.error)
+
+    def _start_again(self, lost: _Running, error: str) -> None:
+        start = lost.start
+        if lost.losses >= MOST_LOSSES:
+            why = f"its host died {lost.losses} times in the same step of it, the last was {error}"
+            self._failed(p.TrajectoryFailed(start.id, start.group, start.domain, why))
+            return
+        self.trajectories_restarted += 1
+        self._hub.host_lost(start.id)
+        lost.host = self._send_start(start)
+
     def _finished(self, trajectory: p.Trajectory) -> None:
-        del self._host_of[trajectory.id]
+        self._deaths.pop(self._running.pop(trajectory.id).host, None)
         self.progress = (
             self.progress[0] + (trajectory.phase is self._waited_for),
             self.progress[1],
@@ -170,7 +240,7 @@ class Rollouts:
     def _failed(self, m: p.TrajectoryFailed) -> None:
         """Another member takes its place. Raises `RunFailed` when environments fail one after the
         other."""
-        del self._host_of[m.id]
+        del self._running[m.id]
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
         self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")

@@ -13,6 +13,8 @@ import numpy as np
 
 from rose import protocol as p
 
+NOBODY = -1  # the host of a turn whose own was lost
+
 
 @dataclass
 class _Entry:
@@ -64,6 +66,18 @@ class Ledger:
         return p.GenerateTurn(
             turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling
         )
+
+    def leave(self, trajectory: str) -> None:
+        """Its host is lost: what is open goes on, for whoever asks for the same turns."""
+        for turn in self.of_trajectory(trajectory):
+            self._turns[turn].host = NOBODY
+
+    def left(self, trajectory: str) -> list[str]:
+        """Turns of it that nobody has asked for again."""
+        return [turn for turn in self.of_trajectory(trajectory) if self._turns[turn].host == NOBODY]
+
+    def adopt(self, turn: str, host: int) -> None:
+        self._turns[turn].host = host
 
     def take_back(self, turn: str) -> None:
         """Nobody works on it any more: it waits, and late words about it are dropped."""
@@ -129,24 +143,23 @@ class Ledger:
         return entry.made >= entry.request.sampling.max_new_tokens
 
     def close(self, turn: str, finish: p.FinishReason) -> tuple[int, p.TurnResult]:
-        """(rank of the host, the result it gets); the turn is forgotten."""
+        """(rank of the host, or `NOBODY`, the result it gets); the turn is forgotten."""
         entry = self._turns.pop(turn)
         return entry.host, _result(entry, finish)
 
     def cut(self) -> list[tuple[p.TurnRequest, p.TurnResult]]:
-        """What open turns have, those with tokens: with `finish` LENGTH where that is all that was
+        """What open turns have, as `cut_of`."""
+        return [pair for turn in self._turns if (pair := self.cut_of(turn)) is not None]
+
+    def cut_of(self, turn: str) -> tuple[p.TurnRequest, p.TurnResult] | None:
+        """What an open turn has, if any tokens: with `finish` LENGTH where that is all that was
         asked for, else ABORT. A seeded turn is left out, unless complete: its second half would get
         other draws than in a run that wasn't interrupted."""
-        return [
-            (
-                entry.request,
-                _result(
-                    entry, p.FinishReason.LENGTH if self.complete(turn) else p.FinishReason.ABORT
-                ),
-            )
-            for turn, entry in self._turns.items()
-            if entry.made and (entry.request.sampling.seed is None or self.complete(turn))
-        ]
+        entry, complete = self._turns[turn], self.complete(turn)
+        if not entry.made or not (entry.request.sampling.seed is None or complete):
+            return None
+        finish = p.FinishReason.LENGTH if complete else p.FinishReason.ABORT
+        return entry.request, _result(entry, finish)
 
     def of_trajectory(self, trajectory: str) -> list[str]:
         return [t for t, entry in self._turns.items() if entry.request.trajectory == trajectory]

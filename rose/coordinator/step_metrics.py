@@ -66,6 +66,8 @@ def step_row(
         "migrations": hub.ledger.migrations,
         "returned_turns": hub.returned,
         "engine_restarts": hub.engine_restarts,
+        "hosts_lost": rollouts.hosts_lost,
+        "trajectories_restarted": rollouts.trajectories_restarted,
         "resumed_turns": hub.log.resumed_turns,
         "resumed_tokens": hub.log.resumed_tokens,
         "response_hist": _histogram(lengths),

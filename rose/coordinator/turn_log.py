@@ -1,4 +1,5 @@
-"""The turns of trajectories under way, on disk, so that a run that starts again goes on with them.
+"""The turns of trajectories under way: in memory, for those whose environment host is lost, and on
+disk, so that a run that starts again goes on with them.
 
 Environments are determined by their seeds and by what the policy does: a trajectory that begins
 anew and gets its recorded answers stands where it stood, and no token of it is made twice (Crab's
@@ -8,12 +9,13 @@ it was made for, so an environment that answers otherwise this time gets new tur
 A file holds what was recorded under one policy version; files whose turns no restart could use are
 removed with each checkpoint. A run that failed twice at one step might do so for its turns: the
 third start makes them anew. Policies don't observe turns that are answered from here. Left out: the
-state of machines that agents work on.
+state of machines that agents work on (rose/agent/snapshots.py).
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -30,6 +32,7 @@ HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
 STARTS = "starts"  # file: the step, and how often it was started from without an orderly end
 MOST_STARTS = 2
+MOST_BYTES = 2**28  # in memory, of all running trajectories: some 20 million tokens
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +45,76 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason
 
 
+Records = dict[bytes, deque[Record]]  # by `_key`, in the order made
+
+
+class _Running:
+    """What was made for running trajectories, of each until it ends, or until all have more than
+    `MOST_BYTES`: then the oldest is forgotten, and a lost host's part of it is made anew."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, list[tuple[bytes, Record]]] = {}
+        self._again: dict[str, Records] = {}  # of trajectories that were started again
+        self._before: dict[str, int] = {}  # turns that are not in `_made`, but in a snapshot
+        self._bytes = 0
+        self._full = False
+
+    def add(self, trajectory: str, key: bytes, record: Record, asked: bool) -> None:
+        """`asked`: by the trajectory's host as it is now, which has it."""
+        self._made.setdefault(trajectory, []).append((key, record))
+        self._bytes += _size(record)
+        if not asked and trajectory in self._again:
+            _learn(self._again[trajectory], key, record)
+        while self._bytes > MOST_BYTES:
+            self.forget(next(iter(self._made)))
+            if not self._full:
+                print(
+                    f"the turns of running trajectories take more than {MOST_BYTES >> 20} MiB: of "
+                    "the oldest none are kept for a lost environment host",
+                    flush=True,
+                )
+            self._full = True
+
+    def start_again(self, trajectory: str, turns: int = 0) -> None:
+        """From its beginning, or with its first `turns` turns."""
+        again = self._again[trajectory] = defaultdict(deque)
+        made, left = self._made.get(trajectory, ()), turns - self._before.get(trajectory, 0)
+        for key, record in made:
+            complete = record.finish is not FinishReason.ABORT
+            if left <= 0:
+                _learn(again, key, record)
+            left -= complete
+
+    def resumed(self, trajectory: str, turns: int, earlier: bool) -> bool:
+        """It goes on with so many turns from a snapshot, maybe of an `earlier` attempt; whether
+        these are new here."""
+        new = earlier and trajectory not in self._before
+        if new:
+            self._before[trajectory] = turns
+        if trajectory in self._again:
+            self.start_again(trajectory, turns)
+        return new
+
+    def find(self, request: TurnRequest) -> Record | None:
+        """Of a trajectory that was started again: what had been made, each record once."""
+        if (again := self._again.get(request.trajectory)) is None:
+            return None
+        records = again.get(_key(request))
+        return records.popleft() if records else None
+
+    def more(self, trajectory: str) -> bool:
+        """Whether `find` has any for it."""
+        return any(self._again.get(trajectory, {}).values())
+
+    def turns(self, trajectory: str) -> int:
+        return len(self._made.get(trajectory, ()))
+
+    def forget(self, trajectory: str) -> None:
+        self._before.pop(trajectory, None)
+        self._again.pop(trajectory, None)
+        self._bytes -= sum(_size(record) for _, record in self._made.pop(trajectory, ()))
+
+
 class TurnLog:
     """`step`: at which the run starts, whose weights are version `step`; turns of later versions
     were made by weights that are lost. `behind`: the most versions that a recorded turn's oldest
@@ -49,7 +122,10 @@ class TurnLog:
 
     def __init__(self, folder: Path, step: int, behind: int | None) -> None:
         self._folder, self._behind = Path(folder), behind
-        self._known: dict[bytes, deque[Record]] = defaultdict(deque)
+        self._snapshots = self._folder.parent / "snapshots"  # of the environment hosts
+        self._trained: dict[int, list[str]] = {}  # step -> trajectories
+        self._known: Records = defaultdict(deque)  # by earlier attempts
+        self.running = _Running()
         self._file: BinaryIO | None = None
         self._version = -1  # of the open file
         self._newest_known = step
@@ -57,9 +133,11 @@ class TurnLog:
         if behind is not None:
             self._folder.mkdir(exist_ok=True)
             behind = -1 if self._fails(step) else behind
+        self._resumes = behind is not None and behind >= 0
         for path, version in self._files():
             if behind is not None and step - behind <= version <= step:
-                self._learn(_read(path))
+                for record in _read(path):
+                    _learn(self._known, record.key, record)
             else:
                 path.unlink(missing_ok=True)
 
@@ -85,15 +163,6 @@ class TurnLog:
         if self._behind is not None:
             (self._folder / STARTS).unlink(missing_ok=True)
 
-    def _learn(self, records: list[Record]) -> None:
-        """Of a context with complete turns only these: what was begun has become one of them."""
-        for record in records:
-            known = self._known[record.key]
-            while known and known[-1].finish is FinishReason.ABORT:
-                known.pop()
-            if record.finish is not FinishReason.ABORT or not known:
-                known.append(record)
-
     def find(self, request: TurnRequest, version: int) -> TurnResult | None:
         """What an earlier attempt made of this very context, each record once. `version`: of the
         newest weights. `finish` is ABORT if the turn was not complete."""
@@ -102,28 +171,63 @@ class TurnLog:
         if version - self._behind > self._newest_known:
             self._known.clear()
             return None
-        records = self._known.get(_key(request))
+        key = _key(request)
+        records = self._known.get(key)
         while records:
             record = records.popleft()
             if unpack_tokens(record.versions).min() >= version - self._behind:
-                self.resumed_turns += 1
-                self.resumed_tokens += len(record.tokens) // 4
-                return TurnResult(
-                    request.turn, record.tokens, record.logprobs, record.versions, record.finish
-                )
+                if record.finish is not FinishReason.ABORT:
+                    self.running.add(request.trajectory, key, record, asked=True)
+                return self._taken(request, record)
         return None
 
-    def add(self, request: TurnRequest, result: TurnResult, version: int) -> None:
+    def find_again(self, request: TurnRequest) -> TurnResult | None:
+        """As `find`, of what this attempt made before the trajectory's host was lost."""
+        record = self.running.find(request)
+        return self._taken(request, record) if record is not None else None
+
+    def _taken(self, request: TurnRequest, record: Record) -> TurnResult:
+        self.took_over(1, len(record.tokens) // 4)
+        return TurnResult(
+            request.turn, record.tokens, record.logprobs, record.versions, record.finish
+        )
+
+    def versions(self, version: int) -> tuple[int, int]:
+        """The oldest and the newest by which an earlier attempt may have begun a trajectory that
+        starts under `version`; none where the second is less."""
+        return (version - self._behind, self._newest_known) if self._resumes else (0, -1)
+
+    def forget(self, trajectory: str) -> None:
+        """Nobody will ask for it again."""
+        self.running.forget(trajectory)
+        shutil.rmtree(self._snapshots / trajectory, ignore_errors=True)
+
+    def trained(self, step: int, trajectories: list[str]) -> None:
+        """They are part of `step`: once a checkpoint has that, nobody will ask for them."""
+        self._trained[step] = trajectories
+
+    def took_over(self, turns: int, tokens: int) -> None:
+        """Turns that needn't be made again."""
+        self.resumed_turns += turns
+        self.resumed_tokens += tokens
+
+    def add(
+        self, request: TurnRequest, result: TurnResult, version: int, asked: bool = True
+    ) -> None:
         """Record a turn that ended under `version`, or with `finish` ABORT one that is cut there.
-        Raises OSError, also for what was added before."""
-        if self._behind is None or not result.tokens:
+        `asked`: by the host that the trajectory has now. Raises OSError, also for what was added
+        before."""
+        if not result.tokens:
+            return
+        key = _key(request)
+        record = Record(key, result.tokens, result.logprobs, result.versions, result.finish)
+        self.running.add(request.trajectory, key, record, asked)
+        if self._behind is None:
             return
         if self._file is None or version != self._version:
             self.close()
             self._file, self._version = self._path(version).open("ab"), version
-        data = msgspec.msgpack.encode(
-            Record(_key(request), result.tokens, result.logprobs, result.versions, result.finish)
-        )
+        data = msgspec.msgpack.encode(record)
         head = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
         self._file.write(head + data)
 
@@ -134,6 +238,9 @@ class TurnLog:
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` is on disk: a restart begins there or later."""
+        for trained in [each for each in self._trained if each <= step]:
+            for trajectory in self._trained.pop(trained):
+                self.forget(trajectory)
         if self._behind is None:
             return
         for path, version in self._files():
@@ -152,6 +259,19 @@ class TurnLog:
         """With their versions."""
         found = sorted(self._folder.glob(PATTERN))
         return [(path, int(path.stem[1:])) for path in found if path.stem[1:].isdigit()]
+
+
+def _learn(known: Records, key: bytes, record: Record) -> None:
+    """Of a context with complete turns only these: what was begun has become one of them."""
+    records = known[key]
+    while records and records[-1].finish is FinishReason.ABORT:
+        records.pop()
+    if record.finish is not FinishReason.ABORT or not records:
+        records.append(record)
+
+
+def _size(record: Record) -> int:
+    return len(record.tokens) + len(record.logprobs) + len(record.versions)
 
 
 def _key(request: TurnRequest) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rose import protocol as p
 from rose.coordinator.journal import Journal
-from rose.coordinator.ledger import Ledger
+from rose.coordinator.ledger import NOBODY, Ledger
 from rose.coordinator.turn_log import TurnLog
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import Scheduler
@@ -102,9 +102,11 @@ class TurnHub:
             0.0  # the last `begin_step`, and the last token since then
         )
         self._made: dict[str, int] = {}  # running trajectory -> tokens received for it
+        self._left: set[str] = set()  # running trajectories whose host was lost
         self._resting: set[str] = set()  # workers that provisioning lets rest
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             p.TurnRequest: self._turn_requested,
+            p.TrajectoryResumed: self._trajectory_resumed,
             p.TurnProgress: self._count,
             p.TurnFinished: self._turn_finished,
             p.TurnReturned: self._turn_returned,
@@ -162,9 +164,11 @@ class TurnHub:
     def end(self, trajectory: p.Trajectory) -> None:
         """It is in. An agent may have ended while turns of it ran."""
         self.progress_at = time.time()
-        if trajectory.stats.get("cut_turns"):
+        if trajectory.stats.get("cut_turns") or trajectory.id in self._left:
             self._drop_turns(trajectory.id)
-        self._made.pop(trajectory.id, None)
+        self._forget_trajectory(trajectory.id)
+        if trajectory.phase is p.Phase.EVAL:
+            self.log.forget(trajectory.id)
         self.feed(
             ev.TrajectoryEnded(
                 at=self.progress_at, trajectory=trajectory.id, tokens=trajectory.response_tokens
@@ -175,19 +179,41 @@ class TurnHub:
         """Forget a trajectory's turns and stop the engines that work on them; how many tokens it
         had."""
         self._drop_turns(trajectory)
-        tokens = self._made.pop(trajectory, 0)
+        tokens = self._forget_trajectory(trajectory)
+        self.log.forget(trajectory)
         self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory))
         return tokens
 
+    def _forget_trajectory(self, trajectory: str) -> int:
+        self.log.running.forget(trajectory)
+        self._left.discard(trajectory)
+        return self._made.pop(trajectory, 0)
+
+    def in_environment(self, trajectory: str) -> bool:
+        """Whether it has all its turns and waits for none."""
+        waits = self.log.running.more(trajectory) or self.ledger.of_trajectory(trajectory)
+        return not waits
+
+    def host_lost(self, trajectory: str) -> None:
+        """The trajectory starts again: its open turns go on meanwhile, and it gets all that it
+        asks for again."""
+        self.progress_at = time.time()
+        self.log.running.start_again(trajectory)
+        self.ledger.leave(trajectory)
+        self._left.add(trajectory)
+
     def _drop_turns(self, trajectory: str) -> None:
         for turn in self.ledger.of_trajectory(trajectory):
-            if (name := self.ledger.worker_of(turn)) is not None:
-                worker = self.workers[name]
-                worker.turn_closed(time.time())
-                self._send(worker.rank, p.AbortTurn(turn, self.ledger.attempt_of(turn)))
-            made = self.ledger.made(turn)
-            self.ledger.drop(turn)
-            self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+            self._drop_turn(turn)
+
+    def _drop_turn(self, turn: str) -> None:
+        if (name := self.ledger.worker_of(turn)) is not None:
+            worker = self.workers[name]
+            worker.turn_closed(time.time())
+            self._send(worker.rank, p.AbortTurn(turn, self.ledger.attempt_of(turn)))
+        made = self.ledger.made(turn)
+        self.ledger.drop(turn)
+        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
 
     def feed(self, event: ev.Event) -> None:
         """Pass the event to the scheduler; carry out its actions. Called while an action is carried
@@ -232,9 +258,14 @@ class TurnHub:
 
     def _turn_requested(self, source: int, m: p.TurnRequest) -> None:
         made = 0
-        if (recorded := self.log.find(m, self.version)) is not None:
+        if m.trajectory in self._left and self._still_runs(source, m):
+            return
+        if (recorded := self.log.find_again(m)) is None:
+            recorded = self.log.find(m, self.version)
+            if recorded is not None:
+                self._count_made(m.trajectory, len(recorded.tokens) // 4)
+        if recorded is not None:
             made = len(recorded.tokens) // 4
-            self._made[m.trajectory] = self._made.get(m.trajectory, 0) + made
             self.progress_at = time.time()
             if recorded.finish is not p.FinishReason.ABORT:
                 self._send(source, recorded)
@@ -253,6 +284,28 @@ class TurnHub:
                 outcome=m.outcome,
             )
         )
+
+    def _trajectory_resumed(self, source: int, m: p.TrajectoryResumed) -> None:
+        """A snapshot spared these turns."""
+        self.progress_at = time.time()
+        self.log.took_over(m.turns, m.tokens)
+        if self.log.running.resumed(m.id, m.turns, m.earlier):
+            self._count_made(m.id, m.tokens)
+
+    def _still_runs(self, source: int, m: p.TurnRequest) -> bool:
+        """Whether the lost host had asked for this turn, which is the new one's then. Another of
+        its turns that has this one's name or context is cut, and what it has recorded."""
+        for turn in self.ledger.left(m.trajectory):
+            before = self.ledger.request_of(turn)
+            if (before.turn, before.sampling, before.tokens) == (m.turn, m.sampling, m.tokens):
+                self.ledger.adopt(turn, source)
+                self.log.took_over(1, self.ledger.made(turn))
+                return True
+            if turn == m.turn or before.tokens == m.tokens:
+                if (cut := self.ledger.cut_of(turn)) is not None:
+                    self.log.add(*cut, self.version, asked=False)
+                self._drop_turn(turn)
+        return False
 
     def _turn_finished(self, source: int, m: p.TurnFinished) -> None:
         if self._count(source, m) is None:
@@ -291,10 +344,12 @@ class TurnHub:
             worker = self.workers[name]
             worker.tokens += count
             worker.total_tokens += count
-            trajectory = self.ledger.trajectory_of(m.turn)
-            self._made[trajectory] = self._made.get(trajectory, 0) + count
+            self._count_made(self.ledger.trajectory_of(m.turn), count)
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
+
+    def _count_made(self, trajectory: str, tokens: int) -> None:
+        self._made[trajectory] = self._made.get(trajectory, 0) + tokens
 
     def _close_turn(self, turn: str, finish: p.FinishReason) -> None:
         made = self.ledger.made(turn)
@@ -304,8 +359,9 @@ class TurnHub:
     def _deliver(self, turn: str, finish: p.FinishReason) -> None:
         request = self.ledger.request_of(turn)
         host, result = self.ledger.close(turn, finish)
-        self.log.add(request, result, self.version)
-        self._send(host, result)
+        self.log.add(request, result, self.version, asked=host != NOBODY)
+        if host != NOBODY:
+            self._send(host, result)
 
     def record_open_turns(self) -> None:
         """The run ends: what open turns have is where a restart goes on. Raises OSError."""

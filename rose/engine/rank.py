@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from rose import protocol as p
-from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
+from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.engine.activation import NOTHING, Moved
 from rose.engine.vllm_engine import Chunk, Engine, EngineDied

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "rollout.threads",
     "rollout.environment_hosts",
     "rollout.engine_*",
+    "rollout.host_restarts",
     "rollout.turn_timeout_s",
     "rollout.kv_cache_gib",
     "rollout.resume_turns",

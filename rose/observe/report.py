@@ -192,7 +192,9 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     counted = (
         ("engine restarts", "engine_restarts"),
         ("turns continued on another engine", "migrations"),
-        ("turns taken over from an earlier attempt", "resumed_turns"),
+        ("environment hosts lost", "hosts_lost"),
+        ("trajectories that started again", "trajectories_restarted"),
+        ("turns taken over", "resumed_turns"),
         ("of them given back by an engine that serves others, too", "returned_turns"),
         ("trajectories failed and replaced", "failed_trajectories"),
         ("invalid tool calls", "invalid_calls"),

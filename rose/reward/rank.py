@@ -16,8 +16,9 @@ import psutil
 
 from rose import protocol as p
 from rose.comm import mpi_process
-from rose.comm.mailbox import COORDINATOR, Mailbox
+from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
+from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.files import Lossy
 from rose.observe.recorder import NullRecorder

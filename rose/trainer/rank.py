@@ -11,7 +11,8 @@ from mpi4py import MPI
 from rose import memory
 from rose import protocol as p
 from rose.comm import address
-from rose.comm.mailbox import COORDINATOR, Mailbox, gather_texts
+from rose.comm.mailbox import Mailbox, gather_texts
+from rose.comm.wire import COORDINATOR
 from rose.config import Config, read_shape
 from rose.engine import layout
 from rose.models import resolve

@@ -12,7 +12,7 @@ never both roles.
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 from rose import protocol as p
@@ -42,6 +42,9 @@ class Peers:
         self.words = {rank.rank: deque() for rank in ranks[1:]}
         self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
         self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
+        self.host_of = {}  # running trajectory -> rank
+        self.deaf = {}  # host that was lost -> answers that it waits for
+        self.made = Counter()  # turn -> tokens that engines have sent of it
         self.received = {}  # trajectory -> tokens of its turns
         self.trained = {}  # step -> [trajectory]
         self.seed_of_group = {}
@@ -61,7 +64,9 @@ class Peers:
         self.look = lambda: None  # called at every message to a peer
         for rank in ranks[1:]:
             self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
-            if rank.role is p.Role.TRAINER:
+            if rank.role is p.Role.ENVIRONMENT:
+                self.say(rank.rank, p.HostReady(rank.rank))
+            elif rank.role is p.Role.TRAINER:
                 self.say(
                     rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing")
                 )
@@ -87,6 +92,8 @@ class Peers:
             ):
                 continue
             message = self.words[rank].popleft()[1]()
+            if isinstance(message, p.TurnProgress | p.TurnFinished):
+                self.made[message.turn] += len(message.tokens) // 4
             if message is not None:
                 return rank, message
 
@@ -139,7 +146,24 @@ class Peers:
 
     # ----------------------------------------------------------------- environment host
 
+    def loses_host(self, rank):
+        """The process of an environment host: of what it was about to say only a part has left."""
+        for name in [name for name in self.running if self.host_of[name] == rank]:
+            del self.running[name]
+        for _ in range(self.draw.randint(0, len(self.words[rank]))):
+            self.words[rank].pop()
+        self.deaf[rank] = self.deaf.get(rank, 0) + 1
+        self.say(rank, p.HostLost(rank, "killed by SIGKILL"))
+
+    def _HostForgotten(self, rank, m):
+        self.deaf[rank] -= 1
+        if not self.deaf[rank]:
+            self.say(rank, p.HostReady(rank))
+
     def _StartTrajectory(self, rank, m):
+        if self.deaf.get(rank):
+            return
+        self.host_of[m.id] = rank
         self.seed_of_group.setdefault(m.group, m.env_seed)
         assert self.domain_of_group.setdefault(m.group, m.domain) == m.domain
         assert self.seed_of_group[m.group] == m.env_seed and m.id not in self.running
@@ -165,8 +189,9 @@ class Peers:
 
     def _TurnResult(self, rank, m):
         name = m.turn.rpartition(".")[0]
-        if name not in self.running:
+        if self.deaf.get(rank) or name not in self.running:
             return
+        assert self.host_of[name] == rank
         start, turns, tokens, versions = self.running[name]
         tokens.append(m.tokens)
         self.received[name] = b"".join(tokens)

@@ -50,7 +50,12 @@ def hub(version, **workers):
 def row(groups, times=None, at=7.0, **workers):
     times = times or {"rollout": 3.0, "idle": 1.0, "train": 2.0, "sync": 1.0}
     rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=1), dropped_groups=3, dropped_tokens=50, staleness_max=2
+        groups=SimpleNamespace(failed=1),
+        dropped_groups=3,
+        dropped_tokens=50,
+        staleness_max=2,
+        hosts_lost=2,
+        trajectories_restarted=9,
     )
     return step_row(groups, {"loss": 0.25}, times, hub(4, **workers), rollouts, at)
 
@@ -85,6 +90,7 @@ def test_means_and_counts_are_over_every_trajectory_of_every_group():
     assert found["invalid_calls"] == 2 and found["truncated"] == 1
     assert (found["failed_trajectories"], found["groups_dropped"], found["migrations"]) == (1, 3, 2)
     assert (found["engine_restarts"], found["returned_turns"]) == (1, 1)
+    assert (found["hosts_lost"], found["trajectories_restarted"]) == (2, 9)
     assert found["loss"] == 0.25 and found["kind"] == "step"
 
 
@@ -115,7 +121,12 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     began = made._begun_at
     made._token_at = began + 7.0
     rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=0), dropped_groups=0, dropped_tokens=0, staleness_max=1
+        groups=SimpleNamespace(failed=0),
+        dropped_groups=0,
+        dropped_tokens=0,
+        staleness_max=1,
+        hosts_lost=0,
+        trajectories_restarted=0,
     )
     times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
     found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)

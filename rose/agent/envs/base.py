@@ -87,6 +87,13 @@ class Environment(Protocol):
     async def step(self, action: Action) -> Step:
         """Act. Raises only when the environment itself is broken."""
 
+    # Optional, where the same seed and actions don't lead to the same state, or take long:
+    # `async def checkpoint(self) -> bytes`, after a step, what `resume` needs. It runs while the
+    # model thinks; the next step waits for it. Small: big state lies in the host's own store and is
+    # named in it, and may be written later.
+    # `async def resume(self, saved: bytes) -> None`, in place of `reset`, also after another
+    # `resume` that raised; several environments may resume from one saved state.
+
     # Optional: `async def end(self) -> Step`, a last step when the turns or the context are used up
     # before one is done, such as a verdict on the final state; its reward and success count.
 

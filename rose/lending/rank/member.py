@@ -107,7 +107,7 @@ async def _take_part(
     name = answer.worker
     # Here and not above: whoever imports these initialises MPI, which reads its environment then.
     from rose.comm.link import Link, LinkError
-    from rose.comm.mailbox import COORDINATOR
+    from rose.comm.wire import COORDINATOR
     from rose.lending.rank.worker import BorrowedWorker, Wire
 
     worker = BorrowedWorker(config, name, recorder, *_boards())

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rose import protocol as p
 from rose.comm.link import Link
-from rose.comm.mailbox import COORDINATOR
-from rose.comm.wire import decode, encode
+from rose.comm.wire import COORDINATOR, decode, encode
 from rose.config import Config
 from rose.engine.rank import RolloutWorker
 from rose.engine.vllm_engine import Engine, EngineDied, EngineError

@@ -1,0 +1,132 @@
+"""Episodes on disk, after each turn of an environment that has `checkpoint`: where trajectories go
+on when their host or their run has ended, without a turn or a step made again.
+
+RUN/snapshots/TRAJECTORY/aAAA-tNNNN is, of attempt A of the run, the episode before turn N, for the
+last `KEPT` turns: its XXH3-128, then msgpack. A damaged one, or one that the environment can't
+resume, is passed over for the one before. They are written while the model thinks; a disk that
+refuses, or lags behind, costs snapshots and nothing else. The coordinator removes a trajectory's
+folder. Left out: what `saved` names, which is the environment's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rose import protocol as p
+from rose.config import Config
+from rose.files import write_whole
+
+KEPT = 2  # of a trajectory, the newest
+HASH = 16  # bytes
+MOST_WORDS = 10  # about snapshots that could not be made
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """An episode between two turns. `saved` is what the environment's `checkpoint` gave; `state`
+    has the rest by the names that the loop has for it."""
+
+    attempt: int
+    digest: bytes  # of the configuration
+    start: p.StartTrajectory
+    tools: list[dict[str, Any]]
+    task: dict[str, Any]
+    started: float  # wall clock, seconds
+    state: dict[str, Any]
+    saved: bytes
+
+    @property
+    def turns(self) -> int:
+        return self.state["turns"]
+
+
+class Snapshots:
+    """Of a host's trajectories. `folder`: the run's; `attempt`: of the run; `on_resume` takes each
+    snapshot that an episode has gone on from."""
+
+    def __init__(
+        self, folder: Path, attempt: int, config: Config, on_resume: Callable[[Snapshot], None]
+    ) -> None:
+        self._folder, self.attempt = Path(folder), attempt
+        self.digests = {name: _digest(config, name) for name in config.env.members}
+        self.on_resume = on_resume
+        self._words = 0
+
+    def found(self, start: p.StartTrajectory) -> list[Snapshot]:
+        """Those that the trajectory may go on from, the newest first."""
+        found = []
+        for path in sorted(self._files(start.id), reverse=True):
+            try:
+                snapshot = _read(path)
+            except (OSError, ValueError) as error:
+                self.say(f"{path} is damaged ({error}): the one before is taken")
+                continue
+            if self._fits(snapshot, start):
+                found.append(snapshot)
+        return found
+
+    def _fits(self, snapshot: Snapshot, start: p.StartTrajectory) -> bool:
+        """By this attempt of the run, or by weights that `start` allows."""
+        same = msgspec.structs.replace(
+            snapshot.start, oldest_version=start.oldest_version, newest_version=start.newest_version
+        )
+        if same != start or snapshot.digest != self.digests[start.domain]:
+            return False
+        if snapshot.attempt == self.attempt:
+            return True
+        versions = p.unpack_tokens(snapshot.state["versions"])
+        made = versions[versions >= 0]
+        return bool(
+            made.size and made.min() >= start.oldest_version and made.max() <= start.newest_version
+        )
+
+    async def write(self, snapshot: Snapshot) -> None:
+        """Returns when it is on disk, or never will be."""
+        try:
+            await asyncio.to_thread(self._write, snapshot)
+        except OSError as error:
+            self.say(f"a snapshot could not be written: {error}")
+
+    def _write(self, snapshot: Snapshot) -> None:
+        folder = self._folder / snapshot.start.id
+        folder.mkdir(parents=True, exist_ok=True)
+        data = msgspec.msgpack.encode(snapshot)
+        name = f"a{snapshot.attempt:03d}-t{snapshot.turns:04d}"
+        write_whole(folder / name, xxhash.xxh3_128_digest(data) + data)
+        for old in sorted(self._files(snapshot.start.id))[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+    def _files(self, trajectory: str) -> list[Path]:
+        with suppress(OSError):  # there is none
+            folder = self._folder / trajectory
+            return [path for path in folder.iterdir() if path.suffix != ".part"]
+        return []
+
+    def say(self, what: str) -> None:
+        """In the host's log, a few times."""
+        self._words += 1
+        if self._words <= MOST_WORDS:
+            last = "; no more is said of that" if self._words == MOST_WORDS else ""
+            print(f"snapshots: {what}{last}", flush=True)
+
+
+def _read(path: Path) -> Snapshot:
+    """Raises OSError, and `ValueError` saying what is wrong with it."""
+    data = path.read_bytes()
+    if xxhash.xxh3_128_digest(data[HASH:]) != data[:HASH]:
+        raise ValueError("its hash is another")
+    return msgspec.msgpack.decode(data[HASH:], type=Snapshot)
+
+
+def _digest(config: Config, domain: str) -> bytes:
+    """Of what makes the tokens and the states of this domain's episodes what they are."""
+    env, model = config.env.members[domain], config.model
+    parts = [env.name, env.args, env.max_turns, env.max_new_tokens]
+    parts += [model.name, model.max_context, model.tool_format, model.chat_template_args]
+    return xxhash.xxh3_128_digest(msgspec.json.encode(parts, order="sorted"))

@@ -1,0 +1,196 @@
+"""An episode whose host ends goes on from its last good snapshot, with the tokens that it had."""
+
+import asyncio
+import re
+
+import msgspec
+import pytest
+
+from rose import protocol as p
+from rose.agent.loop import run_trajectory
+from rose.agent.snapshots import KEPT, Snapshots, _read
+from tests.agent.wander import Wander
+
+START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, "wander", 7, None)
+LENGTH = 5
+WORDS = list(range(40, 46))
+
+
+class Ends(Exception):
+    """The host, in the middle of a turn."""
+
+
+class World:
+    """`goes(stop)` plays the episode to its end, or until turn `stop` is asked for."""
+
+    def __init__(self, config, chat, folder):
+        self.config, self.chat, self.folder = config, chat, folder
+        self.resumed, self.asked, self.version, self.made = [], [], 0, []
+
+    def goes(self, stop=None, attempt=1, start=START, env=None, config=None):
+        config = config or self.config
+        snapshots = Snapshots(self.folder, attempt, config, self.resumed.append)
+        self.env = env or Wander(LENGTH)
+
+        async def turn(request):
+            self.asked.append(request.turn)
+            for _ in range(20):  # the model thinks meanwhile
+                await asyncio.sleep(0.002)
+            if request.turn.endswith(f"t{stop}"):
+                raise Ends
+            n = len(WORDS)
+            tokens, logprobs = p.pack_tokens(WORDS), p.pack_floats([-1.0] * n)
+            versions = p.pack_tokens([self.version] * n)
+            return p.TurnResult(request.turn, tokens, logprobs, versions, p.FinishReason.STOP)
+
+        async def play():
+            env = config.env.members["wander"]
+            rest = (1000, p.Sampling(16), lambda: 1.0, None, snapshots)
+            return await run_trajectory(start, self.env, self.chat, turn, env, "env", *rest)
+
+        if stop is None:
+            return asyncio.run(play())
+        with pytest.raises(Ends):
+            asyncio.run(play())
+        return None
+
+    def files(self):
+        return sorted((self.folder / START.id).iterdir())
+
+
+@pytest.fixture
+def config(make_config):
+    return make_config("env.name=wander", "env.args={}", "env.max_turns=8")
+
+
+@pytest.fixture
+def world(config, chats, tmp_path):
+    return World(config, chats["tiny"], tmp_path)
+
+
+def text(world, trajectory):
+    return world.chat.decode(p.unpack_tokens(trajectory.tokens))
+
+
+def is_one_walk(world, trajectory):
+    """It has all steps, and each begins where the one before has ended."""
+    said = text(world, trajectory)
+    walk = re.findall(
+        r"([0-9a-f]{8}) to ([0-9a-f]{8})", said.replace(" ", "").replace("to", " to ")
+    )
+    places = [re.search(r"at ?([0-9a-f]{8})", said).group(1)]
+    assert trajectory.turns == LENGTH and len(walk) == LENGTH - 1
+    for before, after in walk:
+        assert before == places[-1]
+        places.append(after)
+    return True
+
+
+def test_it_goes_on_before_the_turn_that_was_asked_for(world):
+    world.goes(stop=3)
+    assert [path.name for path in world.files()] == ["a001-t0002", "a001-t0003"] and KEPT == 2
+    world.asked.clear()
+    made = world.goes()
+    assert world.asked == ["g1.2.t3", "g1.2.t4"] and is_one_walk(world, made)
+    [snapshot] = world.resumed
+    assert snapshot.turns == 3 and made.tokens.startswith(snapshot.state["tokens"])
+    assert [tuple(each) for each in made.turn_tokens] == [(t, len(WORDS)) for t in range(LENGTH)]
+    assert len(made.tokens) == len(made.versions) == len(made.logprobs) == 4 * len(made.mask)
+    assert made.response_tokens == sum(made.mask) == LENGTH * len(WORDS)
+    assert sum(made.turn_rewards or [made.reward]) == made.reward
+
+
+def test_however_often_it_ends(world):
+    for stop in (1, 1, 2, 4, 4):
+        world.goes(stop)
+    assert is_one_walk(world, world.goes())
+    assert [snapshot.turns for snapshot in world.resumed] == [1, 1, 2, 4, 4]
+
+
+def test_of_a_damaged_one_any_byte_is_noticed_and_the_one_before_is_taken(world, capsys):
+    world.goes(stop=3)
+    newest = world.files()[-1]
+    whole = newest.read_bytes()
+    for at in range(0, len(whole), 7):
+        newest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="its hash is another"):
+            _read(newest)
+    for torn in (b"", whole[:10], whole[:-1]):
+        newest.write_bytes(torn)
+        with pytest.raises(ValueError, match="its hash is another"):
+            _read(newest)
+    assert is_one_walk(world, world.goes())
+    assert [snapshot.turns for snapshot in world.resumed] == [2]
+    assert "a001-t0003 is damaged (its hash is another)" in capsys.readouterr().out
+
+
+def test_without_a_good_one_it_begins_with_the_prompt(world):
+    world.goes(stop=2)
+    for path in world.files():
+        path.write_bytes(b"nonsense")
+    assert is_one_walk(world, world.goes()) and world.resumed == []
+
+
+def test_one_that_the_environment_cant_resume_is_passed_over(world, capsys):
+    class Forgets(Wander):
+        async def resume(self, saved):
+            if b"3" in saved[:3]:
+                raise RuntimeError("the store has lost it")
+            await super().resume(saved)
+
+    world.goes(stop=3)
+    assert is_one_walk(world, world.goes(env=Forgets(LENGTH)))
+    assert [snapshot.turns for snapshot in world.resumed] == [2]
+    assert "turn 3 can't be resumed" in capsys.readouterr().out
+
+
+def test_another_configuration_or_another_trajectory_takes_none(world, make_config):
+    world.goes(stop=2)
+    other = make_config("env.name=wander", "env.args={length: 5}", "env.max_turns=8")
+    world.goes(config=other)
+    world.goes(start=msgspec.structs.replace(START, env_seed=8))
+    assert world.resumed == []
+
+
+@pytest.mark.parametrize(
+    "oldest, newest, taken", [(0, -1, 0), (3, 3, 1), (2, 5, 1), (4, 5, 0), (1, 2, 0)]
+)
+def test_another_attempt_takes_those_of_weights_that_it_allows(world, oldest, newest, taken):
+    world.version = 3
+    world.goes(stop=2)
+    start = msgspec.structs.replace(START, oldest_version=oldest, newest_version=newest)
+    world.goes(attempt=2, start=start)
+    assert len(world.resumed) == taken
+    # what this attempt has made is its own
+    world.resumed.clear()
+    world.goes(attempt=2, start=start)
+    assert [snapshot.attempt for snapshot in world.resumed] == [2]
+
+
+def test_an_environment_whose_checkpoint_fails_plays_on_without(world, capsys):
+    class Full(Wander):
+        async def checkpoint(self):
+            raise OSError("no space left")
+
+    assert is_one_walk(world, world.goes(env=Full(LENGTH)))
+    assert not (world.folder / START.id).exists()
+    assert "Full.checkpoint raised OSError('no space left')" in capsys.readouterr().out
+
+
+def test_a_folder_that_takes_no_files_costs_snapshots_only(world, capsys):
+    (world.folder / START.id).write_text("in the way")
+    assert is_one_walk(world, world.goes())
+    assert "a snapshot could not be written" in capsys.readouterr().out
+
+
+def test_a_step_waits_for_the_checkpoint_of_the_state_before_it(world):
+    class Slow(Wander):
+        async def checkpoint(self):
+            before = self.steps
+            await asyncio.sleep(0.2)
+            assert self.steps == before
+            return await super().checkpoint()
+
+    world.goes(stop=4, env=Slow(LENGTH))
+    assert [_read(path).turns for path in world.files()][-1] in (3, 4)
+    assert is_one_walk(world, world.goes())

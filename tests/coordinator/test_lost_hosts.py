@@ -1,0 +1,246 @@
+"""An environment host that dies: its trajectories start again on hosts that are up, get the turns
+that they had, and no token is made or counted twice."""
+
+import random
+
+import pytest
+
+from rose import protocol as p
+from rose.coordinator import journal, turn_log
+from rose.coordinator.groups import Rollouts
+from rose.coordinator.waiting import RunFailed
+from rose.observe.metrics import read_metrics, rows_of
+from rose.policies import build
+from tests.coordinator import peers
+
+HOSTS, ENGINE = (1, 2), 10
+
+
+@pytest.fixture
+def rollouts(world, make_config):
+    config = make_config(
+        "rollout.group_size=2", "trainer.batch_size=8", "rollout.environment_hosts=2"
+    )
+    made = Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        dict(enumerate(HOSTS)),
+        lambda what, detail: world.faults.append((what, detail)),
+    )
+    for host in HOSTS:
+        made.handle(p.HostReady(host))
+    world.ready("rollout-0")
+    world.hub.publish(0, "store")
+    return made
+
+
+def started(world):
+    """Host of each trajectory that was started since this was last asked."""
+    return {m.id: rank for rank, m in world.taken(p.StartTrajectory)}
+
+
+def ask(world, host, turn, tokens=(1, 2, 3), seed=None, new=10):
+    name = turn.rpartition(".")[0]
+    sampling = p.Sampling(new, seed=seed)
+    group = name.partition(".")[0]
+    asked = p.TurnRequest(turn, name, group, p.Phase.TRAIN, p.pack_tokens(tokens), sampling)
+    world.hub.handle(host, asked)
+
+
+def lose(rollouts, host, ready=True):
+    rollouts.handle(p.HostLost(host, "killed by SIGKILL"))
+    if ready:
+        rollouts.handle(p.HostReady(host))
+
+
+def tokens_of(result):
+    return p.unpack_tokens(result.tokens).tolist()
+
+
+def test_lost_trajectories_start_on_hosts_that_are_up_and_the_dead_one_is_told_first(
+    rollouts, world
+):
+    for group in range(6):
+        rollouts.admit(group, f"g{group}", 0.0)
+    at = started(world)
+    assert set(at.values()) == set(HOSTS), "spread over both"
+    world.sent.clear()
+    lose(rollouts, 1, ready=False)
+    assert world.sent[0] == (1, p.HostForgotten())
+    again = started(world)
+    assert again == {name: 2 for name, host in at.items() if host == 1}
+    rollouts.admit(9, "g9", 0.0)
+    assert set(started(world).values()) == {2}, "nobody else is up"
+    lose(rollouts, 2, ready=False)
+    assert set(started(world).values()) == set(HOSTS), "nobody is: all wait for both"
+    assert (rollouts.hosts_lost, rollouts.trajectories_restarted) == (2, len(again) + 14)
+    rollouts.begin_step(8)
+    assert (rollouts.hosts_lost, rollouts.trajectories_restarted) == (0, 0)
+
+
+def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0")
+    world.progress([7, 8])
+    lose(rollouts, host, ready=False)
+    other = started(world)["g0.0"]
+    world.progress([9])
+    world.sent.clear()
+    ask(world, other, "g0.0.t0")
+    assert world.sent == [], "the engine that has it goes on"
+    world.finish([10])
+    [(rank, result)] = world.taken(p.TurnResult)
+    assert rank == other and tokens_of(result) == [7, 8, 9, 10]
+    assert (world.hub.log.resumed_turns, world.hub.log.resumed_tokens) == (1, 3)
+    rollouts.drop("g0")
+    assert rollouts.dropped_tokens == 4
+
+
+def test_turns_that_were_made_are_answered_again_however_often_hosts_die(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0")
+    world.finish([7])
+    ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 7, 4))
+    lose(rollouts, host)
+    world.finish([8], turn="g0.0.t1")  # before the new host asks for it
+    for _ in range(2):
+        host = started(world)["g0.0"]
+        world.sent.clear()
+        ask(world, host, "g0.0.t0")
+        ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 7, 4))
+        assert [(rank, tokens_of(m)) for rank, m in world.sent] == [(host, [7]), (host, [8])]
+        lose(rollouts, host)
+    assert len(world.hub.ledger) == 0
+    rollouts.drop("g0")
+    assert rollouts.dropped_tokens == 2, "each token was made once"
+    assert world.hub.log.running.turns("g0.0") == 0
+
+
+def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    lose(rollouts, host)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0")
+    world.finish([7])
+    world.sent.clear()
+    ask(world, host, "g0.0.t1")
+    assert [type(m) for _, m in world.sent] == [p.GenerateTurn], "a draw of its own"
+
+
+def test_a_turn_that_an_environment_asks_otherwise_this_time_is_cut(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0", tokens=(1, 2, 3))
+    world.progress([7, 8])
+    lose(rollouts, host)
+    host = started(world)["g0.0"]
+    world.sent.clear()
+    ask(world, host, "g0.0.t0", tokens=(1, 2, 4))
+    assert [type(m) for _, m in world.sent] == [p.AbortTurn, p.GenerateTurn]
+    assert p.unpack_tokens(world.sent[1][1].tokens).tolist() == [1, 2, 4]
+    world.sent.clear()
+    # an agent's other call: under another number, from the tokens that it had
+    ask(world, host, "g0.0.t1", tokens=(1, 2, 3))
+    [(_, work)] = world.taken(p.GenerateTurn)
+    assert p.unpack_tokens(work.tokens).tolist() == [1, 2, 3, 7, 8]
+
+
+def test_what_a_lost_host_had_asked_for_ends_with_the_trajectory(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0")
+    lose(rollouts, host)
+    world.sent.clear()
+    done = p.Trajectory("g0.0", "g0", p.Phase.TRAIN, b"", b"", b"", b"", 1.0, True, 1, 3)
+    rollouts.handle(p.TrajectoryFinished(done))
+    assert [m for _, m in world.sent] == [p.AbortTurn("g0.0.t0", 1)]
+    assert len(world.hub.ledger) == 0 and not world.scheduler.cluster.turns
+
+
+def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    at = {}
+    for _ in range(3):
+        at |= (fresh := started(world))
+        if "g0.1" in fresh:
+            ask(world, at["g0.1"], "g0.1.t0")  # it waits for the engine
+        lose(rollouts, at["g0.0"])  # which is in its environment
+    assert [what for what, _ in world.faults].count("environment failed") == 1
+    assert "died 3 times in the same step of it, the last was killed by SIGKILL" in str(
+        world.faults
+    )
+    assert "g0.0r1" in started(world) and rollouts.runs("g0.1") and not rollouts.runs("g0.0")
+    assert rollouts.groups.failed == 1
+
+
+def test_a_host_that_dies_without_progress_ends_the_run_and_one_with_progress_does_not(
+    rollouts, world
+):
+    rollouts.admit(0, "g0", 0.0)
+    at = started(world)
+    for turn in range(9):
+        for name in ("g0.0", "g0.1"):
+            context = tuple(range(3 + turn))
+            ask(world, at[name], f"{name}.t{turn}", tokens=context)
+            world.finish([7], turn=f"{name}.t{turn}")
+        lose(rollouts, at["g0.0"])
+        at |= started(world)
+    host = at["g0.0"]
+    with pytest.raises(RunFailed, match=r"died 4 times in a row.*host_restarts=3.*by SIGKILL"):
+        for _ in range(4):
+            lose(rollouts, host, ready=False)
+
+
+def test_the_turns_in_memory_are_bounded(world, rollouts, monkeypatch, capsys):
+    monkeypatch.setattr(turn_log, "MOST_BYTES", 12 * 4)
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    for name in ("g0.0", "g0.1"):
+        ask(world, host, f"{name}.t0")
+        world.finish([7, 8, 9], turn=f"{name}.t0")
+    running = world.hub.log.running
+    assert (running.turns("g0.0"), running.turns("g0.1")) == (0, 1)
+    assert "none are kept for a lost environment host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
+def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
+    policy, make_config, tmp_path
+):
+    config = make_config(
+        f"scheduler/batching={policy}",
+        "trainer.steps=4",
+        "trainer.batch_size=8",
+        "rollout.group_size=2",
+        "rollout.environment_hosts=3",
+        "rollout.host_restarts=1000",
+        "eval.episodes=4",
+    )
+    draw, deaths = random.Random(7), []
+
+    def dies(coordinator):
+        peer = coordinator.mailbox
+        hosts = list(coordinator.ranks[p.Role.ENVIRONMENT].values())
+        made = sum(peer.made.values())
+        if coordinator.rollouts.groups.running and made > 30 * (1 + len(deaths)):
+            deaths.append(draw.choice(hosts))
+            peer.loses_host(deaths[-1])
+        return False
+
+    coordinator, peer = peers.run(config, tmp_path, stop_when=dies)
+    assert len(deaths) > 10
+    names = [t.id for step in peer.trained.values() for t in step]
+    assert len(names) == 4 * 8 == len(set(names)) and coordinator.rollouts.groups.failed == 0
+    assert max(peer.made.values()) <= peers.TOKENS_OF_A_TURN, "a token was made twice"
+    for t in (t for step in peer.trained.values() for t in step):
+        assert t.tokens[4:] == peer.received[t.id]
+    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
+    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+    assert sum(row["hosts_lost"] for row in rows_of(read_metrics(tmp_path), "step")) > 5
+    [path] = (tmp_path / "journal").iterdir()
+    assert journal.replay(path, build(config.scheduler, config.rollout.turn_timeout_s)) > 100
