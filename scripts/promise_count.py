@@ -103,6 +103,14 @@ def curve(rewards: Sequence[Sequence[float]], block: int) -> list[tuple[float, I
     return found
 
 
+def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Interval:
+    """Of the mean rewards of two sides, paired by seed, which sets the tasks; with one seed by
+    step."""
+    if len(ours) > 1:
+        return interval([fmean(a) - fmean(b) for a, b in zip(ours, theirs, strict=True)])
+    return interval([a - b for a, b in zip(ours[0], theirs[0], strict=True)])
+
+
 def apart(
     ours: Sequence[tuple[float, Interval]], theirs: Sequence[tuple[float, Interval]]
 ) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from csv_tables import markdown
-from promise_count import HOUR_S, apart, curve
+from promise_count import HOUR_S, apart, curve, difference
 
 from rose.sim.study.gains import Interval
 
@@ -38,7 +37,7 @@ def lines(runs: Sequence[dict], forecast: dict[str, dict[str, float]]) -> list[L
     """The promise, line by line."""
     of = {side: [run for run in runs if run["side"] == side] for side in SIDES}
     return [
-        _rewards(of),
+        *_rewards(of),
         *_devices(of, forecast),
         *(_online(of, forecast, key) for key in TARGET_S),
         _trajectories(of),
@@ -52,13 +51,18 @@ def _curves(of: dict[str, list[dict]]) -> dict[str, list[tuple[float, Interval]]
     return {side: curve([run["rewards"] for run in of[side]], block) for side in SIDES}
 
 
-def _rewards(of: dict[str, list[dict]]) -> Line:
+def _rewards(of: dict[str, list[dict]]) -> list[Line]:
     curves = _curves(of)
-    ends = {
-        side: f"{_shown(curves[side][0][1])} to {_shown(curves[side][-1][1])}" for side in SIDES
-    }
-    holds = not apart(curves["borrowed"], curves["dedicated"])
-    return Line("reward, first and last fifth of the steps", *ends.values(), "", holds)
+    ends = [f"{curves[side][0][1].mean:.2f}, {curves[side][-1][1].mean:.2f}" for side in SIDES]
+    rewards = {side: [run["rewards"] for run in of[side]] for side in SIDES}
+    means = {side: fmean(map(fmean, rewards[side])) for side in SIDES}
+    found = difference(rewards["borrowed"], rewards["dedicated"])
+    equal = found.low <= 0 <= found.high and not apart(curves["borrowed"], curves["dedicated"])
+    shown = f"{means['borrowed']:.3f}; {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    return [
+        Line("reward, first and last fifth of the steps", *ends, "", None),
+        Line("reward, all steps; difference", f"{means['dedicated']:.3f}", shown, "", equal),
+    ]
 
 
 def _devices(of: dict[str, list[dict]], forecast: dict[str, dict[str, float]]) -> list[Line]:
@@ -145,11 +149,6 @@ def _harm(of: dict[str, list[dict]]) -> Line:
     return Line(words, "none", "{}, {}; {}; {}".format(*counted), "", None)
 
 
-def _shown(one: Interval) -> str:
-    bounds = "" if math.isnan(one.low) else f" ({one.low:.2f} to {one.high:.2f})"
-    return f"{one.mean:.2f}{bounds}"
-
-
 def table(found: Sequence[Line]) -> str:
     verdict = {True: "holds", False: "does not hold", None: ""}
     header = ("", "four dedicated", "one and borrowed", "forecast", "verdict")
@@ -221,7 +220,3 @@ def _legend(side: str, runs: Sequence[dict]) -> str:
         "borrowed": f"one dedicated engine and borrowed ones, harmed {harm:.0f} times",
     }
     return f"{words[side]}: {hours:.2f} device-hours"
-
-
-def load(paths: Sequence) -> list[dict]:
-    return [json.loads(path.read_text()) for path in paths]

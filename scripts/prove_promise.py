@@ -10,8 +10,8 @@ serving device, has the same CPU quota.
 
     dedicated  four dedicated engines; two devices serve users beside, and lend nothing
     borrowed   one dedicated engine; the devices lend what serving leaves idle, a spare engine joins.
-               Every --every seconds the next of them is killed or preempted, with --kill-hosts
-               an environment host, too; at half of the steps Slurm requeues the training job
+               Every --every seconds the next of them is killed or preempted, or an environment
+               host is killed; at half of the steps Slurm requeues the training job
 
 The simulator's forecast of both is made before them. Printed: a table with a verdict for each
 line, and a figure, promise.svg. What is done is kept in --out: an interrupted proof goes on there.
@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.08, help="online requests/s of a device")
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
     parser.add_argument("--every", type=float, default=45.0, help="seconds between two kills")
-    parser.add_argument("--kill-hosts", action="store_true", help="environment hosts, too")
+    parser.add_argument(
+        "--kill-hosts", action=argparse.BooleanOptionalAction, default=True, help="those, too"
+    )
     parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
     args, overrides = parser.parse_known_args()

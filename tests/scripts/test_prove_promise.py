@@ -102,6 +102,13 @@ def test_a_curve_has_an_interval_over_seeds_and_with_one_seed_over_steps():
     assert one.mean == pytest.approx(0.2) and one.low < 0.1 < 0.3 < one.high
 
 
+def test_a_difference_is_paired_by_seed_and_with_one_seed_by_step():
+    found = promise_count.difference([[0.2, 0.4], [0.5, 0.5]], [[0.1, 0.3], [0.4, 0.4]])
+    assert found == pytest.approx((0.1, 0.1, 0.1))
+    found = promise_count.difference([[0.2, 0.4]], [[0.1, 0.5]])
+    assert found.mean == pytest.approx(0.0) and found.low < 0 < found.high
+
+
 def test_curves_are_apart_where_their_intervals_do_not_meet():
     def points(*bounds):
         return [(at, Interval((a + b) / 2, a, b)) for at, (a, b) in enumerate(bounds)]
