@@ -43,7 +43,7 @@ ALIKE = (
     *MODEL,
     "env=agent",
     f"env.args.function={REPOSITORY}/scripts/promise_agent.py:play",
-    "env.max_turns=4",
+    "env.max_turns=3",
     "env.max_new_tokens=24",
     f"rollout.group_size={GROUP}",
     "rollout.max_sequences=8",  # an engine's memory bounds what it can do at once
