@@ -110,6 +110,12 @@ class Training(Job):
         status = read_status(self.run)
         return status.phase if status else ""
 
+    def amid(self) -> bool:
+        """Some of the step's trajectories are in, and most are not."""
+        status = read_status(self.run)
+        done = status.finished / max(1, status.total) if status else 0.0
+        return self.phase == "rollout" and 0.1 < done < 0.6
+
     def steps(self) -> list[dict]:
         return rows_of(read_metrics(self.run), "step")
 

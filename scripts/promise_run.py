@@ -107,7 +107,7 @@ class Plan:
 class Storm:
     """What befalls the borrowed side: every `every_s` seconds the next of the borrowed engines is
     killed or preempted, or an environment host is killed; at half of the steps the whole job is
-    requeued."""
+    requeued. Each in the midst of rollouts."""
 
     plan: Plan
     training: Training
@@ -131,14 +131,13 @@ class Storm:
                 yield self._kill_host
 
     def look(self) -> None:
-        steps = len(self.training.steps())
-        if not self._requeued and steps >= self.plan.steps // 2:
+        steps, amid = len(self.training.steps()), self.training.amid()
+        if amid and not self._requeued and steps >= self.plan.steps // 2:
             self._requeued = True
             command("scontrol", "requeue", self.training.id)
             self._note(f"requeued the training job after step {steps}")
             return
-        due = time.monotonic() >= self._due and self.training.phase == "rollout"
-        if due and (what := self._next()):
+        if amid and time.monotonic() >= self._due and (what := self._next()):
             self._note(what)
             self._next = next(self._turns)
             self._due = time.monotonic() + self.plan.every_s
