@@ -292,14 +292,17 @@ class Live(Ran):
 
 
 def end_in_order() -> None:
-    """SIGTERM is an exit with 143 in this script, so that what it has started is ended, too: a
-    second one, as `timeout` sends beside a terminal's, does not break that off."""
+    """SIGTERM and Ctrl-C are an exit with 143 and 130 in this script, so that what it has started
+    is ended, too: a second one, as `timeout` sends beside a terminal's, does not break that off."""
+    asked = (signal.SIGTERM, signal.SIGINT)
 
-    def leave(*_) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(143)
+    def leave(number: int, _frame: object) -> None:
+        for each in asked:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
+    for each in asked:
+        signal.signal(each, leave)
 
 
 class Durations:

@@ -8,6 +8,7 @@ does not notice.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -31,6 +32,10 @@ from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
+
+# A job that is ended sends SIGTERM to all of its processes: what dies of it may do so before this
+# process is told, and the run has so long to end before deaths count as failures.
+TOLD_S, ENDING_S = 0.5, 60.0
 
 
 class TrajectoryHost:
@@ -61,6 +66,11 @@ class TrajectoryHost:
         self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
         self._opening = asyncio.Lock()
         self._watchdog: Watchdog | None = None
+        self._ending = False  # the job, as far as this process was told
+
+    def end_told(self) -> None:
+        """This process got SIGTERM."""
+        self._ending = True
 
     def handle(self, message: p.Message) -> None:
         match message:
@@ -88,6 +98,9 @@ class TrajectoryHost:
         try:
             trajectory = await self._trajectory(start, fork)
         except EnvironmentFailure as failure:
+            await asyncio.sleep(TOLD_S)
+            if self._ending:  # the trajectory begins anew with the run
+                await asyncio.sleep(ENDING_S)
             scoring = isinstance(failure, ScoringFailure)
             self._send(
                 p.TrajectoryFailed(start.id, start.group, start.domain, str(failure), scoring)
@@ -199,6 +212,8 @@ async def run(
         Scoring(config.reward, pools, send) if pools else None,
         Snapshots(folder, attempt, config, resumed),
     )
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.end_told)
 
     async def handle() -> None:
         while not isinstance(message := await receive(), p.Shutdown):

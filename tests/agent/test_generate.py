@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from rose import protocol as p
-from rose.agent.host import TrajectoryHost
+from rose.agent.host import ENDING_S, TOLD_S, TrajectoryHost
 from rose.observe.recorder import NullRecorder
 
 
@@ -103,3 +103,26 @@ def test_a_failure_names_the_members_key(make_config, chats):
     )
     [failed] = hosted(config, chats["tiny"], "calculator", [])
     assert failed.domain == "calculator" and "env.members.calculator.args smaller" in failed.error
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_what_dies_with_its_job_is_no_failure_until_the_run_had_time_to_end(
+    make_config, chats, monkeypatch, ending
+):
+    config, slept = make_config("env=games", "model.max_context=65"), []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    async def go():
+        words = asyncio.Queue()
+        spawn, name = asyncio.create_task, "calculator"
+        host = TrajectoryHost(config, chats["tiny"], words.put_nowait, spawn, NullRecorder())
+        if ending:
+            host.end_told()
+        host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, name, 8, None))
+        return await asyncio.wait_for(words.get(), 20)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert isinstance(asyncio.run(go()), p.TrajectoryFailed)
+    assert slept == [TOLD_S, ENDING_S][: 1 + ending]

@@ -1,0 +1,245 @@
+"""The one-machine Slurm of prove_promise.py, its jobs, and the quotas of their engines. Not a
+command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+from harness import REPOSITORY
+from live_runs import ENGINE, Quota
+from promise_count import elapsed_s
+
+from rose.launch import rank_status, state
+from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.status import read_status
+from rose.protocol import Role
+
+COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
+NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
+PORT = 19_000  # of the cluster's daemons, the first of 130
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[None]:
+    """Slurm's commands mean this cluster inside. Raises `SystemExit` with what this machine
+    lacks."""
+    settings = {"FOLDER": str(folder), "NODES": str(NODES), "PORT": str(PORT), "GPUS": "0"}
+    _dev_cluster("stop", settings)  # of a proof that was killed
+    os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
+    try:
+        _dev_cluster("start", settings)
+        yield
+    finally:
+        _dev_cluster("stop", settings)
+
+
+def _dev_cluster(word: str, settings: Mapping[str, str]) -> None:
+    done = subprocess.run(
+        [str(REPOSITORY / "slurm" / "dev_cluster.sh"), word],
+        capture_output=True,
+        text=True,
+        env=os.environ | dict(settings),
+        timeout=START_S,
+        start_new_session=True,  # Ctrl-C is for this process, which then stops the cluster
+    )
+    if done.returncode:
+        raise SystemExit(f"prove_promise: {(done.stderr or done.stdout).strip()}")
+
+
+def command(*words: str) -> str:
+    """What one of Slurm's commands prints. Raises `SystemExit` with its words if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=COMMAND_S)
+    if done.returncode:
+        raise SystemExit(f"prove_promise: {' '.join(words[:3])}: {done.stderr or done.stdout}")
+    return done.stdout.strip()
+
+
+def has_engine(pid: int) -> bool:
+    """Whether vLLM has begun to start below this process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(pid).children(recursive=True)
+        return any(one.cmdline()[:1] == [ENGINE] for one in below)
+    return False
+
+
+class Job:
+    """A job of Slurm; `log` is what it prints."""
+
+    def __init__(self, job: str, log: Path) -> None:
+        self.id, self.log = job, log
+
+    @property
+    def active(self) -> bool:
+        return state.is_active(self.id)
+
+    @property
+    def words(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def end(self) -> None:
+        """Cancelled, and gone."""
+        subprocess.run(["scancel", self.id], capture_output=True, timeout=COMMAND_S)
+        end = time.monotonic() + END_S
+        while self.active and time.monotonic() < end:
+            time.sleep(0.2)
+
+
+class Training(Job):
+    """The training job, submitted by launch.py; each of its engines in a quota of its own once the
+    run's attempt has begun its first step."""
+
+    def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float) -> None:
+        self.run, self._cores = folder / name, cores
+        self._quotas: dict[int, Quota] = {}  # by the rank's pid
+        words = ["cluster=dev", f"output_dir={folder}", f"name={name}", "fresh=true", *overrides]
+        command(sys.executable, str(REPOSITORY / "launch.py"), *words)
+        job = state.submitted(self.run)
+        super().__init__(job, self.run / "logs" / f"slurm-{job}.out")
+
+    @property
+    def phase(self) -> str:
+        status = read_status(self.run)
+        return status.phase if status else ""
+
+    def amid(self) -> bool:
+        """Some of the step's trajectories are in, and most are not."""
+        status = read_status(self.run)
+        done = status.finished / max(1, status.total) if status else 0.0
+        return self.phase == "rollout" and 0.1 < done < 0.6
+
+    def steps(self) -> list[dict]:
+        return rows_of(read_metrics(self.run), "step")
+
+    def ranks(self, role: Role) -> list[rank_status.RankStatus]:
+        """Of the newest attempt, those that run."""
+        attempts = sorted((self.run / "status").glob("attempt-*"))
+        if not attempts:
+            return []
+        with contextlib.suppress(ValueError, OSError):  # one is just being written
+            found = rank_status.read_all(self.run, int(attempts[-1].name.rpartition("-")[2]))
+            return [s for s in found.values() if s.role is role and s.state == "running"]
+        return []
+
+    def confine(self) -> None:
+        if self.phase in ("", "starting"):
+            return
+        for rank in self.ranks(Role.ROLLOUT):
+            if rank.pid not in self._quotas and has_engine(rank.pid):
+                quota = self._quotas[rank.pid] = Quota(f"engine-{rank.pid}", self._cores)
+                quota.add(rank.pid)
+                quota.limit()
+
+    def held_s(self) -> float:
+        """Seconds in which the job held its dedicated engines' nodes."""
+        fields = ("--duplicates", "--parsable2", "--noheader", "--allocations")
+        rows = command("sacct", *fields, "--format=JobID,Start,End", "--jobs", self.id)
+        return elapsed_s(rows.splitlines(), 1, datetime.now())
+
+    def close(self) -> None:
+        if self.active:
+            self.end()
+        for quota in self._quotas.values():
+            quota.close()
+
+
+class Serving(Job):
+    """A serving job of one device on `node`: with an online server, or a spare engine without. All
+    its engines share one quota."""
+
+    def __init__(
+        self, folder: Path, run: str, node: str, cores: float, online: Sequence[str]
+    ) -> None:
+        self.node, self.online = node, bool(online)
+        log = folder / f"{run}-{node}.log"
+        log.unlink(missing_ok=True)
+        job = command(
+            "sbatch",
+            "--parsable",
+            f"--partition={'serve' if online else 'spare'}",
+            f"--nodelist={node}",
+            "--cpus-per-task=8",
+            f"--output={log}",
+            str(REPOSITORY / "slurm" / "serving.sbatch"),
+            f"name={run}",
+            f"output_dir={folder}",
+            "rollout.threads=1",
+            *online,
+        )
+        super().__init__(job.partition(";")[0], log)
+        self._quota, self._limited = Quota(f"device-{node}", cores), False
+        self._confined: set[int] = set()
+
+    @property
+    def url(self) -> str:
+        """Of the online server, once it serves."""
+        found = re.findall(r"(http://\S+) serves", self.words)
+        return found[-1] if found else ""
+
+    @property
+    def lends_nothing(self) -> str:
+        """Why."""
+        return "; ".join(re.findall(r"nothing is lent: (.*)", self.words))
+
+    def members(self) -> list[tuple[int, str]]:
+        """(pid, worker) of each membership so far."""
+        found = re.findall(r"rose\.serving\[(\d+)\] \S+ (borrowed-\d+): joined", self.words)
+        return [(int(pid), worker) for pid, worker in found]
+
+    @property
+    def member(self) -> psutil.Process | None:
+        """The one that lends now."""
+        for pid, _ in self.members()[-1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return psutil.Process(pid)
+        return None
+
+    def confine(self) -> None:
+        """What serves and what lends, each once it has started: quotas are of computing."""
+        server = self._operator if self.online and self.url else None
+        for process in filter(None, (self.member, server)):
+            if process.pid not in self._confined and has_engine(process.pid):
+                self._quota.add(process.pid)
+                self._confined.add(process.pid)
+                if not self._limited:
+                    self._quota.limit()
+                    self._limited = True
+
+    @property
+    def _operator(self) -> psutil.Process | None:
+        """The process that has the online server below it."""
+        found = re.findall(r"stop lending: kill -USR1 (\d+)", self.words)
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+            return psutil.Process(int(found[-1]))
+        return None
+
+    def kill(self) -> str:
+        """SIGKILL to what lends now, engine and all; what it was. '' if nothing does."""
+        member = self.member
+        if member is None:
+            return ""
+        for process in (*member.children(recursive=True), member):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return f"killed {self.members()[-1][1]}"
+
+    def preempt(self) -> str:
+        """By a more urgent job on its node; the job is requeued and joins again."""
+        member = self.member
+        if member is None:
+            return ""
+        words = ("--partition=serve", f"--nodelist={self.node}", "--cpus-per-task=8")
+        command("sbatch", "--parsable", *words, "--output=/dev/null", "--wrap=sleep 3")
+        return f"preempted {self.members()[-1][1]}"
+
+    def close(self) -> None:
+        self.end()
+        self._quota.close()

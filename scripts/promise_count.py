@@ -1,0 +1,128 @@
+"""What a run of prove_promise.py was like, counted from what it left on disk. Pure; not a command.
+
+A trajectory is named GROUP.MEMBER, and GROUP.MEMBERrN if it took the place of one whose work was
+thrown away. In a synchronous run that finished, every group that was admitted up to the last one
+trained is trained, once and whole, whatever happened to ranks, hosts and jobs in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from rose.coordinator import journal, replay
+from rose.scheduler import events as ev
+from rose.sim.study.gains import Interval, interval
+
+HOUR_S = 3600.0
+
+
+class Counts(NamedTuple):
+    """Trajectories of a whole run."""
+
+    trained: int
+    doubled: int  # trained more than once, further times
+    lost: int  # of groups admitted before the last trained one, and not trained
+    replaced: int  # trained in the place of one whose work was thrown away
+    short: int  # steps that trained another number than the batch size
+
+
+def count(run: Path, steps: int, batch: int) -> Counts:
+    """Of steps 1 to `steps`. Raises `ValueError` naming a file of rollouts/ that is missing."""
+    trained = [replay.load(run, step) for step in range(1, steps + 1)]
+    admitted: dict[str, int] = {}
+    dropped: set[str] = set()
+    for path in sorted((run / "journal").glob("attempt-*.jsonl")):
+        entries = journal.read(path)
+        next(entries)
+        for entry in entries:
+            for action in entry.actions:
+                if isinstance(action, ev.AdmitGroup):
+                    admitted[action.group] = action.index
+                elif isinstance(action, ev.DropGroup):
+                    dropped.add(action.group)
+    return tally(
+        [[t.id for group in step for t in group] for step in trained], admitted, dropped, batch
+    )
+
+
+def tally(
+    steps: Sequence[Sequence[str]], admitted: dict[str, int], dropped: set[str], batch: int
+) -> Counts:
+    """`steps`: names of the trajectories that each step trained; `admitted`: index by group, of all
+    attempts; `dropped`: groups that the policy chose not to train."""
+    names = [name for step in steps for name in step]
+    members = Counter(first_name(name) for name in names)
+    found = Counter(member.rpartition(".")[0] for member in members)
+    last = max((admitted[group] for group in found if group in admitted), default=-1)
+    size = max(found.values(), default=0)
+    wanted = {group for group, index in admitted.items() if index <= last} - dropped
+    return Counts(
+        trained=len(names),
+        doubled=sum(times - 1 for times in members.values()),
+        lost=sum(size - found[group] for group in wanted),
+        replaced=sum(first_name(name) != name for name in names),
+        short=sum(len(step) != batch for step in steps),
+    )
+
+
+def first_name(trajectory: str) -> str:
+    """g12.3 of g12.3r1: of the member of the group that this one stands for."""
+    group, dot, member = trajectory.rpartition(".")
+    return f"{group}{dot}{member.partition('r')[0]}"
+
+
+def elapsed_s(rows: Iterable[str], component: int, now: datetime) -> float:
+    """Seconds in which a job held the nodes of one of its components, all attempts together.
+
+    `rows`: of sacct --duplicates --parsable2 --noheader --format=JobID,Start,End; `now`: the end of
+    one that runs. An attempt that never started has none."""
+    found = 0.0
+    for row in rows:
+        job, start, end = row.strip().split("|")
+        if job.partition("+")[2] == str(component) and start[:1].isdigit():
+            until = datetime.fromisoformat(end) if end[:1].isdigit() else now
+            found += (until - datetime.fromisoformat(start)).total_seconds()
+    return found
+
+
+def curve(rewards: Sequence[Sequence[float]], block: int) -> list[tuple[float, Interval]]:
+    """(middle step, mean reward with its 95% interval over seeds) of each `block` steps; `rewards`:
+    of each seed, by step. With one seed the interval is over the block's steps."""
+    steps = min(map(len, rewards), default=0)
+    found = []
+    for first in range(0, steps, block):
+        parts = [list(of[first : min(first + block, steps)]) for of in rewards]
+        values = [fmean(part) for part in parts] if len(parts) > 1 else parts[0]
+        found.append((first + (len(parts[0]) + 1) / 2, interval(values)))
+    return found
+
+
+def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Interval:
+    """Of the mean rewards of two sides, paired by seed, which sets the tasks; with one seed by
+    step."""
+    if len(ours) > 1:
+        return interval([fmean(a) - fmean(b) for a, b in zip(ours, theirs, strict=True)])
+    return interval([a - b for a, b in zip(ours[0], theirs[0], strict=True)])
+
+
+def apart(
+    ours: Sequence[tuple[float, Interval]], theirs: Sequence[tuple[float, Interval]]
+) -> list[float]:
+    """Middles of the blocks whose intervals don't overlap; one without an interval counts as a
+    point."""
+
+    def bounds(one: Interval) -> tuple[float, float]:
+        return (one.mean, one.mean) if math.isnan(one.low) else (one.low, one.high)
+
+    found = []
+    for (middle, a), (_, b) in zip(ours, theirs, strict=False):
+        (low_a, high_a), (low_b, high_b) = bounds(a), bounds(b)
+        if low_a > high_b or low_b > high_a:
+            found.append(middle)
+    return found

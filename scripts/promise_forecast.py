@@ -1,0 +1,154 @@
+"""What the simulator says of both sides of prove_promise.py before they run. Not a command.
+
+One live run with one confined engine and the step log on is the profile, as in validate_sim.py;
+its policy does not learn. The scheduler, the trainer's and the environment's seconds are then those
+of that run, online requests those that both sides will get. The kills are in it as the spare engine
+that leaves, and the requeue as a second start and half a step. Left out: the deaths of engines
+beside online servers, and what all these processes take from each other on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from harness import configured
+from live_runs import Live, Ran
+from promise_run import ALIKE, DEVICES, GROUP, POLICIES, SIDES, Plan
+from validate_sim import FREE_BYTES_S, Profile, profile_of
+
+from rose import config as cfg
+from rose.coordinator.coordinator import TICK_S
+from rose.engine.rank import PROGRESS_S
+from rose.files import write_whole
+from rose.policies import build
+from rose.sim import calibrate, serving, spec
+from rose.sim.driver import simulate
+from rose.sim.result import Result
+
+STEPS = 5  # of the profile, the first two uncounted
+DEADLINE_S = 1200.0
+SEEDS = 5
+SLO_S = (2.0, 0.5)  # P99 of TTFT and TPOT, as bench_live.SLO
+
+
+def forecast(plan: Plan) -> dict[str, dict[str, float]]:
+    """By side; made once, kept in the proof's folder."""
+    file = plan.folder / "forecast.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    ran, log = _profile_run(plan)
+    c, profile = cfg.load(ran.run / "config.json"), profile_of([(ran, log)])
+    first = ran.steps(0)[0]
+    start_s = first["time"] - first["time_step"] - (ran.run / "config.json").stat().st_mtime
+    found = {side: _side(plan, side, c, profile, start_s) for side in SIDES}
+    write_whole(file, json.dumps(found, indent=1).encode())
+    return found
+
+
+def _profile_run(plan: Plan) -> tuple[Ran, Path]:
+    ran, log = Ran(plan.folder, "profile"), plan.folder / "profile.jsonl"
+    if not ran.finished:
+        log.unlink(missing_ok=True)
+        words = ["fresh=true", "serving=none", "rollout.workers=1", f"trainer.steps={STEPS}"]
+        words += [f"trainer.batch_size={plan.batch}", *plan.overrides]
+        alike = [word for word in ALIKE if not word.startswith("trainer.optimizer.lr")]
+        live = Live(plan.folder, "profile", [*alike, *words], plan.quota, log)
+        live.wait(DEADLINE_S)
+    return ran, log
+
+
+def _side(
+    plan: Plan, side: str, c: cfg.Config, profile: Profile, start_s: float
+) -> dict[str, float]:
+    """Means over seeds."""
+    found = []
+    for seed in range(1, SEEDS + 1):
+        what = _spec(plan, side, c, profile, seed, start_s)
+        scheduler = build(configured(*POLICIES[side]).scheduler, c.rollout.turn_timeout_s)
+        found.append(_figures(simulate(what, scheduler, seed)))
+    mean = {key: float(np.mean([one[key] for one in found])) for key in found[0]}
+    run_s = start_s + mean.pop("seconds")
+    if side == "borrowed":
+        run_s += start_s + mean["step_s"] / 2
+    return mean | {"start_s": start_s, "held_s": run_s}
+
+
+def _figures(ran: Result) -> dict[str, float]:
+    borrowed = [worker for worker in ran.workers if worker.kind != "dedicated"]
+    made = sum(worker.decoded for worker in ran.workers)
+    beside = [use.beside for use in ran.serving]
+    return {
+        "seconds": ran.seconds,
+        "step_s": statistics.median(step.seconds for step in ran.steps),
+        "borrowed_share": sum(worker.decoded for worker in borrowed) / max(1, made),
+        "ttft_p99_s": max((one.ttft_p99_s for one in beside), default=math.nan),
+        "tpot_p99_s": max((one.tpot_p99_s for one in beside), default=math.nan),
+    }
+
+
+def _spec(
+    plan: Plan, side: str, c: cfg.Config, profile: Profile, seed: int, start_s: float
+) -> spec.Spec:
+    gpu = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
+    engine = spec.Engine(
+        profile.step,
+        c.rollout.max_sequences,
+        c.rollout.max_batched_tokens,
+        profile.kv_tokens,
+        c.rollout.prefix_caching,
+    )
+    way_s = max(0.0, profile.phases.sync_s - profile.pause_s)
+    link = spec.Link(way_s, FREE_BYTES_S, 0.0, True, profile.pause_s, 0.0)
+    at_once = spec.Allocation(0.0, 0.0)
+    pools = [spec.Pool("rollout", "dedicated", gpu, 1, engine, link, at_once, SIDES[side])]
+    if side == "borrowed":
+        pool = spec.Pool("lent", "cooperative", gpu, 1, engine, link, at_once, len(DEVICES))
+        pools.append(replace(pool, serving=_serving(plan, engine, seed)))
+        starts = spec.Allocation(0.0, start_s)
+        pool = spec.Pool("spare", "spot", gpu, 1, engine, link, starts, 1)
+        pools.append(replace(pool, available=_spare(plan)))
+    phases = profile.phases
+    trainer = spec.Trainer(0, gpu, 1.0, 0.0, phases.step_s, 0.0, phases.token_s)
+    return spec.Spec(
+        side,
+        plan.steps,
+        spec.Batch(plan.batch // GROUP, GROUP, False),
+        calibrate.Recorded(profile.groups, c.env.max_new_tokens),
+        trainer,
+        tuple(pools),
+        TICK_S,
+        PROGRESS_S,
+        profile.dispatch_s,
+        profile.answer_s,
+        c.transfer.in_flight,
+    )
+
+
+def _serving(plan: Plan, engine: spec.Engine, seed: int) -> spec.Serving:
+    s = configured().sim.serving
+    online = replace(engine, max_sequences=64, max_batched_tokens=2048)
+    beside = serving.Beside(online, s.pace * SLO_S[1], s.hold_s)
+    loads = []
+    for trace in plan.requests(seed):
+        alone = serving.devices(trace, online, 1, 1, beside)
+        loads += alone.loads
+    found = serving.Devices(tuple(loads), len(DEVICES), (math.nan, math.nan))
+    return spec.Serving(
+        found, "gate", *SLO_S, s.overhead, s.contention, s.reserve, s.high_watermark, s.step
+    )
+
+
+def _spare(plan: Plan) -> spec.Available:
+    """There but for a second after each of its preemptions; it starts anew each time."""
+    turns = len(DEVICES) + 1 + plan.kill_hosts
+    at, workers = [0.0], [1]
+    for number in range(1000):
+        gone = plan.every_s * (2 + turns * number)
+        at += [gone, gone + 1.0]
+        workers += [0, 1]
+    return spec.Available(np.array(at), np.array(workers, np.int32))
