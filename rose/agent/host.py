@@ -32,6 +32,10 @@ from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
+from rose.sandbox import SandboxError
+from rose.sandbox.engine import Engine
+
+STORE_S = 60.0  # for checkpoints that are on their way when the host ends
 
 # A job that is ended sends SIGTERM to all of its processes: what dies of it may do so before this
 # process is told, and the run has so long to end before deaths count as failures.
@@ -51,8 +55,9 @@ class TrajectoryHost:
         recorder: NullRecorder,
         scoring: Scoring | None = None,
         snapshots: Snapshots | None = None,
+        checkpoints: Engine | None = None,
     ) -> None:
-        self._scoring, self._snapshots = scoring, snapshots
+        self._scoring, self._snapshots, self._checkpoints = scoring, snapshots, checkpoints
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
             chat,
@@ -88,6 +93,7 @@ class TrajectoryHost:
                 task = self._trajectories.pop(message.id, None)
                 if task is not None:
                     task.cancel()
+                self._forget(message.id)
             case _:
                 raise ValueError(f"an environment host has no use for {type(message).__name__}")
 
@@ -105,6 +111,7 @@ class TrajectoryHost:
             self._send(
                 p.TrajectoryFailed(start.id, start.group, start.domain, str(failure), scoring)
             )
+            self._forget(start.id)
         else:
             self._recorder.span(
                 "trajectory",
@@ -116,15 +123,22 @@ class TrajectoryHost:
                 reward=trajectory.reward,
             )
             self._send(p.TrajectoryFinished(trajectory))
+            self._forget(start.id)
         finally:
             self._trajectories.pop(start.id, None)
             self._forks.end(start.id)
+
+    def _forget(self, trajectory: str) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.ended(trajectory)
 
     async def _trajectory(
         self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
     ) -> p.Trajectory:
         c, member = self._config, self._config.env.members[start.domain]
         environment = build(member)
+        if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
+            environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)
         rest = (
             self._chat,
             self._request_turn,
@@ -162,6 +176,9 @@ class TrajectoryHost:
             await gateway.close()
         if self._watchdog is not None:
             await asyncio.to_thread(self._watchdog.close)
+        if self._checkpoints is not None:
+            # of a run that goes on later, also what has ended may be wanted: its turns are recorded
+            await self._checkpoints.close(STORE_S, forget=not self._ending)
 
     def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
         rollout = self._config.rollout
@@ -179,6 +196,23 @@ class TrajectoryHost:
             return await future  # the scheduler's stall deadline bounds it
         finally:
             self._turns.pop(request.turn, None)
+
+
+async def open_checkpoints(config: Config, recorder: NullRecorder) -> Engine | None:
+    """What keeps this host's sandboxes' states; None where nothing does. Raises `ConfigError`."""
+    c = config.sandbox
+    if c.checkpoints == "none":
+        return None
+    store = Path(c.store) if c.store else config.run_dir / "sandboxes"
+    local = Path(c.local) if c.local else None
+    try:
+        return await Engine(
+            store, local, c.bytes_per_s, c.memory_mib, c.keep, recorder.counter
+        ).open()
+    except SandboxError as error:
+        raise ConfigError(
+            f"sandbox.store={c.store!r}, sandbox.local={c.local!r}: {error}"
+        ) from None
 
 
 async def run(
@@ -211,6 +245,7 @@ async def run(
         recorder,
         Scoring(config.reward, pools, send) if pools else None,
         Snapshots(folder, attempt, config, resumed),
+        await open_checkpoints(config, recorder),
     )
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.end_told)

@@ -503,7 +503,9 @@ class _Episode:
             response_tokens=sum(self.mask),
             truncated=self.truncated,
             invalid_calls=self.invalid_calls,
-            stats={"migrations": float(self.migrations)} | self.stats,
+            stats={"migrations": float(self.migrations)}
+            | self.stats
+            | getattr(self.env, "stats", {}),
             started=started,
             finished=finished,
             domain=self.start.domain,

@@ -4,6 +4,7 @@ own limits (rose/launch/plan.py)."""
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,6 +46,7 @@ def check(c: Config) -> None:
     _check_values(c, need)
     _check_serving(c.serving, need)
     _check_env(c, need)
+    _check_sandbox(c, need)
     _check_batch(c, need)
     _check_branching(c, need)
     _check_reward(c, need)
@@ -225,6 +227,12 @@ def _check_env(c: Config, need: Need) -> None:
             f"{key}.max_new_tokens",
             f"one turn must fit into model.max_context={c.model.max_context}",
         )
+
+
+def _check_sandbox(c: Config, need: Need) -> None:
+    for key in ("store", "local"):
+        folder = getattr(c.sandbox, key)
+        need(folder is None or os.path.isabs(folder), f"sandbox.{key}", "a path from the root")
 
 
 def _check_batch(c: Config, need: Need) -> None:

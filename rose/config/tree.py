@@ -425,6 +425,19 @@ class Cluster(Section):
         }
 
 
+class Checkpoints(Section):
+    """Of the sandboxes of environments that have some: after which turns what is captured, and
+    where it lies."""
+
+    # classified: what a turn changed (Crab); full: all after each turn; files: without processes
+    checkpoints: Literal["none", "classified", "full", "files"]
+    store: str | None  # a folder that all hosts share; null: sandboxes in the run's folder
+    local: str | None  # one on the node's own disk; null: below TMPDIR
+    bytes_per_s: NotNegative  # of a host, to `store`; 0: no bound
+    memory_mib: Count  # captures of a host that wait to be packed; beyond, turns are skipped
+    keep: Natural  # newest checkpoints of a sandbox; 0: all
+
+
 class Wandb(Section):
     """Weights & Biases, off without a project."""
 
@@ -472,6 +485,7 @@ class Config(Section):
     serving: Serving
     scheduler: Scheduler
     cluster: Cluster
+    sandbox: Checkpoints
     observe: Observe
     sim: Sim
 

@@ -31,6 +31,7 @@ from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.step_metrics import (
     by_member,
+    checkpoint_row,
     evaluation_by_member,
     evaluation_row,
     reward_row,
@@ -421,6 +422,7 @@ class Coordinator:
             self.step,
             step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
             | (self._reward_row(groups, times) if rewarded else {})
+            | checkpoint_row(groups)
             | by_member(self.members, [t for group in groups for t in group]),
         )
         self.journal.flush()

@@ -99,6 +99,28 @@ def reward_row(
     }
 
 
+def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
+    """What checkpoints of a step's sandboxes cost: turns by what was captured; milliseconds that
+    one took of its agent's time; bytes."""
+    kept = [t.stats for group in groups for t in group if "checkpoint_seconds" in t.stats]
+    if not kept:
+        return {}
+    sums = {
+        name: sum(stats[f"checkpoint_{name}"] for stats in kept)
+        for name in ("none", "files", "process", "skipped", "seconds", "raw_bytes", "bytes")
+    }
+    turns = sums["none"] + sums["files"] + sums["process"] + sums["skipped"]
+    return {
+        "checkpoint_none": sums["none"],
+        "checkpoint_files": sums["files"],
+        "checkpoint_process": sums["process"],
+        "checkpoint_skipped": sums["skipped"],
+        "checkpoint_ms_mean": 1e3 * sums["seconds"] / max(1, turns),
+        "checkpoint_raw_bytes": sums["raw_bytes"],
+        "checkpoint_bytes": sums["bytes"],
+    }
+
+
 def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
     successes = sum(t.success for t in trajectories)
     return {

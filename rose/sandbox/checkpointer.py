@@ -90,6 +90,13 @@ class Checkpointer:
         if self.policy == CLASSIFIED:
             await self._inspector.look()
 
+    async def move(self, box: Sandbox) -> None:
+        """`box` takes the sandbox's place: with an earlier state of it. What comes is captured
+        anew. Raises `SandboxError`."""
+        self.box, self._inspector = box, Inspector(box)
+        self._start_over()
+        await self.begin()
+
     async def after_turn(self, turn: int) -> None:
         """Raises `SandboxError` when the sandbox is gone; all else only costs checkpoints."""
         if self.engine.stopped or not self.box.capture_kinds:

@@ -79,7 +79,8 @@ def _say(words: str) -> None:
 
 class Engine:
     """`bytes_per_s` bounds what goes to the shared store, 0 for no bound; `memory_mib` the raw
-    captures that wait; the newest `keep` turns of each sandbox stay stored."""
+    captures that wait; the newest `keep` turns of each sandbox stay stored, 0 for all. `count(name,
+    value)` takes quantities as they change."""
 
     def __init__(
         self,
@@ -88,10 +89,11 @@ class Engine:
         bytes_per_s: float = 0.0,
         memory_mib: int = 1024,
         keep: int = 8,
+        count: Callable[[str, float], None] = lambda name, value: None,
         say: Callable[[str], None] = _say,
     ) -> None:
         self.counters, self.stopped = Counters(), ""
-        self._shared, self._keep, self.say = Path(store), keep, say
+        self._shared, self._keep, self.say, self._count = Path(store), keep, say, count
         self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
         self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
         self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
@@ -222,10 +224,11 @@ class Engine:
             self.stop(f"{words}; {REMEDIES[number]}; the run goes on without")
         return number is not None
 
-    async def close(self, wait_s: float = 60.0) -> None:
-        """Store what is on its way, for `wait_s` seconds at most; the local folder is removed."""
+    async def close(self, wait_s: float = 60.0, forget: bool = True) -> None:
+        """Store what is on its way, for `wait_s` seconds at most; the local folder is removed.
+        `forget`: sandboxes that have ended are forgotten now."""
         until = time.monotonic() + wait_s
-        for name in list(self._ended):
+        for name in list(self._ended) if forget else ():
             self.forget(name)
         while self._tasks and (left := until - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -314,6 +317,8 @@ class Engine:
         self.counters.stored += 1
         self.counters.stored_bytes += answer["written"]
         self.counters.lag_s += time.monotonic() - ticket.taken
+        self._count("checkpoint bytes stored", self.counters.stored_bytes)
+        self._count("checkpoint bytes waiting", self._raw)
         _settle(ticket.stored, "")
         if self._keep:
             order = {"do": "forget", "name": ticket.name, "keep": self._keep, "upto": ticket.turn}

@@ -1,21 +1,25 @@
 """A shell in a sandbox: the agent calls `bash`, hidden tests judge what it leaves behind.
 
 Tasks are folders (`_tasks`) or the rungs of a ladder for small models (`_ladder`). The tests run
-when the agent answers without a call, and when its turns are used up. Left out: checkpoints.
+when the agent answers without a call, and when its turns are used up. Where the host keeps
+checkpoints (`sandbox.checkpoints`) an episode is resumed from one; else by its actions.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rose.agent.envs import _ladder, _tasks, _undo
-from rose.agent.envs.base import Action, Start, Step
+from rose.agent.envs.base import Action, Start, Step, ToolCall
 from rose.config import ConfigError
 from rose.sandbox import Limits, Sandbox, SandboxError, Spec
+from rose.sandbox.checkpointer import Checkpointer, restore
+from rose.sandbox.engine import Engine
 from rose.sandbox.probe import AUTO, BACKENDS, choose
 
 LADDER = "ladder"
@@ -96,6 +100,12 @@ class Terminal:
         self._rung: _ladder.Rung | None = None
         self._until = 0.0
         self._shown = ""  # the last command's output
+        self._kept: Checkpointer | None = None
+        self._store: tuple[Engine, str, str] | None = None  # engine, name, policy
+        self._before: dict[str, float] = {}  # `_stats` of the hosts before this one
+        self._seed = self._turn = 0
+        self._reference: str | None = None  # of the newest checkpoint
+        self._since: list[dict[str, Any]] = []  # calls after it
 
     def preflight(self, step_timeout_s: float) -> None:
         """What is wrong with the tasks' limits or this machine, before a run. Raises
@@ -132,14 +142,21 @@ class Terminal:
         if problem:
             raise ConfigError(f"env.args.undo=true: {problem}; false, or another backend")
 
+    def _draw(self, seed: int) -> None:
+        self._seed = seed
+        if self.tasks is None:
+            self._rung = _ladder.draw(seed, self.rungs)
+        else:
+            self._task = random.Random(seed).choice(self.tasks[seed % 2])
+
     async def reset(self, seed: int) -> Start:
         await self.close()
-        if self.tasks is None:
-            self._rung = rung = _ladder.draw(seed, self.rungs)
+        self._draw(seed)
+        if (rung := self._rung) is not None:
             spec, files = Spec(limits=self.limits), {n: t.encode() for n, t in rung.files.items()}
             system, instruction, time_s = _ladder.SYSTEM, rung.instruction, _tasks.TIMEOUT_S
         else:
-            self._task = task = random.Random(seed).choice(self.tasks[seed % 2])
+            task = self._task
             limits = replace(self.limits, **dict(task.limits))
             spec = Spec(image=task.image, workdir=task.workdir, limits=limits)
             system, instruction = SYSTEM.format(task.workdir), task.instruction
@@ -149,6 +166,7 @@ class Terminal:
             await self.box.write_file(f"{spec.workdir}/{name}", data)
         self._states = _undo.Undo() if self.undo else None
         self._until, self._shown = time.monotonic() + time_s, ""
+        await self._watch()
         messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
         return Start(messages, list(self.tools.values()))
 
@@ -160,6 +178,9 @@ class Terminal:
             return Step(
                 f"There is no tool {call.name[:40]!r}, only {', '.join(self.tools)}.", invalid=True
             )
+        if self._kept is not None:
+            self._kept.engine.urge(self._kept.name, late=True)
+            self._since.append(asdict(call))
         if call.name == "undo":
             return await self._undo(call.arguments)
         wanted = self.tools[call.name]["function"]["parameters"]["required"]
@@ -186,7 +207,62 @@ class Terminal:
         self.box, words = await self._states.back(before, commands)
         if self.box is not before:
             self._shown = ""
+            if self._kept is not None:
+                await self._kept.move(self.box)
         return Step(words, invalid=self.box is before)
+
+    # ---------------------------------------------------------------------- checkpoints
+
+    def keep_checkpoints(self, engine: Engine, name: str, policy: str) -> None:
+        """Have `checkpoint` and `resume` (base.py), under `name` in the host's store."""
+        self._store = (engine, name, policy)
+        self.checkpoint, self.resume = self._checkpoint, self._resume
+
+    async def _watch(self, parent: tuple[str, int] | None = None) -> None:
+        """From here on a turn is what the agent does."""
+        if self._store is not None:
+            engine, name, policy = self._store
+            self._kept = Checkpointer(self.box, engine, name, policy, parent)
+            await self._kept.begin()
+
+    async def _checkpoint(self) -> bytes:
+        """What names the sandbox's state; the calls since, where a turn had to be skipped."""
+        self._turn += 1
+        await self._kept.after_turn(self._turn)
+        if (saved := self._kept.saved(self._turn)) is not None:
+            self._reference, self._since = saved.decode(), []
+        state = {"seed": self._seed, "turn": self._turn, "shown": self._shown}
+        state |= {"left_s": self._until - time.monotonic(), "stats": self._stats()}
+        state |= {"reference": self._reference, "since": self._since}
+        return json.dumps(state).encode()
+
+    async def _resume(self, saved: bytes) -> None:
+        """Raises `SandboxError` if that very state can't be had."""
+        state = json.loads(saved)
+        await self.close()
+        if state["reference"] is None:
+            await self.reset(state["seed"])
+        else:
+            self._draw(state["seed"])
+            engine = self._store[0]
+            made = await restore(state["reference"].encode(), engine, self.backend, exact=True)
+            self.box, self._states = made.box, _undo.Undo() if self.undo else None
+            await self._watch((made.name, made.turn))
+        self._turn, self._reference = state["turn"], state["reference"]
+        self._before = state["stats"]
+        self._until = time.monotonic() + self.command_s * (1 + len(state["since"]))
+        for call in state["since"]:
+            await self.step(Action("", ToolCall(**call)))
+        self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
+
+    def _stats(self) -> dict[str, float]:
+        own = self._kept.stats if self._kept is not None else {}
+        return {name: value + self._before.get(name, 0) for name, value in own.items()}
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """What checkpoints cost this episode (`Checkpointer.stats`)."""
+        return {f"checkpoint_{name}": float(value) for name, value in self._stats().items()}
 
     async def _edit(self, path: str, old: str, new: str) -> Step:
         path, old, new = (t.encode(errors="replace").decode() for t in (path, old, new))
@@ -240,6 +316,7 @@ class Terminal:
     async def close(self) -> None:
         box, self.box, self._task, self._rung = self.box, None, None, None
         states, self._states = self._states, None
+        self._kept, self._reference, self._since, self._turn = None, None, [], 0
         if box is not None:
             await box.close()
         if states is not None:
