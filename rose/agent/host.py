@@ -177,8 +177,7 @@ class TrajectoryHost:
         if self._watchdog is not None:
             await asyncio.to_thread(self._watchdog.close)
         if self._checkpoints is not None:
-            # of a run that goes on later, also what has ended may be wanted: its turns are recorded
-            await self._checkpoints.close(STORE_S, forget=not self._ending)
+            await self._checkpoints.close(STORE_S)
 
     def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
         rollout = self._config.rollout
@@ -198,16 +197,22 @@ class TrajectoryHost:
             self._turns.pop(request.turn, None)
 
 
-async def open_checkpoints(config: Config, recorder: NullRecorder) -> Engine | None:
-    """What keeps this host's sandboxes' states; None where nothing does. Raises `ConfigError`."""
+async def open_checkpoints(
+    config: Config, snapshots: Path, recorder: NullRecorder
+) -> Engine | None:
+    """What keeps this host's sandboxes' states, as long as their episodes have `snapshots`; None
+    where nothing does. Raises `ConfigError`."""
     c = config.sandbox
     if c.checkpoints == "none":
         return None
-    store = Path(c.store) if c.store else config.run_dir / "sandboxes"
+    # runs that share a store have trajectories of the same names
+    run = "_".join(config.run_dir.resolve().parts[1:])
+    store = Path(c.store) / run if c.store else config.run_dir / "sandboxes"
     local = Path(c.local) if c.local else None
+    sizes = (c.bytes_per_s, c.memory_mib, c.keep)
     try:
         return await Engine(
-            store, local, c.bytes_per_s, c.memory_mib, c.keep, recorder.counter
+            store, local, *sizes, lambda name: (snapshots / name).exists(), recorder.counter
         ).open()
     except SandboxError as error:
         raise ConfigError(
@@ -245,7 +250,7 @@ async def run(
         recorder,
         Scoring(config.reward, pools, send) if pools else None,
         Snapshots(folder, attempt, config, resumed),
-        await open_checkpoints(config, recorder),
+        await open_checkpoints(config, folder, recorder),
     )
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.end_told)

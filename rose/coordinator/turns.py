@@ -83,6 +83,7 @@ class TurnHub:
         log: TurnLog,
     ) -> None:
         self.log = log
+        self.resumed_snapshots = 0  # episodes that went on from one, since `begin_step`
         self._world_size = world_size  # workers beyond it are borrowed
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
@@ -136,6 +137,7 @@ class TurnHub:
         self.past = dict.fromkeys(self.past, 0)
         self.ledger.migrations = self.returned = 0
         self.log.resumed_turns = self.log.resumed_tokens = 0
+        self.resumed_snapshots = 0
 
     @property
     def generating_s(self) -> float:
@@ -287,6 +289,7 @@ class TurnHub:
 
     def _trajectory_resumed(self, source: int, m: p.TrajectoryResumed) -> None:
         """A snapshot spared these turns."""
+        self.resumed_snapshots += 1
         self.progress_at = time.time()
         self.log.took_over(m.turns, m.tokens)
         if self.log.running.resumed(m.id, m.turns, m.earlier):

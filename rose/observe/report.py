@@ -194,6 +194,7 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         ("turns continued on another engine", "migrations"),
         ("environment hosts lost", "hosts_lost"),
         ("trajectories that started again", "trajectories_restarted"),
+        ("... from a snapshot", "resumed_snapshots"),
         ("turns taken over", "resumed_turns"),
         ("of them given back by an engine that serves others, too", "returned_turns"),
         ("trajectories failed and replaced", "failed_trajectories"),

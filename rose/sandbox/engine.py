@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 from rose.files import REMEDIES, held, lock_now
 from rose.sandbox.backend import MIB, SandboxError
 from rose.sandbox.packer import PackerProcess
+from rose.sandbox.packs import StoreDamaged
 from rose.sandbox.store import Store
 
 AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # orders of each kind that the packer has at once
@@ -36,7 +37,6 @@ LOCK_S = 60.0
 JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
 DEATHS = 3  # of packers; then checkpointing stops
 COLLECT_S = 30.0  # between two removals of what nobody names
-FORGET_S = 600.0  # for which an ended sandbox's turns stay: others may begin with one of them
 
 
 @dataclass
@@ -79,8 +79,8 @@ def _say(words: str) -> None:
 
 class Engine:
     """`bytes_per_s` bounds what goes to the shared store, 0 for no bound; `memory_mib` the raw
-    captures that wait; the newest `keep` turns of each sandbox stay stored, 0 for all. `count(name,
-    value)` takes quantities as they change."""
+    captures that wait; the newest `keep` turns of each sandbox stay stored, 0 for all, and all of
+    an ended one while `wanted(name)`. `count(name, value)` takes quantities as they change."""
 
     def __init__(
         self,
@@ -89,11 +89,13 @@ class Engine:
         bytes_per_s: float = 0.0,
         memory_mib: int = 1024,
         keep: int = 8,
+        wanted: Callable[[str], bool] = lambda name: False,
         count: Callable[[str, float], None] = lambda name, value: None,
         say: Callable[[str], None] = _say,
     ) -> None:
         self.counters, self.stopped = Counters(), ""
         self._shared, self._keep, self.say, self._count = Path(store), keep, say, count
+        self._wanted = wanted
         self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
         self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
         self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
@@ -106,7 +108,7 @@ class Engine:
         self._starting = asyncio.Lock()
         self._starts, self._collected = 0, time.monotonic()
         self._captures = itertools.count()
-        self._ended: dict[str, float] = {}  # when, in that order
+        self._ended: set[str] = set()  # of those that are stored
 
     async def open(self) -> Engine:
         """Raises `SandboxError` if either folder can't be used."""
@@ -121,14 +123,36 @@ class Engine:
         self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._home.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "is another user's", str(self._home))
+        self._take_over()
         with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
-            for left in self._home.glob("host-*"):
-                _remove_stale(left)
             self.local = Path(tempfile.mkdtemp(prefix="host-", dir=self._home))
             self._lock = (self.local / "lock").open("w")
             lock_now(self._lock)
         (self.local / "raw").mkdir()
+        (self.local / "shared").write_text(str(self._shared))
         self.store = Store(self.local / "store", behind=Store(self._shared))
+
+    def _take_over(self) -> None:
+        """Remove the folders of hosts of this machine that are gone; what those of this run had
+        packed is stored first. Raises OSError."""
+        with held(self._home / "lock", LOCK_S):
+            for left in self._home.glob("host-*"):
+                with contextlib.suppress(BlockingIOError), (left / "lock").open("a") as file:
+                    lock_now(file)
+                    self._rescue(left)
+                    shutil.rmtree(left, ignore_errors=True)
+
+    def _rescue(self, left: Path) -> None:
+        marker = left / "shared"
+        if not marker.is_file() or marker.read_text() != str(self._shared):
+            return
+        store, to = Store(left / "store"), Store(self._shared)
+        for name in store.names():
+            for turn in store.turns(name):
+                try:
+                    store.copy(name, turn, to, lambda n: None)
+                except StoreDamaged as error:
+                    self.say(f"turn {turn} of sandbox {name}, of a host that died: {error}")
 
     async def _alive(self) -> PackerProcess:
         """Raises OSError if one can't be started, or too many have died."""
@@ -183,22 +207,31 @@ class Engine:
                     ticket.late |= late
 
     async def packed(self, name: str, turn: int) -> None:
-        """Return when what is on its way of `name` up to `turn` can be loaded here, or won't be."""
+        """Return when what is on its way of `name` up to `turn` can be loaded here, or won't be:
+        also what a host of this machine that died had packed."""
         self.urge(name)
         on_their_way = self._waiting["save"] + self._at_work["save"]
         for ticket in on_their_way:
             if ticket.name == name and ticket.turn <= turn:
                 await asyncio.wait({ticket.packed}, timeout=JOB_S)
+        if turn not in await asyncio.to_thread(self.store.turns, name):
+            try:
+                await asyncio.to_thread(self._take_over)
+            except OSError as error:
+                self.say(f"what dead hosts left can't be taken over: {error}")
 
     def ended(self, name: str) -> None:
-        """No turns of `name` will follow: they are forgotten in a while, and at `close`."""
-        self._ended[name] = time.monotonic()
-        while self._ended and next(iter(self._ended.values())) < time.monotonic() - FORGET_S:
-            self.forget(next(iter(self._ended)))
+        """No turns of `name` will follow: they are forgotten once nobody wants them."""
+        self._ended.add(name)
+        self._forget_unwanted(self._ended)
+
+    def _forget_unwanted(self, names: Iterable[str]) -> None:
+        for name in [name for name in names if not self._wanted(name)]:
+            self.forget(name)
 
     def forget(self, name: str) -> None:
         """Remove all turns of `name`, those on their way, too."""
-        self._ended.pop(name, None)
+        self._ended.discard(name)
         for stage in ("save", "copy"):
             for ticket in [t for t in self._waiting[stage] if t.name == name]:
                 self._waiting[stage].remove(ticket)
@@ -224,12 +257,11 @@ class Engine:
             self.stop(f"{words}; {REMEDIES[number]}; the run goes on without")
         return number is not None
 
-    async def close(self, wait_s: float = 60.0, forget: bool = True) -> None:
-        """Store what is on its way, for `wait_s` seconds at most; the local folder is removed.
-        `forget`: sandboxes that have ended are forgotten now."""
+    async def close(self, wait_s: float = 60.0) -> None:
+        """Store what is on its way, for `wait_s` seconds at most; the local folder is removed."""
         until = time.monotonic() + wait_s
-        for name in list(self._ended) if forget else ():
-            self.forget(name)
+        self._forget_unwanted(await asyncio.to_thread(self.store.behind.names))
+        self._order_tidy({"do": "collect", "name": "", "upto": 0})
         while self._tasks and (left := until - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
@@ -367,10 +399,3 @@ class Engine:
 def _settle(future: asyncio.Future[str], words: str) -> None:
     if not future.done():
         future.set_result(words)
-
-
-def _remove_stale(left: Path) -> None:
-    """A local folder whose host has ended."""
-    with contextlib.suppress(BlockingIOError), (left / "lock").open("a") as file:
-        lock_now(file)
-        shutil.rmtree(left, ignore_errors=True)
