@@ -273,8 +273,8 @@ def test_an_agent_can_take_commands_back_and_is_told_what_came_back(
 ):
     if not with_criu:
         monkeypatch.setenv(criu.VARIABLE, "/nonexistent")
-        criu.find.cache_clear()
-        request.addfinalizer(criu.find.cache_clear)
+        criu._find.cache_clear()
+        request.addfinalizer(criu._find.cache_clear)
     start, steps, kept = acted(
         "A=1; echo one > /app/f; cd /tmp",
         "sleep 1000 & echo started",
