@@ -77,34 +77,33 @@ def test_rose_simulate_simulates_and_writes_below_the_current_folder(rose, tmp_p
     assert rose("simulate", "mode=train").returncode == 2
 
 
-def complete(line, cwd, install, path):
-    """What bash proposes for `line`, by the function that `install` prints."""
-    script = (
-        f'eval "$({install})"; COMP_LINE={line!r}; COMP_WORDS=($COMP_LINE); '
+def complete(lines, cwd, install, path):
+    """What bash proposes for each line, by the function that `install` prints."""
+    asks = "".join(
+        f"COMP_LINE={line!r}; COMP_WORDS=($COMP_LINE); "
         f"COMP_CWORD={len(line.split()) - (not line.endswith(' '))}; "
-        "COMP_POINT=${#COMP_LINE}; "
-        'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
+        "COMP_POINT=${#COMP_LINE}; COMPREPLY=(); "
+        'hydra_bash_completion; echo "${COMPREPLY[*]}"\n'
+        for line in lines
     )
     done = subprocess.run(
-        ["bash", "-c", script], cwd=cwd, env=path, capture_output=True, text=True, timeout=SECONDS
-    )
-    return done.stdout.split()
+        ["bash", "-c", f'eval "$({install})"\n{asks}'],
+        cwd=cwd, env=path, capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    return [found.split() for found in done.stdout.splitlines()]
 
 
 def test_bash_completes_options_of_both_front_doors(installed, tmp_path):
-    installed = installed.environ
-    found = complete("rose train env=", tmp_path, "rose -sc install=bash", installed)
-    assert {"env=frozen_lake", "env=games", "env=prompts"} <= set(found)
-    assert complete("rose pl", tmp_path, "rose -sc install=bash", installed) == ["plan"]
-    found = complete("rose train", tmp_path, "rose -sc install=bash", installed)
-    assert found == ["train"]
-    found = complete("rose train env=frozen_lake ", tmp_path, "rose -sc install=bash", installed)
-    assert "trainer." in found and "env=frozen_lake" not in found
-    here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    found = complete(
-        "python launch.py env=fr", REPOSITORY, "python launch.py -sc install=bash", here
+    lines = ("rose train env=", "rose pl", "rose train", "rose train env=frozen_lake ")
+    of_env, commands, whole, keys = complete(
+        lines, tmp_path, "rose -sc install=bash", installed.environ
     )
-    assert found == ["env=frozen_lake"]
+    assert {"env=frozen_lake", "env=games", "env=prompts"} <= set(of_env)
+    assert commands == ["plan"] and whole == ["train"]
+    assert "trainer." in keys and "env=frozen_lake" not in keys
+    here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    install = "python launch.py -sc install=bash"
+    assert complete(["python launch.py env=fr"], REPOSITORY, install, here) == [["env=frozen_lake"]]
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """A run's folder with a weight store, as a trainer of two ranks left it, and its base model."""
 
+import copy
+import shutil
+
 import pytest
 
 from rose import config as configuration
@@ -33,8 +36,8 @@ def base(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, base, make_config):
-    """A run's folder with its store, whose trainer is `run.world`; weights of versions 0 to 3."""
+def run(tmp_path, base, make_config, published):
+    """A run's folder with its store, which has versions 0 to 3."""
     lakes = tmp_path / "out" / "lakes"
     lakes.mkdir(parents=True)
     config = make_config(
@@ -51,12 +54,33 @@ def run(tmp_path, base, make_config):
         row = {"kind": "eval", "eval_n": 16, "eval_successes": wins, "eval_reward": wins / 16}
         metrics.write(step, row)
     metrics.close()
-    world = World(lakes / "weights" / "attempt-002")
+    store = lakes / "weights" / "attempt-002"
+    shutil.copytree(published.store, store)
+    world = copy.copy(published)  # which reads; `trained_on` has one that publishes
+    world.run, world.store, world.publishers = lakes, store, None
+    return world
+
+
+def publish_four(store) -> World:
+    world = World(store)
     world.weights_of = {}
     for version in range(4):
         if version:
             world.step()
         world.publish(version)
         world.weights_of[version] = dict(world.weights)
-    world.run = lakes
+    return world
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return publish_four(tmp_path_factory.mktemp("published") / "store")
+
+
+@pytest.fixture
+def trained_on(run):
+    """`run`, whose trainer goes on: it can step, publish and tidy."""
+    shutil.rmtree(run.store)
+    world = publish_four(run.store)
+    world.run = run.run
     return world

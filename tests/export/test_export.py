@@ -198,20 +198,22 @@ def test_what_was_written_is_compared_not_what_was_read(run, tmp_path, monkeypat
         export(run.run, 3, tmp_path / "home", MIB)
 
 
-def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(run, tmp_path):
-    kept = versions.linked(run.store, tmp_path / "kept", 1)
+def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp_path):
+    kept = versions.linked(trained_on.store, tmp_path / "kept", 1)
     assert kept == tmp_path / "kept" and versions.readable(kept) == [0, 1, 2, 3]
     for version in range(4, 20):
-        run.step()
-        run.publish(version)
-        run.tidy()
-    assert 1 not in versions.readable(run.store) and 19 in versions.readable(run.store)
+        trained_on.step()
+        trained_on.publish(version)
+        trained_on.tidy()
+    assert 1 not in versions.readable(trained_on.store) and 19 in versions.readable(
+        trained_on.store
+    )
     with pytest.raises(Missing, match="step 1 can't be had; there are: .*19"):
-        export(run.run, 1, tmp_path / "home", MIB)
-    done = export(run.run, 1, tmp_path / "home", MIB, store=kept)
-    assert same(loaded(done.out), run.weights_of[1])
-    for version in versions.readable(run.store):
-        materialise(run.store, version)  # what is said to be readable is
+        export(trained_on.run, 1, tmp_path / "home", MIB)
+    done = export(trained_on.run, 1, tmp_path / "home", MIB, store=kept)
+    assert same(loaded(done.out), trained_on.weights_of[1])
+    for version in versions.readable(trained_on.store):
+        materialise(trained_on.store, version)  # what is said to be readable is
 
 
 def test_without_links_the_store_itself_is_read(run, tmp_path, monkeypatch):
@@ -235,24 +237,24 @@ def test_links_that_lack_the_wanted_version_are_not_taken(run, tmp_path, monkeyp
     assert versions.linked(run.store, tmp_path / "three", 3) == run.store
 
 
-def test_a_version_stays_while_it_is_exported(run, tmp_path, monkeypatch):
+def test_a_version_stays_while_it_is_exported(trained_on, tmp_path, monkeypatch):
     """The command takes links, too: between two files the trainer removes the version."""
     write = folder._write_shard
 
     def then_go_on(*arguments):
         compared = write(*arguments)
-        if 19 not in versions.readable(run.store):
+        if 19 not in versions.readable(trained_on.store):
             for version in range(4, 20):
-                run.step()
-                run.publish(version)
-                run.tidy()
+                trained_on.step()
+                trained_on.publish(version)
+                trained_on.tidy()
         return compared
 
     monkeypatch.setattr(folder, "_write_shard", then_go_on)
-    done = export(run.run, 1, tmp_path / "home", 700)
-    assert done.shards > 1 and 1 not in versions.readable(run.store)
-    assert same(loaded(done.out), run.weights_of[1])
-    assert [path.name for path in run.store.parent.iterdir()] == [run.store.name]
+    done = export(trained_on.run, 1, tmp_path / "home", 700)
+    assert done.shards > 1 and 1 not in versions.readable(trained_on.store)
+    assert same(loaded(done.out), trained_on.weights_of[1])
+    assert [path.name for path in trained_on.store.parent.iterdir()] == [trained_on.store.name]
 
 
 def test_out_may_be_the_current_folder_or_a_link_to_an_empty_one(run, tmp_path, monkeypatch):

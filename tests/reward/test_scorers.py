@@ -149,10 +149,10 @@ def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):
 
 
 def test_a_commands_memory_has_a_limit():
-    code = "x = bytearray(2**30)"
+    code = "x = bytearray(2**28)"
     run = {"argv": ["python", "answer.py"], "extract": "text"}
     assert scored(scorers.build("command", run), episode(code)).success
-    assert not scored(scorers.build("command", run | {"memory_gib": 0.5}), episode(code)).success
+    assert not scored(scorers.build("command", run | {"memory_gib": 0.125}), episode(code)).success
 
 
 def test_a_file_that_leads_out_of_the_folder_and_a_program_that_is_not_there_are_no_score():
