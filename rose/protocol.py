@@ -334,6 +334,42 @@ class HostLost(Message):
     error: str
 
 
+class HostLoad(Message):
+    """Environment host -> coordinator, now and then where the scheduler moves trajectories: the
+    fields of `scheduler.events.HostLoad`."""
+
+    rank: int
+    running: int
+    cores: float
+    cpu: float
+    memory: float
+
+
+class TrajectorySaved(Message):
+    """Environment host -> coordinator: a snapshot of it is where other hosts can read it; the
+    fields of `scheduler.events.TrajectorySaved`."""
+
+    rank: int
+    id: str
+    turns: int
+    commands_s: float
+
+
+class ReleaseTrajectory(Message):
+    """Coordinator -> environment host: let it go, for another host to go on with, as soon as all
+    of it is saved."""
+
+    id: str
+
+
+class TrajectoryReleased(Message):
+    """Environment host -> coordinator, its last word about a trajectory that it was to release:
+    its environment is closed, its snapshots are there."""
+
+    rank: int
+    id: str
+
+
 class HostForgotten(Message):
     """Coordinator -> environment host's rank: the answer to each `HostLost`. What follows is for
     the process that was started then."""
@@ -623,6 +659,10 @@ AnyMessage = (
     | HostReady
     | HostLost
     | HostForgotten
+    | HostLoad
+    | TrajectorySaved
+    | ReleaseTrajectory
+    | TrajectoryReleased
     | ScoreTrajectory
     | TrajectoryScored
     | CancelScore

@@ -24,6 +24,7 @@ from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
+from rose.agent.moves import Moves
 from rose.agent.scoring import Scoring
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
@@ -56,7 +57,10 @@ class TrajectoryHost:
         scoring: Scoring | None = None,
         snapshots: Snapshots | None = None,
         checkpoints: Engine | None = None,
+        moves: Moves | None = None,
     ) -> None:
+        self._moves = moves
+        self._released: set[str] = set()  # trajectories that end here to go on elsewhere
         self._scoring, self._snapshots, self._checkpoints = scoring, snapshots, checkpoints
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
@@ -89,6 +93,10 @@ class TrajectoryHost:
                     future.set_result(message)
             case p.TrajectoryScored() if self._scoring is not None:
                 self._scoring.handle(message)
+            case p.ReleaseTrajectory() if self._moves is not None:
+                if message.id in self._trajectories:  # else it has ended, and said so
+                    self._moves.ask(message.id)
+                    self._release(message.id)
             case p.CancelTrajectory():
                 task = self._trajectories.pop(message.id, None)
                 if task is not None:
@@ -126,7 +134,29 @@ class TrajectoryHost:
             self._forget(start.id)
         finally:
             self._trajectories.pop(start.id, None)
+            if self._moves is not None:
+                self._moves.end(start.id)
+            if start.id in self._released:
+                self._released.discard(start.id)
+                self._forget(start.id)
+                self._send(p.TrajectoryReleased(self._moves.rank, start.id))
             self._forks.end(start.id)
+
+    def saved(self, snapshot: Snapshot) -> None:
+        """It is on disk."""
+
+        async def tell() -> None:
+            if await self._moves.saved(snapshot):
+                self._release(snapshot.start.id)
+
+        if self._moves is not None:
+            self._spawn(tell())
+
+    def _release(self, trajectory: str) -> None:
+        """Where it was asked for and all is saved; else at a later snapshot."""
+        if self._moves.leaves_before(trajectory) in self._turns:
+            self._released.add(trajectory)
+            self._trajectories.pop(trajectory).cancel()
 
     def _forget(self, trajectory: str) -> None:
         if self._checkpoints is not None:
@@ -139,6 +169,8 @@ class TrajectoryHost:
         environment = build(member)
         if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
             environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)
+        if self._moves is not None:
+            self._moves.begin(start.id, environment)
         rest = (
             self._chat,
             self._request_turn,
@@ -191,6 +223,8 @@ class TrajectoryHost:
         future = asyncio.get_running_loop().create_future()
         self._turns[request.turn] = future
         self._send(request)
+        if self._moves is not None:
+            self._release(request.trajectory)
         try:
             return await future  # the scheduler's stall deadline bounds it
         finally:
@@ -241,6 +275,7 @@ async def run(
         turns = snapshot.turns
         send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
 
+    moves = Moves(rank, lambda m: send(COORDINATOR, m)) if config.moves_trajectories else None
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
         config,
@@ -249,8 +284,9 @@ async def run(
         tasks.spawn,
         recorder,
         Scoring(config.reward, pools, send) if pools else None,
-        Snapshots(folder, attempt, config, resumed),
+        Snapshots(folder, attempt, config, resumed, lambda snapshot: host.saved(snapshot)),
         await open_checkpoints(config, folder, recorder),
+        moves,
     )
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.end_told)
@@ -260,6 +296,8 @@ async def run(
             host.handle(message)
 
     send(COORDINATOR, p.HostReady(rank))
+    if moves is not None:
+        tasks.spawn(moves.tell_load())
     try:
         await tasks.run_until(handle())
     finally:

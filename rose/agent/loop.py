@@ -45,6 +45,7 @@ REMINDER = "Call a tool: write {}"
 # of an episode, what a snapshot has, and one that forks off it
 SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
 SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "inherited")
+SAVED += ("commands_s",)
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 Clock = Callable[[], float]
@@ -241,6 +242,7 @@ class _Episode:
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
         self.outcome = ""  # of the last tool call
+        self.commands_s = 0.0  # in the environment's steps
         self.stats: dict[str, float] = {}
         self.played: list[tuple[Action, Step]] = []  # only where others may fork off
         self.inherited: list[tuple[str, int]] = []
@@ -259,7 +261,9 @@ class _Episode:
             text, closed = await self._turn()
             if self.capturing is not None:
                 await self.capturing
+            began = time.monotonic()
             steps, observed = await self._act(text, first.tools)
+            self.commands_s += time.monotonic() - began
             invalid = any(step.invalid for step in steps)
             by_user = observed[0][0] == "user" and not invalid
             self.outcome = "" if by_user else "failed" if invalid else "ok"

@@ -48,14 +48,19 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 class Snapshots:
     """Of a host's trajectories. `folder`: the run's; `attempt`: of the run; `on_resume` takes each
-    snapshot that an episode has gone on from."""
+    snapshot that an episode has gone on from, `on_saved` each that is on disk."""
 
     def __init__(
-        self, folder: Path, attempt: int, config: Config, on_resume: Callable[[Snapshot], None]
+        self,
+        folder: Path,
+        attempt: int,
+        config: Config,
+        on_resume: Callable[[Snapshot], None],
+        on_saved: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self._folder, self.attempt = Path(folder), attempt
         self.digests = {name: _digest(config, name) for name in config.env.members}
-        self.on_resume = on_resume
+        self.on_resume, self._on_saved = on_resume, on_saved
         self._words = 0
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
@@ -92,6 +97,8 @@ class Snapshots:
             await asyncio.to_thread(self._write, snapshot)
         except OSError as error:
             self.say(f"a snapshot could not be written: {error}")
+        else:
+            self._on_saved(snapshot)
 
     def _write(self, snapshot: Snapshot) -> None:
         folder = self._folder / snapshot.start.id

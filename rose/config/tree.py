@@ -503,6 +503,11 @@ class Config(Section):
         return self._would_borrow and self.cluster.mpi.join
 
     @property
+    def moves_trajectories(self) -> bool:
+        """Whether environment hosts tell what the scheduler decides moves by."""
+        return self.scheduler.placement.name != "stay"
+
+    @property
     def _would_borrow(self) -> bool:
         return self.serving.borrow and self.rollout.replay is None and not self.deterministic
 

@@ -563,6 +563,8 @@ class Coordinator:
                 self.batch = groups
             case ev.RequestCapacity() | ev.ReleaseCapacity():
                 self.provisioner.do(action)
+            case ev.MoveTrajectory(trajectory, host):
+                self.rollouts.move(trajectory, host)
             case ev.GiveUp(reason):
                 raise RunFailed(reason)
 

@@ -33,6 +33,7 @@ class _Running:
     host: int  # rank
     losses: int = 0  # of its host, in its environment's step after `turns` turns
     turns: int = 0
+    target: int | None = None  # rank of the host that it moves to, once its own has released it
 
 
 class Rollouts:
@@ -72,7 +73,8 @@ class Rollouts:
         self._running: dict[str, _Running] = {}
         self.up: set[int] = set()  # hosts' ranks
         self._deaths: dict[int, int] = {}  # of a host, in a row: without progress of a trajectory
-        self.hosts_lost = self.trajectories_restarted = 0  # since `begin_step`
+        # since `begin_step`
+        self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
         self._waited_for = p.Phase.TRAIN  # whose trajectories `progress` counts
         self._over = False
@@ -82,7 +84,7 @@ class Rollouts:
     def begin_step(self, trajectories: int) -> None:
         """Counters start anew; the step waits for so many trajectories, of which some may be in."""
         self.dropped_groups = self.dropped_tokens = 0
-        self.hosts_lost = self.trajectories_restarted = 0
+        self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._waited_for, self.progress = (
             p.Phase.TRAIN,
             (sum(map(len, self.finished.values())), trajectories),
@@ -140,6 +142,43 @@ class Rollouts:
         for trajectory in done:
             self._hub.log.forget(trajectory.id)
 
+    def move(self, trajectory: str, host: str) -> None:
+        """Have its host release it. Passed over when either is gone by now, and for trajectories
+        that fork off each other, which are on one host."""
+        names = {_host_name(index): rank for index, rank in self._hosts.items()}
+        each, rank = self._running.get(trajectory), names.get(host)
+        if each is None or rank not in self.up or each.host == rank or each.target is not None:
+            return
+        followed = any(other.start.follows == trajectory for other in self._running.values())
+        if not each.start.follows and not followed:
+            each.target = rank
+            self._send(each.host, p.ReleaseTrajectory(trajectory))
+
+    def _released(self, m: p.TrajectoryReleased) -> None:
+        """It goes on elsewhere; one that was started again meanwhile is another host's."""
+        each = self._running[m.id]
+        if each.host != m.rank or each.target is None:
+            return
+        target, each.target = each.target, None
+        self.trajectories_moved += 1
+        self._hub.leaves_host(m.id)
+        if target in self.up:
+            each.host = target
+            self._send(target, each.start)
+        else:
+            each.host = self._send_start(each.start)
+
+    def _told(self, m: p.HostLoad | p.TrajectorySaved) -> None:
+        """What the scheduler places trajectories by."""
+        [host] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
+        at = time.time()
+        if isinstance(m, p.HostLoad):
+            load = {"running": m.running, "cores": m.cores, "cpu": m.cpu, "memory": m.memory}
+            self._hub.feed(ev.HostLoad(at=at, host=host, **load))
+        elif self.runs(m.id) and self._running[m.id].host == m.rank:
+            saved = {"trajectory": m.id, "turns": m.turns, "commands_s": m.commands_s}
+            self._hub.feed(ev.TrajectorySaved(at=at, host=host, **saved))
+
     def _cancel(self, trajectory: str) -> None:
         running = self._running.pop(trajectory, None)
         if running is not None:  # else it has just failed, and that was the reason
@@ -181,6 +220,13 @@ class Rollouts:
                 if self.runs(message.id):
                     self._failed(message)
                 return True
+            case p.HostLoad() | p.TrajectorySaved():
+                self._told(message)
+                return True
+            case p.TrajectoryReleased():
+                if self.runs(message.id):
+                    self._released(message)
+                return True
             case p.HostLost():
                 self._host_lost(message)
                 return True
@@ -201,6 +247,9 @@ class Rollouts:
                 self._deaths.pop(m.rank, None)
             each.losses += m.rank in self.up and self._hub.in_environment(each.start.id)
         self.up.discard(m.rank)
+        if self._config.moves_trajectories:
+            [name] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
+            self._hub.feed(ev.HostLost(at=time.time(), host=name))
         deaths = self._deaths[m.rank] = self._deaths.get(m.rank, 0) + 1
         self.hosts_lost += 1
         what = f"the process of environment host rank {m.rank}"
@@ -215,13 +264,13 @@ class Rollouts:
                 self._start_again(each, m.error)
 
     def _start_again(self, lost: _Running, error: str) -> None:
-        start = lost.start
+        start, lost.target = lost.start, None
         if lost.losses >= MOST_LOSSES:
             why = f"its host died {lost.losses} times in the same step of it, the last was {error}"
             self._failed(p.TrajectoryFailed(start.id, start.group, start.domain, why))
             return
         self.trajectories_restarted += 1
-        self._hub.host_lost(start.id)
+        self._hub.leaves_host(start.id)
         lost.host = self._send_start(start)
 
     def _finished(self, trajectory: p.Trajectory) -> None:
@@ -256,3 +305,8 @@ class Rollouts:
             raise RunFailed(str(error)) from None
         if replacement is not None:
             self._start([replacement])
+
+
+def _host_name(index: int) -> str:
+    """As the scheduler has it."""
+    return f"environment-{index}"

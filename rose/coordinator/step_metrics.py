@@ -68,6 +68,7 @@ def step_row(
         "engine_restarts": hub.engine_restarts,
         "hosts_lost": rollouts.hosts_lost,
         "trajectories_restarted": rollouts.trajectories_restarted,
+        "trajectories_moved": rollouts.trajectories_moved,
         "resumed_snapshots": hub.resumed_snapshots,
         "resumed_turns": hub.log.resumed_turns,
         "resumed_tokens": hub.log.resumed_tokens,

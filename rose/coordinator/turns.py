@@ -196,9 +196,9 @@ class TurnHub:
         waits = self.log.running.more(trajectory) or self.ledger.of_trajectory(trajectory)
         return not waits
 
-    def host_lost(self, trajectory: str) -> None:
-        """The trajectory starts again: its open turns go on meanwhile, and it gets all that it
-        asks for again."""
+    def leaves_host(self, trajectory: str) -> None:
+        """The trajectory starts again, on another host or a new process of it: its open turns go on
+        meanwhile, and it gets all that it asks for again."""
         self.progress_at = time.time()
         self.log.running.start_again(trajectory)
         self.ledger.leave(trajectory)

@@ -194,6 +194,7 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         ("turns continued on another engine", "migrations"),
         ("environment hosts lost", "hosts_lost"),
         ("trajectories that started again", "trajectories_restarted"),
+        ("trajectories that moved to another host", "trajectories_moved"),
         ("... from a snapshot", "resumed_snapshots"),
         ("turns taken over", "resumed_turns"),
         ("of them given back by an engine that serves others, too", "returned_turns"),

@@ -6,6 +6,7 @@ import pytest
 from rose import protocol as p
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
+from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
@@ -121,3 +122,23 @@ def world(tmp_path):
     world.ready("rollout-0")
     yield world
     world.journal.close()
+
+
+@pytest.fixture
+def rollouts(world, make_config):
+    """On two environment hosts that are up, with an engine."""
+    config = make_config(
+        "rollout.group_size=2", "trainer.batch_size=8", "rollout.environment_hosts=2"
+    )
+    made = Rollouts(
+        config,
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: 1, 1: 2},
+        lambda what, detail: world.faults.append((what, detail)),
+    )
+    for host in (1, 2):
+        made.handle(p.HostReady(host))
+    world.ready("rollout-0")
+    world.hub.publish(0, "store")
+    return made

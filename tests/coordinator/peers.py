@@ -43,6 +43,7 @@ class Peers:
         self.version = {rank.rank: -1 for rank in ranks if rank.role is p.Role.ROLLOUT}
         self.running = {}  # trajectory -> its start, turns left, its Trajectory so far
         self.host_of = {}  # running trajectory -> rank
+        self.left = {}  # trajectory that was released -> as `running`: its snapshot
         self.deaf = {}  # host that was lost -> answers that it waits for
         self.made = Counter()  # turn -> tokens that engines have sent of it
         self.received = {}  # trajectory -> tokens of its turns
@@ -167,7 +168,10 @@ class Peers:
         self.seed_of_group.setdefault(m.group, m.env_seed)
         assert self.domain_of_group.setdefault(m.group, m.domain) == m.domain
         assert self.seed_of_group[m.group] == m.env_seed and m.id not in self.running
-        self.running[m.id] = [m, 1 + seed_of(m.id) % 3, [], []]
+        self.running[m.id] = self.left.pop(m.id, None) or [m, 1 + seed_of(m.id) % 3, [], []]
+        if turns := len(self.running[m.id][2]):
+            tokens = turns * TOKENS_OF_A_TURN
+            self.say(rank, p.TrajectoryResumed(m.id, turns, tokens, False), m.id)
         self.ask(rank, m.id)
 
     def ask(self, rank, name):
@@ -223,6 +227,20 @@ class Peers:
             response_tokens=made,
             domain=start.domain,
         )
+
+    def _ReleaseTrajectory(self, rank, m):
+        """When the host has nothing to say about it, so that it waits for a turn."""
+
+        def leave():
+            if self.host_of.get(m.id) != rank or m.id not in self.running:
+                return None
+            if any(word[0] == m.id for word in self.words[rank]) or self.deaf.get(rank):
+                self.say(rank, leave)  # what it has to say comes first
+                return None
+            self.left[m.id] = self.running.pop(m.id)
+            return p.TrajectoryReleased(rank, m.id)
+
+        self.say(rank, leave)
 
     def _CancelTrajectory(self, rank, m):
         self.running.pop(m.id, None)  # a last word of it may be on its way
@@ -309,10 +327,11 @@ def run(
     resume_from=None,
     stop_when=lambda coordinator: False,
     hardware="cpu",
+    watch=lambda coordinator: None,
 ):
     """A coordinator among peers, to its end or until `stop_when`; both of them afterwards. It is
     asked at every message to a peer and at every turn of the loop: what lasts for less than a turn
-    is seen, too."""
+    is seen, too. `watch` is called at the latter alone."""
 
     async def scene():
         step = checkpoint.step_of(resume_from) if resume_from else 0
@@ -323,18 +342,19 @@ def run(
             if not coordinator._stop.is_set() and stop_when(coordinator):
                 coordinator._stop.set()
 
-        async def watch():
+        async def watching():
             while not coordinator._stop.is_set():
                 look()
+                watch(coordinator)
                 await asyncio.sleep(0)
 
         peers.look = look
 
-        watching = asyncio.create_task(watch())
+        watcher = asyncio.create_task(watching())
         try:
             await asyncio.wait_for(coordinator.run(), DEADLINE_S)
         finally:
-            watching.cancel()
+            watcher.cancel()
         return coordinator, peers
 
     return asyncio.run(scene())

@@ -7,32 +7,12 @@ import pytest
 
 from rose import protocol as p
 from rose.coordinator import journal, turn_log
-from rose.coordinator.groups import Rollouts
 from rose.coordinator.waiting import RunFailed
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
 from tests.coordinator import peers
 
-HOSTS, ENGINE = (1, 2), 10
-
-
-@pytest.fixture
-def rollouts(world, make_config):
-    config = make_config(
-        "rollout.group_size=2", "trainer.batch_size=8", "rollout.environment_hosts=2"
-    )
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        dict(enumerate(HOSTS)),
-        lambda what, detail: world.faults.append((what, detail)),
-    )
-    for host in HOSTS:
-        made.handle(p.HostReady(host))
-    world.ready("rollout-0")
-    world.hub.publish(0, "store")
-    return made
+HOSTS = (1, 2)  # of `rollouts`
 
 
 def started(world):

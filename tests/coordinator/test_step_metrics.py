@@ -56,6 +56,7 @@ def row(groups, times=None, at=7.0, **workers):
         staleness_max=2,
         hosts_lost=2,
         trajectories_restarted=9,
+        trajectories_moved=4,
     )
     return step_row(groups, {"loss": 0.25}, times, hub(4, **workers), rollouts, at)
 
@@ -127,6 +128,7 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
         staleness_max=1,
         hosts_lost=0,
         trajectories_restarted=0,
+        trajectories_moved=0,
     )
     times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
     found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)

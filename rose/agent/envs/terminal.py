@@ -255,6 +255,13 @@ class Terminal:
             await self.step(Action("", ToolCall(**call)))
         self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
 
+    async def settled(self) -> bool:
+        """Whether other hosts can restore what the newest checkpoint names; waits while that is on
+        its way."""
+        if self._reference is None:
+            return True
+        return await self._kept.settled(json.loads(self._reference)["turn"])
+
     def _stats(self) -> dict[str, float]:
         own = self._kept.stats if self._kept is not None else {}
         return {name: value + self._before.get(name, 0) for name, value in own.items()}

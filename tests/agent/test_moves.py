@@ -1,0 +1,115 @@
+"""A host lets a trajectory go while it waits for a turn and all before is saved, never sooner; and
+the one that it goes to asks for the same turn, with the same tokens."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from rose import protocol as p
+from rose.agent.host import TrajectoryHost
+from rose.agent.moves import Moves
+from rose.agent.snapshots import Snapshots
+from rose.observe.recorder import NullRecorder
+from tests.agent.wander import Wander
+
+DOMAIN = "tests.agent.wander:Wander"
+START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
+WORDS = list(range(40, 46))
+DEADLINE_S = 10.0
+
+
+class Host:
+    def __init__(self, config, chat, folder, rank):
+        self.words, self.settles = asyncio.Queue(), asyncio.Event()
+        snapshots = Snapshots(folder, 1, config, lambda _: None, lambda s: self.host.saved(s))
+        self.moves = Moves(rank, self.words.put_nowait)
+        rest = (asyncio.create_task, NullRecorder(), None, snapshots, None, self.moves)
+        self.host = TrajectoryHost(config, chat, self.words.put_nowait, *rest)
+
+    async def next(self, kind):
+        """Its next message, but for those about what is saved unless it is asked for them."""
+        while True:
+            message = await asyncio.wait_for(self.words.get(), DEADLINE_S)
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, p.TrajectorySaved | p.TurnRequest), message
+
+    def answer(self, request):
+        n = len(WORDS)
+        made = (p.pack_tokens(WORDS), p.pack_floats([-1.0] * n), p.pack_tokens([0] * n))
+        self.host.handle(p.TurnResult(request.turn, *made, p.FinishReason.STOP))
+
+
+@pytest.fixture
+def config(make_config):
+    made = make_config("env.max_turns=8")
+    env = msgspec.structs.replace(made.env, name=DOMAIN, args={"length": 3})
+    return msgspec.structs.replace(made, env=env)
+
+
+def test_it_leaves_before_the_turn_that_it_waits_for_and_goes_on_there(config, chats, tmp_path):
+    async def scene():
+        old, new = (Host(config, chats["tiny"], tmp_path, rank) for rank in (1, 2))
+        old.host.handle(START)
+        old.host.handle(p.ReleaseTrajectory(START.id))
+        old.answer(await old.next(p.TurnRequest))  # nothing is saved before the first turn
+        asked = await old.next(p.TurnRequest)
+        saved = await old.next(p.TrajectorySaved)
+        assert (saved.rank, saved.id, saved.turns) == (1, START.id, 1) and saved.commands_s > 0
+        assert await old.next(p.TrajectoryReleased) == p.TrajectoryReleased(1, START.id)
+        assert old.words.empty(), "its last word"
+        new.host.handle(START)
+        again = await new.next(p.TurnRequest)
+        assert (again.turn, again.tokens) == (asked.turn, asked.tokens)
+        for _ in range(2):
+            new.answer(again)
+            last = await new.next(p.TurnRequest | p.TrajectoryFinished)
+            again = last
+        assert last.trajectory.turns == 3
+        old.host.handle(p.ReleaseTrajectory(START.id))
+        assert old.words.empty(), "it is gone"
+
+    asyncio.run(scene())
+
+
+def test_it_stays_while_other_hosts_could_not_read_what_is_saved(
+    config, chats, tmp_path, monkeypatch
+):
+    async def scene():
+        stored = asyncio.Event()
+
+        async def settled(env):
+            await stored.wait()
+            return True
+
+        monkeypatch.setattr(Wander, "settled", settled, raising=False)
+        host = Host(config, chats["tiny"], tmp_path, 1)
+        host.host.handle(START)
+        host.answer(await host.next(p.TurnRequest))
+        await host.next(p.TurnRequest)
+        host.host.handle(p.ReleaseTrajectory(START.id))
+        while not (tmp_path / START.id / "a001-t0001").exists():
+            await asyncio.sleep(0.01)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert host.words.empty()
+        stored.set()
+        await host.next(p.TrajectoryReleased)
+
+    asyncio.run(scene())
+
+
+def test_the_load_is_the_machines_tasks_on_the_cores_that_it_may_use(monkeypatch):
+    monkeypatch.setattr("rose.agent.moves.LOOK_S", 0.01)
+
+    async def scene():
+        said = asyncio.Queue()
+        telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
+        load = await asyncio.wait_for(said.get(), DEADLINE_S)
+        telling.cancel()
+        return load
+
+    load = asyncio.run(scene())
+    assert (load.rank, load.running) == (3, 0)
+    assert load.cores >= 1 and load.cpu >= 0 and 0 < load.memory <= 1

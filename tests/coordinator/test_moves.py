@@ -1,0 +1,157 @@
+"""Trajectories that move to another environment host: nothing is lost or counted twice, and no
+token is made twice."""
+
+import random
+
+from rose import protocol as p
+from rose.coordinator import journal
+from rose.coordinator.groups import Rollouts
+from rose.observe.metrics import read_metrics, rows_of
+from rose.policies import build
+from tests.coordinator import peers
+from tests.coordinator.test_lost_hosts import HOSTS, ask, lose, started, tokens_of
+
+
+def other(host):
+    [rank] = set(HOSTS) - {host}
+    return rank, f"environment-{HOSTS.index(rank)}"
+
+
+def test_a_turn_under_way_goes_on_and_is_given_to_the_host_that_the_trajectory_moves_to(
+    rollouts, world
+):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0")
+    world.finish([6])
+    ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 6, 4))
+    world.progress([7], turn="g0.0.t1")
+    rank, name = other(host)
+    world.sent.clear()
+    rollouts.move("g0.0", name)
+    rollouts.move("g0.0", name)
+    assert world.sent == [(host, p.ReleaseTrajectory("g0.0"))], "asked once"
+    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
+    assert started(world) == {"g0.0": rank}
+    assert not rollouts.handle(p.TrajectoryResumed("g0.0", 1, 1, False))
+    world.hub.handle(rank, p.TrajectoryResumed("g0.0", 1, 1, False))
+    world.sent.clear()
+    ask(world, rank, "g0.0.t1", tokens=(1, 2, 3, 6, 4))
+    assert world.sent == [], "the engine that has it goes on"
+    world.finish([8], turn="g0.0.t1")
+    [(to, result)] = world.taken(p.TurnResult)
+    assert to == rank and tokens_of(result) == [7, 8]
+    assert (rollouts.trajectories_moved, rollouts.trajectories_restarted) == (1, 0)
+    rollouts.drop("g0")
+    assert rollouts.dropped_tokens == 3, "each token was made once"
+
+
+def test_a_turn_that_ends_while_the_trajectory_leaves_is_given_again(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    ask(world, host, "g0.0.t0")
+    rank, name = other(host)
+    rollouts.move("g0.0", name)
+    world.finish([7])
+    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
+    world.sent.clear()
+    ask(world, rank, "g0.0.t0")
+    assert [(to, tokens_of(m)) for to, m in world.sent] == [(rank, [7])]
+
+
+def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    rank, name = other(host)
+    world.sent.clear()
+    rollouts.move("g9.0", name)
+    rollouts.move("g0.0", "environment-9")
+    rollouts.move("g0.0", f"environment-{HOSTS.index(host)}")
+    assert world.sent == [], "it is gone, or there"
+    rollouts.move("g0.0", name)
+    lose(rollouts, host, ready=False)
+    assert started(world)["g0.0"] == rank, "its host died before it left"
+    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
+    rollouts.drop("g0")
+    rollouts.handle(p.TrajectoryReleased(rank, "g0.0"))
+    assert started(world) == {} and rollouts.trajectories_moved == 0
+
+
+def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    host = started(world)["g0.0"]
+    rank, name = other(host)
+    rollouts.move("g0.0", name)
+    lose(rollouts, rank, ready=False)
+    world.sent.clear()
+    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
+    assert started(world) == {"g0.0": host}
+
+
+def test_trajectories_that_fork_off_each_other_stay(world, make_config):
+    config = make_config(
+        "rollout.group_size=4",
+        "trainer.batch_size=8",
+        "rollout.environment_hosts=2",
+        "rollout/branch=tree",
+    )
+    made = peers_rollouts(config, world)
+    made.admit(0, "g0", 0.0)
+    at = [(rank, m) for rank, m in world.taken(p.StartTrajectory)]
+    tied = {m.follows for _, m in at} | {m.id for _, m in at if m.follows}
+    assert any(m.follows for _, m in at)
+    world.sent.clear()
+    for rank, m in at:
+        if m.id in tied:
+            made.move(m.id, other(rank)[1])
+    assert world.sent == []
+
+
+def peers_rollouts(config, world):
+    def send(rank, message):
+        world.sent.append((rank, message))
+
+    made = Rollouts(config, world.hub, send, dict(enumerate(HOSTS)), lambda *fault: None)
+    for host in HOSTS:
+        made.handle(p.HostReady(host))
+    return made
+
+
+def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_twice(
+    make_config, tmp_path
+):
+    config = make_config(
+        "scheduler/batching=bounded_staleness",
+        "scheduler/placement=rebalance",
+        "trainer.steps=4",
+        "trainer.batch_size=8",
+        "rollout.group_size=2",
+        "rollout.environment_hosts=3",
+        "rollout.host_restarts=1000",
+        "eval.episodes=4",
+    )
+    draw, deaths = random.Random(7), []
+
+    def moves(coordinator):
+        peer, running = coordinator.mailbox, list(coordinator.rollouts._running)
+        if running:
+            coordinator.rollouts.move(draw.choice(running), f"environment-{draw.randrange(3)}")
+        made = sum(peer.made.values())
+        if coordinator.rollouts.groups.running and made > 100 * (1 + len(deaths)):
+            deaths.append(draw.choice(list(coordinator.ranks[p.Role.ENVIRONMENT].values())))
+            peer.loses_host(deaths[-1])
+
+    # at turns of the loop alone: an order to a peer is no place to give the next
+    coordinator, peer = peers.run(config, tmp_path, watch=moves)
+    names = [t.id for step in peer.trained.values() for t in step]
+    assert len(names) == 4 * 8 == len(set(names)) and coordinator.rollouts.groups.failed == 0
+    assert max(peer.made.values()) <= peers.TOKENS_OF_A_TURN, "a token was made twice"
+    for t in (t for step in peer.trained.values() for t in step):
+        assert t.tokens[4:] == peer.received[t.id]
+    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
+    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+    assert len(deaths) > 2
+    assert sum(row["trajectories_moved"] for row in rows_of(read_metrics(tmp_path), "step")) > 10
+    [path] = (tmp_path / "journal").iterdir()
+    assert journal.replay(path, build(config.scheduler, config.rollout.turn_timeout_s)) > 100
