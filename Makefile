@@ -36,6 +36,7 @@ soak: $(VENV)/.stamp-test
 	$(VENV)/bin/python tests/soak/fuzz_transfer.py
 	$(VENV)/bin/python tests/soak/storm.py 50
 	$(VENV)/bin/python tests/soak/soak_coserving.py
+	$(VENV)/bin/python tests/soak/storm_hosts.py
 
 lint: $(VENV)/.stamp-test
 	$(VENV)/bin/ruff format --check --quiet .
