@@ -101,9 +101,8 @@ def main() -> None:
         print(f"{len(rows)} steps, {died} hosts killed", sums)
         for name, of in (("storm", rows), ("calm", calm)):
             reward = statistics.fmean(row["reward_mean"] for row in of)
-            print(
-                f"{name}: {statistics.median(r['time_step'] for r in of):.1f} s a step, {reward:.3f}"
-            )
+            seconds = statistics.median(row["time_step"] for row in of)
+            print(f"{name}: {seconds:.1f} s a step, mean reward {reward:.3f}")
         for what, holds in checks.items():
             print("holds" if holds else "FAILS", what)
         sys.exit(not all(checks.values()))
