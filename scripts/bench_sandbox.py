@@ -32,6 +32,7 @@ from bench_sandbox_policies import (
     branch,
     crowd,
     kill_at_each_turn,
+    play,
 )
 from rich.console import Console
 from rich.table import Table
@@ -120,7 +121,9 @@ async def recovery(args: argparse.Namespace) -> Table:
     columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
     table = Table(*columns, "exposed", "time", title=title)
     for episode in EPISODES:
-        found = {p: await kill_at_each_turn(episode, p, args.think) for p in POLICIES}
+        async with await Sandbox.start(Spec()) as box:
+            wanted = (await play(box, episode, 0.0, None)).shown
+        found = {p: await kill_at_each_turn(episode, p, args.think, wanted) for p in POLICIES}
         base, full = found[CHAT].played.seconds, found[FULL]
         for policy, made in found.items():
             played = made.played

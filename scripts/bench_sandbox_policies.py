@@ -1,7 +1,8 @@
 """Sandboxes that are killed, for scripts/bench_sandbox.py: what each policy brings back, at what cost.
 
 A policy is played once without a fault; then the sandbox is closed, and from what is stored of each
-turn one goes on to the end. What it shows then must be what the fault-free run showed.
+turn one goes on to the end. What it shows then must be what an episode without faults and without
+checkpoints showed.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ async def bring_back(policy: str, engine: Engine, saved: bytes | None) -> Sandbo
     return box
 
 
-async def kill_at_each_turn(episode: Episode, policy: str, think_s: float) -> Recovered:
+async def kill_at_each_turn(
+    episode: Episode, policy: str, think_s: float, wanted: str
+) -> Recovered:
+    """`wanted`: what the episode shows at its end without faults and without checkpoints."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             box = await Sandbox.start(Spec())
@@ -123,7 +127,7 @@ async def kill_at_each_turn(episode: Episode, policy: str, think_s: float) -> Re
                 with contextlib.suppress(SandboxError):
                     for text in episode.turns[turn:]:
                         await command(box, text)
-                    made.right += await command(box, episode.check) == made.played.shown
+                    made.right += await command(box, episode.check) == wanted
                 await box.close()
             return made
 

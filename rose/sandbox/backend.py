@@ -32,6 +32,7 @@ while IFS= builtin read -r -d '' __rose <&3; do
         builtin printf 'builtin cd -- %q\\n' "$PWD"; builtin umask -p
         builtin printf '\\1limits\\n'; builtin ulimit -a; builtin ulimit -Ha
         builtin printf '\\1folders\\n'; builtin dirs -l
+        builtin printf '\\1clock\\n%d\\n' "$((EPOCHSECONDS - SECONDS))"
         builtin printf '\\1arguments\\n%s' "$#"; builtin printf ' %q' "$@"
         builtin printf '\\1history\\n'; builtin history; builtin complete -p
         builtin printf '\\1end\\n'

@@ -9,7 +9,8 @@ Three quarters of an agent's turns change nothing that a checkpoint would have t
 can't be seen counts as changed. A program of the agent's can deceive its own sandbox's inspector
 only, and so lose its own state.
 
-Not seen: the seed of RANDOM, bash's hash table, and the place of getopts within one argument.
+Not seen: the seed of RANDOM, bash's hash table, the place of getopts within one argument, and
+writes through memory into a nameless file (a memfd) that another process has open.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ VOLATILE = re.compile(
     rb"declare -\S+ (BASHPID|BASH_ARG[CV]|BASH_COMMAND|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL|"
     rb"DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|FUNCNAME|LINENO|PIPESTATUS|RANDOM|SECONDS|SRANDOM|_)(=|$)"
 )
+CLOCK = re.compile(rb"\x01clock\n(-?\d+)\n")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Inspector:
     def __init__(self, box: Sandbox) -> None:
         self.box = box
         self._shell: dict[bytes, bytes] = {}  # part of the shell's state -> its hash
+        self._clock = 0
 
     async def look(self) -> Change:
         """What was done since the last look. Raises `SandboxError`."""
@@ -57,7 +60,8 @@ class Inspector:
     async def _look(self) -> tuple[str, str, tuple[str, ...] | None]:
         said = await self.box.account()
         shell, before = parts(said), self._shell
-        self._shell = shell
+        clock, clock_before = _clock(said), self._clock
+        self._shell, self._clock = shell, clock
         try:
             seen = await self.box.shell.look()
         except (OSError, NotImplementedError) as error:
@@ -70,6 +74,8 @@ class Inspector:
         for name in shell.keys() | before.keys():
             if shell.get(name) != before.get(name):
                 return PROCESS, f"the shell's {name.decode(errors='replace')} changed", unsure
+        if abs(clock - clock_before) > 1:
+            return PROCESS, "the shell's SECONDS were set", unsure
         if seen["processes"] is not None:
             return PROCESS, seen["processes"], unsure
         if seen["files"] is not None:
@@ -91,7 +97,15 @@ def parts(said: bytes | None) -> dict[bytes, bytes]:
     found = {}
     for part in (said or b"").split(b"\1")[1:]:
         name, _, text = part.partition(b"\n")
+        if name == b"clock":
+            continue
         if name == b"variables":
             text = b"\n".join(line for line in text.split(b"\n") if not VOLATILE.match(line))
         found[name] = hashlib.blake2b(text, digest_size=16).digest()
     return found
+
+
+def _clock(said: bytes | None) -> int:
+    """When the shell's SECONDS were 0, in seconds since 1970; one off near the turn of a second."""
+    found = CLOCK.search(said or b"")
+    return int(found[1]) if found else 0

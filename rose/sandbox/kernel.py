@@ -79,6 +79,7 @@ REFUSED = [
     "mount_setattr",
     "move_mount",
     "move_pages",
+    "mq_open",  # CRIU does not restore POSIX message queues
     "name_to_handle_at",
     "open_by_handle_at",
     "open_tree",

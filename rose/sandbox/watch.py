@@ -9,7 +9,9 @@ inotify tells that a file which was open for writing was closed; such files, and
 processes have mapped, are `unsure`: a copy of their content may be stale although their times are
 not. Without inotify every look reads everything and can't say that nothing changed.
 
-Processes: one that was neither begun nor switched in by the scheduler has done nothing.
+Processes: one that was neither begun nor switched in by the scheduler has done nothing itself. What
+others can do to it is looked for: to its priority and limits, to files without a name that it has
+open, and to its pipes and sockets, where anything unread counts as changed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.sandbox import kernel
+from rose.sandbox import kernel, unread
 from rose.sandbox.layer import SHARED
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
@@ -31,6 +33,7 @@ SETTLE_S = 2.0  # for the session's bash to wait for its next command: it does w
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")
 # Of /proc/PID/status: what else a shell takes along when it is begun anew
 ATTRIBUTES = ("Umask", "Uid", "Gid", "Groups", "SigIgn", "SigCgt", "Cpus_allowed:", "Mems_allowed:")
+OWN_PIPES = "/run/rose/"  # the session's, by which commands come and output goes
 SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 
 
@@ -180,6 +183,8 @@ class Running:
 
     name: str
     switches: tuple
+    limits: tuple[str, ...] = ()  # and its priority
+    nameless: dict[str, tuple] = field(default_factory=dict)  # files without a name, as `open`
     open: dict[str, tuple] = field(default_factory=dict)  # file -> its inode and ctime
     mapped: tuple[str, ...] = ()  # files that it may write through memory
 
@@ -188,10 +193,12 @@ class Processes:
     def __init__(self) -> None:
         self.known: dict[tuple[str, str], Running] = {}  # process, clock ticks after boot at start
 
-    def look(self, spare: tuple[int, ...], changed: bool) -> tuple[str | None, set[str]]:
+    def look(
+        self, spare: tuple[int, ...], changed: bool, queues: Queues
+    ) -> tuple[str | None, set[str]]:
         """What one of them did in words (None: nothing), and the files that some may write through
         memory. `changed`: whether files did: then one that is open in a process which has slept
-        matters, as its image would not fit."""
+        matters, as its image would not fit. `queues` gets theirs."""
         found: dict[tuple[str, str], Running] = {}
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) not in spare:
@@ -199,6 +206,7 @@ class Processes:
                     key, running = _process(name)
                     if key is not None:
                         found[key] = running
+                        running.nameless = queues.hold(name)
         words = None
         for key, running in found.items():
             old = self.known.get(key)
@@ -212,6 +220,10 @@ class Processes:
                 words = words or f"process {running.name} was begun"
             elif ran:
                 words = words or f"process {running.name} ran"
+            elif old.limits != running.limits:
+                words = words or f"the limits of process {running.name} changed"
+            elif old.nameless != running.nameless:
+                words = words or f"process {running.name} has a file without a name, which changed"
             elif old.open != running.open:
                 other = next(iter(old.open.items() ^ running.open.items()))[0]
                 words = words or f"process {running.name} has {other} open, which changed"
@@ -242,6 +254,8 @@ def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
     running = Running(before.partition("(")[2], ())
     if values[0] in "ZX":
         return None, running
+    limits = (_read(f"/proc/{pid}/limits"), _read(f"/proc/{pid}/oom_score_adj"))
+    running.limits = (*values[15:17], *limits)
     threads = os.listdir(f"/proc/{pid}/task") if values[17] != "1" else [pid]
     for thread in sorted(threads):
         for line in _read(f"/proc/{pid}/task/{thread}/status").splitlines():
@@ -275,8 +289,40 @@ def _open_files(pid: str) -> tuple[dict[str, tuple], tuple[str, ...]]:
     return found, tuple(mapped)
 
 
+class Queues:
+    """Pipes and sockets that processes have open, of one look."""
+
+    def __init__(self) -> None:
+        self.pipes: dict[tuple[int, int], str] = {}  # device, inode -> a path in /proc
+        self.sockets: set[int] = set()
+
+    def hold(self, pid: str) -> dict[str, tuple]:
+        """Take those of a process along; its open files without a name, with inode, size and ctime:
+        nothing else keeps them. Raises OSError."""
+        found = {}
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{fd}"
+            with contextlib.suppress(FileNotFoundError):  # closed just now
+                status, link = os.stat(path), os.readlink(path)
+                if stat.S_ISSOCK(status.st_mode):
+                    self.sockets.add(status.st_ino)
+                elif stat.S_ISFIFO(status.st_mode) and not link.startswith(OWN_PIPES):
+                    self.pipes[status.st_dev, status.st_ino] = path
+                elif stat.S_ISREG(status.st_mode) and link.endswith(" (deleted)"):
+                    found[link] = (status.st_ino, status.st_size, status.st_ctime_ns)
+        return found
+
+    def full(self) -> str | None:
+        """A word for one that has something unread, or may have."""
+        for path in self.pipes.values():
+            with contextlib.suppress(FileNotFoundError):
+                if unread.in_pipe(path):
+                    return "a pipe"
+        return "a socket" if self.sockets and self.sockets & unread.sockets() else None
+
+
 def _descriptor(pid: str, fd: str) -> dict[str, str]:
-    """Of /proc/PID/fdinfo: `pos` and `flags` (octal)."""
+    """Of /proc/PID/fdinfo: `pos`, `flags` (octal) and, where there is one, the last `lock`."""
     lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
@@ -315,6 +361,7 @@ def session_state(session: int) -> dict[str, str]:
     for fd in sorted(os.listdir(f"/proc/{session}/fd"), key=int):
         about, seen = _descriptor(str(session), fd), os.stat(f"/proc/{session}/fd/{fd}")
         line = f"{fd} {os.readlink(f'/proc/{session}/fd/{fd}')} {about['flags']}"
+        line += f" {about.get('lock', '')}"
         if stat.S_ISREG(seen.st_mode) and not _appends(about):
             line += f" {about['pos']} {seen.st_ino} {seen.st_ctime_ns}"
         lines.append(line)
@@ -330,6 +377,7 @@ class Watch:
         self.layers = (Layer(upper, ""), Layer(shared, SHARED))
         self.processes = Processes()
         self.session: dict[str, str] = {}
+        self.full: str | None = None
 
     def look(self, session: int, spare: tuple[int, ...]) -> dict[str, Any]:
         """`session`: the process of the session's bash; `spare`: others that are not the agent's.
@@ -346,12 +394,21 @@ class Watch:
                 unsure = None
             else:
                 unsure |= {f"{layer.at}/{each}"[1:] for each in doubted}
-        words, mapped = self.processes.look((1, session, *spare), changed is not None)
+        queues = Queues()
+        queues.hold(str(session))
+        words, mapped = self.processes.look((1, session, *spare), changed is not None, queues)
         state, before = session_state(session), self.session
         self.session = state
         for key, value in state.items():
             if before.get(key) != value:
                 words = words or f"{key} changed"
+        try:
+            full = queues.full()
+        except OSError as error:
+            full = f"it can't be seen ({error}) whether a pipe or a socket"
+        if full or self.full:
+            words = words or f"{full or self.full} had something unread"
+        self.full = full
         unsure = None if unsure is None else unsure | mapped
         return {
             "files": None if changed is None else f"{changed} changed",

@@ -32,6 +32,12 @@ with open("/app/mapped", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
     before = memory[0] if sys.argv[1] == "read" else 0  # a page that was read is given writable
     memory[:1] = sys.argv[2].encode()
 """
+DEAF = """\
+import socket, time
+bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+bound.bind("/tmp/deaf")
+time.sleep(1000)
+"""
 # A process that sleeps, accepts or reads by these calls, of x86-64 and arm64, does nothing
 SETUP = """\
 idle() { until grep -qE '^(230|115|288|242|0|63) ' /proc/$1/syscall; do :; done; }
@@ -113,7 +119,7 @@ COMMANDS = [
     ("set -- a b", PROCESS),
     ("[[ word =~ o(.) ]]", PROCESS),
     ("pushd / > /dev/null; cd /app", PROCESS),
-    ("renice -n 3 $$ > /dev/null", PROCESS),
+    ("renice -n 18 $$ > /dev/null", PROCESS),
     ("exec 7>>log", PROCESS),
     ("echo a line >&7", FILES),
     ("exec 8<>g", PROCESS),
@@ -121,12 +127,34 @@ COMMANDS = [
     ("echo other >| f; cat g > /dev/null", FILES),
     ("echo into what is open >| g", PROCESS),
     ("exec 7>&- 8>&-", PROCESS),
+    ("exec 9<>pipe", PROCESS),
+    ("cat f > /dev/null", NONE),
+    ("echo data >&9", PROCESS),
+    ("read -r -u 9 -t 0.1 REPLY; unset REPLY", PROCESS),
+    ("cat f > /dev/null", NONE),
+    ("exec 8>lock", PROCESS),
+    ("flock -n 8", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("flock -u 8", PROCESS),
+    ("exec 8>&- 9>&-", PROCESS),
+    ("SECONDS=5000", PROCESS),
+    ("ls > /dev/null", NONE),
     # the background
     ("ask", PROCESS),
     ("kill -0 $server; ps > /dev/null; ls /proc/$server/fd > /dev/null", NONE),
     ("sleep 1000 & idle $!", PROCESS),
     ("cat f > /dev/null", NONE),
     ("disown", PROCESS),
+    ("renice -n 19 -p $(pgrep -x sleep) > /dev/null", PROCESS),
+    ("prlimit --pid $(pgrep -x sleep) --nofile=99", PROCESS),
+    ("exec 6<>gone; rm gone; sleep 1000 & idle $!; exec 6>&-", PROCESS),
+    ("echo new >| /proc/$!/fd/6", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("kill $!; wait $! 2>/dev/null; true", PROCESS),
+    ("python3 /tmp/deaf.py & until test -S /tmp/deaf; do :; done; idle $!", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("python3 -c 'import socket; socket.socket(1, 2).sendto(b\"x\", \"/tmp/deaf\")'", PROCESS),
+    ("kill $!; wait $! 2>/dev/null; rm /tmp/deaf", PROCESS),
     ("nohup sleep 1000 > /dev/null 2>&1 & idle $!", PROCESS),
     ("kill $!; wait $! 2>/dev/null; true", PROCESS),
     ("coproc C { exec cat; }; idle $C_PID", PROCESS),
@@ -160,6 +188,7 @@ async def play(box: Sandbox) -> dict:
     inspector, answers, seconds = Inspector(box), [], []
     await box.write_file("/tmp/in_place.py", IN_PLACE.encode())
     await box.write_file("/tmp/server.py", SERVER.encode())
+    await box.write_file("/tmp/deaf.py", DEAF.encode())
     made = await box.run(
         "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null; "
         f"do :; done; {SETUP}",
