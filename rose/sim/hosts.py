@@ -103,7 +103,6 @@ class Host:
         "boxes",
         "waiting",
         "staged",
-        "stalled",
         "link_free",
         "used_s",
     )
@@ -114,6 +113,5 @@ class Host:
         self.boxes: dict[str, Task] = {}  # by trajectory: those with memory
         self.waiting: deque[Task] = deque()  # for memory
         self.staged = 0.0  # bytes, captured and not stored yet
-        self.stalled: deque[Task] = deque()  # captures that wait for `staged` to fall
         self.link_free = 0.0  # when all that was captured is sent
         self.used_s = 0.0  # of its cores, at the last word about its load

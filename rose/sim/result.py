@@ -126,6 +126,7 @@ class Counts:
     moved: int = 0  # trajectories, to less loaded hosts
     saved_bytes: float = 0.0  # that came to the store
     save_s: float = 0.0  # that commands waited for looks and captures
+    skipped_saves: int = 0  # captures for which a host had no room
 
 
 @dataclass(frozen=True)

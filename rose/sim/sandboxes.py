@@ -66,6 +66,7 @@ class Box(Task):
         "saved",
         "unsaved",
         "reserved",
+        "due",
         "stored",
         "target",
     )
@@ -87,6 +88,7 @@ class Box(Task):
         # turns that are captured and not stored yet; each holds those before it
         self.unsaved: deque[int] = deque()
         self.reserved = 0.0  # bytes, of the capture under way
+        self.due: spec.Save | None = None  # for which there was no room
         self.stored = False  # something of it is in the store
         self.target: Host | None = None  # it is to move there
 
@@ -164,11 +166,8 @@ class Sandboxes:
         if host.boxes.pop(key, None) is None:
             host.waiting.remove(box)
             return
-        if box in host.stalled:
-            host.stalled.remove(box)
-        host.staged, box.reserved = host.staged - box.reserved, 0.0
+        host.staged, box.reserved, box.due = host.staged - box.reserved, 0.0, None
         self._admit(host)
-        self._unstall(host)
 
     def _admit(self, host: Host) -> None:
         while host.waiting and host.alive:
@@ -245,35 +244,30 @@ class Sandboxes:
             self._capture(box)
 
     def _save_of(self, box: Box) -> spec.Save | None:
-        """Of the turn that was run last."""
+        """Of the turn that was run last, and of those before it for which there was no room."""
         if self._what.recovery == "full":
             return self._what.full
-        return self._what.changes[box.changes[box.turn - 1]].save
+        saves = (self._what.changes[box.changes[box.turn - 1]].save, box.due)
+        return max(filter(None, saves), key=lambda save: save.bytes, default=None)
 
     def _capture(self, box: Box) -> None:
+        """Left out where what is captured and not stored yet leaves no room: then the next turn's
+        is due for this one, too, as in rose.sandbox.checkpointer."""
         host, save = box.host, self._save_of(box)
         if save is None:
             self._free(box)
             self._mark(box)
             self._next(box)
-        elif host.stalled or not self._fits(host, save):
-            host.stalled.append(box)
+        elif host.staged and host.staged + save.bytes > self._what.staging_bytes:
+            box.due = save
+            self._counts.skipped_saves += 1
+            self._free(box)
+            self._next(box)
         else:
-            self._begin_capture(box, host, save)
-
-    def _fits(self, host: Host, save: spec.Save) -> bool:
-        """One alone always does."""
-        return not host.staged or host.staged + save.bytes <= self._what.staging_bytes
-
-    def _begin_capture(self, box: Box, host: Host, save: spec.Save) -> None:
-        host.staged += save.bytes
-        box.reserved = save.bytes
-        host.cores.run(save.capture_s, box, self._captured)
-
-    def _unstall(self, host: Host) -> None:
-        """In the order in which they came."""
-        while host.stalled and self._fits(host, save := self._save_of(host.stalled[0])):
-            self._begin_capture(host.stalled.popleft(), host, save)
+            box.due = None
+            host.staged += save.bytes
+            box.reserved = save.bytes
+            host.cores.run(save.capture_s, box, self._captured)
 
     def _captured(self, box: Box) -> None:
         """It goes to the store."""
@@ -306,7 +300,6 @@ class Sandboxes:
         if host.life != life:
             return  # its manifest was not written
         host.staged -= size
-        self._unstall(host)
         if self._boxes.get(box.trajectory.key) is box:
             box.saved, box.stored = box.unsaved.popleft(), True
             self._is_saved(box)
@@ -367,12 +360,11 @@ class Sandboxes:
         host.cores.clear()
         host.boxes.clear()
         host.waiting.clear()
-        host.stalled.clear()
         host.staged, host.link_free = 0.0, 0.0
         for box in lost:
             box.life += 1
             box.ready, box.running, box.saving, box.reserved = False, False, False, 0.0
-            box.host = box.target = None
+            box.host = box.target = box.due = None
             box.unsaved.clear()
         self._counts.lost_hosts += 1
         self._loop.at(self._loop.now + self._what.restart_s, self._restart, what)

@@ -266,7 +266,9 @@ class Sandboxes:
     full: Save
     restore_s: float  # of a core, after the start
     restore_bytes: float  # read from the store
-    staging_bytes: float  # of a host, captured and not stored yet; a capture that finds none waits
+    staging_bytes: (
+        float  # of a host, captured and not stored yet; a capture that finds none is left out
+    )
     host_bytes_s: float  # the most that a host sends to the store, first come first served
     store_bytes_s: float  # the most that the store takes from all
     recovery: Recovery
