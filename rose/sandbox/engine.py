@@ -35,7 +35,8 @@ from rose.sandbox.store import Store
 AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # orders of each kind that the packer has at once
 LOCK_S = 60.0
 JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
-DEATHS = 3  # of packers; then checkpointing stops
+DEATHS = 3  # of packers by themselves; then checkpointing stops
+FOREIGN_S = 86_400.0  # after which what a dead host of another run left here is nobody's
 COLLECT_S = 30.0  # between two removals of what nobody names
 
 
@@ -106,7 +107,7 @@ class Engine:
         self._tasks: set[asyncio.Task] = set()
         self._packer: PackerProcess | None = None
         self._starting = asyncio.Lock()
-        self._starts, self._collected = 0, time.monotonic()
+        self._deaths, self._collected = 0, time.monotonic()
         self._captures = itertools.count()
         self._ended: set[str] = set()  # of those that are stored
 
@@ -134,18 +135,20 @@ class Engine:
 
     def _take_over(self) -> None:
         """Remove the folders of hosts of this machine that are gone; what those of this run had
-        packed is stored first. Raises OSError."""
+        packed is stored first, those of other runs are removed when they are old. Raises
+        OSError."""
         with held(self._home / "lock", LOCK_S):
             for left in self._home.glob("host-*"):
                 with contextlib.suppress(BlockingIOError), (left / "lock").open("a") as file:
                     lock_now(file)
-                    self._rescue(left)
+                    marker = left / "shared"
+                    if marker.is_file() and marker.read_text() == str(self._shared):
+                        self._rescue(left)
+                    elif time.time() - _used(left) < FOREIGN_S:
+                        continue
                     shutil.rmtree(left, ignore_errors=True)
 
     def _rescue(self, left: Path) -> None:
-        marker = left / "shared"
-        if not marker.is_file() or marker.read_text() != str(self._shared):
-            return
         store, to = Store(left / "store"), Store(self._shared)
         for name in store.names():
             for turn in store.turns(name):
@@ -157,11 +160,11 @@ class Engine:
     async def _alive(self) -> PackerProcess:
         """Raises OSError if one can't be started, or too many have died."""
         async with self._starting:
-            if self._packer is None or self._packer.ended:
-                if self._starts > DEATHS:
-                    words = f"their packer died {self._starts} times: {self._packer.ended}"
+            if self._packer is None or self._packer.killed or self._packer.ended:
+                self._deaths += self._packer is not None and not self._packer.killed
+                if self._deaths > DEATHS:
+                    words = f"their packer died {self._deaths} times: {self._packer.ended}"
                     raise OSError(errno.ECHILD, words)
-                self._starts += 1
                 self._packer = await PackerProcess.start(
                     self.local / "store", self._shared, self._bytes_per_s, sum(AT_ONCE.values())
                 )
@@ -267,11 +270,11 @@ class Engine:
         lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
         if lost:
             self.say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
-        if self._packer is not None:
-            await self._packer.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._packer is not None:
+            await self._packer.close()
         await asyncio.to_thread(shutil.rmtree, self.local, ignore_errors=True)
         self._lock.close()
 
@@ -320,18 +323,21 @@ class Engine:
         self._dispatch()
 
     async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
-        """The packer's answer; None if it died. One that doesn't answer is ended."""
-        try:
-            packer = await self._alive()
-            return await asyncio.wait_for(packer.ask(order), wait_s)
-        except TimeoutError:
-            packer.kill()
-            return {"error": f"not done within {wait_s:g} s"}
-        except ConnectionError:
-            return None
-        except OSError as error:
-            self.stop(str(error))
-            return {"error": self.stopped}
+        """The packer's answer; None if it died. One that doesn't answer is ended; whoever else
+        waited for it asks the next one."""
+        while True:
+            try:
+                packer = await self._alive()
+                return await asyncio.wait_for(packer.ask(order), wait_s)
+            except TimeoutError:
+                packer.kill()
+                return {"error": f"not done within {wait_s:g} s"}
+            except ConnectionError:
+                if not packer.killed:
+                    return None
+            except OSError as error:
+                self.stop(str(error))
+                return {"error": self.stopped}
 
     def _saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
         self._raw -= ticket.raw
@@ -383,17 +389,33 @@ class Engine:
     async def _tidy_up(self) -> None:
         while self._tidy:
             order = self._tidy.pop(0)
-            at_work = [t for s in self._at_work.values() for t in s if t.name == order["name"]]
-            if order["upto"] is None and at_work:  # what they store is to be forgotten, too
-                await asyncio.wait([t.stored for t in at_work], timeout=JOB_S)
+            if held_up := self._in_the_way(order):
+                await asyncio.wait([t.stored for t in held_up], timeout=JOB_S)
             self._note(await self._ask(order, JOB_S))
             if time.monotonic() > self._collected + COLLECT_S:
                 self._collected = time.monotonic()
                 self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
 
+    def _in_the_way(self, order: dict[str, Any]) -> list[Ticket]:
+        """What is on its way that refers to turns which may be removed; or, when all of `name`
+        are to be, is one of them."""
+        name, whole = order["name"], order["upto"] is None
+        return [
+            ticket
+            for tickets in (*self._waiting.values(), *self._at_work.values())
+            for ticket in tickets
+            if (whole if ticket.name == name else name in (ticket.parent or ())[:1])
+        ]
+
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None and "error" in answer:
             self.say(f"old checkpoints of sandboxes stay: {answer['error']}")
+
+
+def _used(left: Path) -> float:
+    """When a host last changed something in its folder, seconds since 1970."""
+    found = [left, left / "raw", left / "store/packs", left / "store/turns"]
+    return max(path.stat().st_mtime for path in found if path.exists())
 
 
 def _settle(future: asyncio.Future[str], words: str) -> None:
