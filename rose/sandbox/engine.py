@@ -13,7 +13,6 @@ run goes on. Of an event loop, which nothing here blocks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import os
@@ -26,17 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rose.files import REMEDIES, held, lock_now
+from rose.files import REMEDIES, held
+from rose.sandbox import left
 from rose.sandbox.backend import MIB, SandboxError
 from rose.sandbox.packer import PackerProcess
-from rose.sandbox.packs import StoreDamaged
 from rose.sandbox.store import Store
 
 AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # orders of each kind that the packer has at once
 LOCK_S = 60.0
 JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
 DEATHS = 3  # of packers by themselves; then checkpointing stops
-FOREIGN_S = 86_400.0  # after which what a dead host of another run left here is nobody's
 COLLECT_S = 30.0  # between two removals of what nobody names
 
 
@@ -95,8 +93,8 @@ class Engine:
         say: Callable[[str], None] = _say,
     ) -> None:
         self.counters, self.stopped = Counters(), ""
-        self._shared, self._keep, self.say, self._count = Path(store), keep, say, count
-        self._wanted = wanted
+        self._shared, self._keep, self._count = Path(store).absolute(), keep, count
+        self._wanted, self.say = wanted, say
         self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
         self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
         self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
@@ -126,36 +124,14 @@ class Engine:
             raise PermissionError(errno.EPERM, "is another user's", str(self._home))
         self._take_over()
         with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
-            self.local = Path(tempfile.mkdtemp(prefix="host-", dir=self._home))
-            self._lock = (self.local / "lock").open("w")
-            lock_now(self._lock)
+            self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
-        (self.local / "shared").write_text(str(self._shared))
+        (self.local / left.SHARED).write_text(str(self._shared))
         self.store = Store(self.local / "store", behind=Store(self._shared))
 
     def _take_over(self) -> None:
-        """Remove the folders of hosts of this machine that are gone; what those of this run had
-        packed is stored first, those of other runs are removed when they are old. Raises
-        OSError."""
         with held(self._home / "lock", LOCK_S):
-            for left in self._home.glob("host-*"):
-                with contextlib.suppress(BlockingIOError), (left / "lock").open("a") as file:
-                    lock_now(file)
-                    marker = left / "shared"
-                    if marker.is_file() and marker.read_text() == str(self._shared):
-                        self._rescue(left)
-                    elif time.time() - _used(left) < FOREIGN_S:
-                        continue
-                    shutil.rmtree(left, ignore_errors=True)
-
-    def _rescue(self, left: Path) -> None:
-        store, to = Store(left / "store"), Store(self._shared)
-        for name in store.names():
-            for turn in store.turns(name):
-                try:
-                    store.copy(name, turn, to, lambda n: None)
-                except StoreDamaged as error:
-                    self.say(f"turn {turn} of sandbox {name}, of a host that died: {error}")
+            left.take_over(self._home, self._shared, self.say)
 
     async def _alive(self) -> PackerProcess:
         """Raises OSError if one can't be started, or too many have died."""
@@ -265,8 +241,8 @@ class Engine:
         until = time.monotonic() + wait_s
         self._forget_unwanted(await asyncio.to_thread(self.store.behind.names))
         self._order_tidy({"do": "collect", "name": "", "upto": 0})
-        while self._tasks and (left := until - time.monotonic()) > 0:
-            await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        while self._tasks and (rest_s := until - time.monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
         lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
         if lost:
             self.say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
@@ -410,12 +386,6 @@ class Engine:
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None and "error" in answer:
             self.say(f"old checkpoints of sandboxes stay: {answer['error']}")
-
-
-def _used(left: Path) -> float:
-    """When a host last changed something in its folder, seconds since 1970."""
-    found = [left, left / "raw", left / "store/packs", left / "store/turns"]
-    return max(path.stat().st_mtime for path in found if path.exists())
 
 
 def _settle(future: asyncio.Future[str], words: str) -> None:
