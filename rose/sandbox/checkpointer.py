@@ -37,7 +37,7 @@ ORDER = (NONE, FILES, PROCESS)  # each takes what the one before takes, and more
 BLOCK = 512  # bytes, of st_blocks
 # Of a capture, in pieces of files that hold data: what packing reads. Data strewn over a sparse
 # file make that CHUNK_BYTES / PAGE_BYTES times as much as they are.
-MOST_BYTES = 16 << 30
+MOST_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
