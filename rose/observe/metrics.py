@@ -106,6 +106,11 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summary = event_pb2, summary_pb2
+        # Files are read in the order of their names, which begin with the second; what follows it
+        # is in no order.
+        now = time.time()
+        if any(folder.glob(f"*.tfevents.{int(now):010d}.*")):
+            time.sleep(1 - now % 1)
         self._writer = EventFileWriter(str(folder))
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -103,14 +103,18 @@ async def _take(
         fds.append(os.memfd_create("rose-since"))
         held.callback(os.close, fds[-1])
         if since is not None:
-            with os.fdopen(os.dup(fds[-1]), "w") as file:
-                json.dump(since, file)
+            await asyncio.to_thread(_dump, since, os.dup(fds[-1]))
             os.lseek(fds[-1], 0, os.SEEK_SET)
         order = {"criu": program, "session": shell.session}
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
     version = program["version"] if program else ""
     await asyncio.to_thread(_own, folder, shell.keeper.root)
     return {"session": shell.session, "criu": version, "images": _sizes(folder), **answer}
+
+
+def _dump(listing: Listing, to: int) -> None:
+    with os.fdopen(to, "w") as file:
+        json.dump(listing, file)
 
 
 async def _take_whole(shell: Piped, folder: Path) -> dict[str, Any]:

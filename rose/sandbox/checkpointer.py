@@ -22,19 +22,22 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rose.sandbox.backend import SandboxError
-from rose.sandbox.capture import FILES, PROCESS, Capture
+from rose.sandbox.capture import FILES, PROCESS, Capture, Listing
 from rose.sandbox.engine import Engine, Ticket
 from rose.sandbox.inspector import NONE, Change, Inspector
 from rose.sandbox.packs import StoreDamaged
+from rose.sandbox.pieces import CHUNK_BYTES, PAGE_BYTES
 from rose.sandbox.sandbox import Sandbox
 
 CLASSIFIED, FULL = "classified", "full"
 POLICIES = (CLASSIFIED, FULL, FILES)
 ORDER = (NONE, FILES, PROCESS)  # each takes what the one before takes, and more
 BLOCK = 512  # bytes, of st_blocks
+# Of a capture, in pieces of files that hold data: what packing reads. Data strewn over a sparse
+# file make that CHUNK_BYTES / PAGE_BYTES times as much as they are.
+MOST_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,12 @@ class Checkpointer:
         self._points: dict[int, _Point] = {}  # by turn: where its state is
         self._parent = parent
         self._last: _Point | None = None  # the newest that was captured
-        self._since: list[dict[str, Any]] | None = None  # its listing
+        self._since: Listing | None = None  # its listing
         # the least that the next capture must have: of a restored sandbox the processes are stored
         self._due = FILES
         self._unsure: set[str] | None = set()  # files that it must copy in any case; None: all
         self._size = 0  # bytes of the last capture
+        self._too_large = False  # which was said
         self._lost = False  # a state of the processes that no capture has
         # Turns by what was captured, `skipped` those that could not be; seconds that captures took
         # of the agent's time; bytes of captures, and what they took in the store
@@ -115,7 +119,7 @@ class Checkpointer:
             self._unsure = None
         else:
             self._unsure |= set(change.unsure)
-        if self._last and self._last.ticket.packed.done() and self._last.ticket.packed.result():
+        if self._last and (_failed(self._last.ticket.packed) or _failed(self._last.ticket.stored)):
             self._start_over()
         if self._due == NONE:
             self.stats[NONE] += 1
@@ -131,7 +135,8 @@ class Checkpointer:
         return Change(PROCESS if self.policy == FULL else FILES, self.policy, None)
 
     def _start_over(self) -> None:
-        """What the next captures would refer to was not stored: they begin anew."""
+        """What the next captures would refer to was not stored, or is another sandbox's: they
+        begin anew."""
         self._points = {t: p for t, p in self._points.items() if p is not self._last}
         self._last = self._since = self._parent = None
         self._due = PROCESS
@@ -145,7 +150,11 @@ class Checkpointer:
         if made is None:
             self.stats["skipped"] += 1
             return
-        self._size = await asyncio.to_thread(_size, made.folder)
+        self._size, read = await asyncio.to_thread(_sizes, made.folder)
+        if read > MOST_BYTES:
+            await self._refuse(made, turn, read)
+            return
+        self._too_large = False
         listing = await asyncio.to_thread(lambda: made.listing)
         keep = wanted == FILES and self.policy == CLASSIFIED and not self._lost
         ticket = self.engine.submit(
@@ -164,6 +173,14 @@ class Checkpointer:
         self._parent, self._since, self._unsure = (self.name, turn), listing, set()
         self._due = wanted if self._lost and PROCESS in possible else NONE
 
+    async def _refuse(self, made: Capture, turn: int, read: int) -> None:
+        self.stats["skipped"] += 1
+        await asyncio.to_thread(shutil.rmtree, made.folder, True)
+        if not self._too_large:
+            words = f"{read >> 20} MiB of files and memory to read, of {MOST_BYTES >> 20} at most"
+            self.engine.say(f"sandbox {self.name}: no checkpoints from turn {turn} on: {words}")
+        self._too_large = True
+
     def _count(self, ticket: Ticket) -> None:
         self.stats["bytes"] += ticket.packed_bytes
 
@@ -173,7 +190,7 @@ class Checkpointer:
         if since is not None and self._unsure is None:
             since = None
         elif since is not None and self._unsure:
-            since = [entry for entry in since if entry["path"] not in self._unsure]
+            since = await asyncio.to_thread(_without, since, self._unsure)
         try:
             return await self.box.capture(kind, self.engine.place(), since)
         except SandboxError as error:
@@ -226,10 +243,24 @@ async def restore(
     raise SandboxError("; ".join(wrong) or f"no turn of sandbox {name} up to {turn} was stored")
 
 
-def _size(folder: Path) -> int:
-    """Bytes that it takes on its disk."""
-    return sum(
-        os.lstat(os.path.join(where, name)).st_blocks * BLOCK
-        for where, _, names in os.walk(folder)
-        for name in names
-    )
+def _failed(future: asyncio.Future[str]) -> bool:
+    return future.done() and future.result() != ""
+
+
+def _without(listing: Listing, paths: set[str]) -> Listing:
+    """The entries of other files than those at `paths`, by whatever names: of a file with several
+    the first one's entry has the content."""
+    inodes = {entry["ino"] for entry in listing if entry["path"] in paths}
+    return [entry for entry in listing if entry["ino"] not in inodes]
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Bytes that it takes on its disk, and at most those of its files' pieces that hold data."""
+    taken = read = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            found = os.lstat(os.path.join(where, name))
+            data = found.st_blocks * BLOCK
+            taken += data
+            read += min(found.st_size, data * (CHUNK_BYTES // PAGE_BYTES))
+    return taken, read

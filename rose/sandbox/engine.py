@@ -13,7 +13,6 @@ run goes on. Of an event loop, which nothing here blocks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import os
@@ -26,16 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rose.files import REMEDIES, held, lock_now
+from rose.files import REMEDIES, held
+from rose.sandbox import left
 from rose.sandbox.backend import MIB, SandboxError
 from rose.sandbox.packer import PackerProcess
-from rose.sandbox.packs import StoreDamaged
 from rose.sandbox.store import Store
 
 AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # orders of each kind that the packer has at once
 LOCK_S = 60.0
 JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
-DEATHS = 3  # of packers; then checkpointing stops
+DEATHS = 3  # of packers by themselves; then checkpointing stops
 COLLECT_S = 30.0  # between two removals of what nobody names
 
 
@@ -94,8 +93,8 @@ class Engine:
         say: Callable[[str], None] = _say,
     ) -> None:
         self.counters, self.stopped = Counters(), ""
-        self._shared, self._keep, self.say, self._count = Path(store), keep, say, count
-        self._wanted = wanted
+        self._shared, self._keep, self._count = Path(store).absolute(), keep, count
+        self._wanted, self.say = wanted, say
         self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
         self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
         self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
@@ -106,7 +105,7 @@ class Engine:
         self._tasks: set[asyncio.Task] = set()
         self._packer: PackerProcess | None = None
         self._starting = asyncio.Lock()
-        self._starts, self._collected = 0, time.monotonic()
+        self._deaths, self._collected = 0, time.monotonic()
         self._captures = itertools.count()
         self._ended: set[str] = set()  # of those that are stored
 
@@ -125,43 +124,23 @@ class Engine:
             raise PermissionError(errno.EPERM, "is another user's", str(self._home))
         self._take_over()
         with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
-            self.local = Path(tempfile.mkdtemp(prefix="host-", dir=self._home))
-            self._lock = (self.local / "lock").open("w")
-            lock_now(self._lock)
+            self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
-        (self.local / "shared").write_text(str(self._shared))
+        (self.local / left.SHARED).write_text(str(self._shared))
         self.store = Store(self.local / "store", behind=Store(self._shared))
 
     def _take_over(self) -> None:
-        """Remove the folders of hosts of this machine that are gone; what those of this run had
-        packed is stored first. Raises OSError."""
         with held(self._home / "lock", LOCK_S):
-            for left in self._home.glob("host-*"):
-                with contextlib.suppress(BlockingIOError), (left / "lock").open("a") as file:
-                    lock_now(file)
-                    self._rescue(left)
-                    shutil.rmtree(left, ignore_errors=True)
-
-    def _rescue(self, left: Path) -> None:
-        marker = left / "shared"
-        if not marker.is_file() or marker.read_text() != str(self._shared):
-            return
-        store, to = Store(left / "store"), Store(self._shared)
-        for name in store.names():
-            for turn in store.turns(name):
-                try:
-                    store.copy(name, turn, to, lambda n: None)
-                except StoreDamaged as error:
-                    self.say(f"turn {turn} of sandbox {name}, of a host that died: {error}")
+            left.take_over(self._home, self._shared, self.say)
 
     async def _alive(self) -> PackerProcess:
         """Raises OSError if one can't be started, or too many have died."""
         async with self._starting:
-            if self._packer is None or self._packer.ended:
-                if self._starts > DEATHS:
-                    words = f"their packer died {self._starts} times: {self._packer.ended}"
+            if self._packer is None or self._packer.killed or self._packer.ended:
+                self._deaths += self._packer is not None and not self._packer.killed
+                if self._deaths > DEATHS:
+                    words = f"their packer died {self._deaths} times: {self._packer.ended}"
                     raise OSError(errno.ECHILD, words)
-                self._starts += 1
                 self._packer = await PackerProcess.start(
                     self.local / "store", self._shared, self._bytes_per_s, sum(AT_ONCE.values())
                 )
@@ -262,16 +241,16 @@ class Engine:
         until = time.monotonic() + wait_s
         self._forget_unwanted(await asyncio.to_thread(self.store.behind.names))
         self._order_tidy({"do": "collect", "name": "", "upto": 0})
-        while self._tasks and (left := until - time.monotonic()) > 0:
-            await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        while self._tasks and (rest_s := until - time.monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
         lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
         if lost:
             self.say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
-        if self._packer is not None:
-            await self._packer.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._packer is not None:
+            await self._packer.close()
         await asyncio.to_thread(shutil.rmtree, self.local, ignore_errors=True)
         self._lock.close()
 
@@ -320,18 +299,21 @@ class Engine:
         self._dispatch()
 
     async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
-        """The packer's answer; None if it died. One that doesn't answer is ended."""
-        try:
-            packer = await self._alive()
-            return await asyncio.wait_for(packer.ask(order), wait_s)
-        except TimeoutError:
-            packer.kill()
-            return {"error": f"not done within {wait_s:g} s"}
-        except ConnectionError:
-            return None
-        except OSError as error:
-            self.stop(str(error))
-            return {"error": self.stopped}
+        """The packer's answer; None if it died. One that doesn't answer is ended; whoever else
+        waited for it asks the next one."""
+        while True:
+            try:
+                packer = await self._alive()
+                return await asyncio.wait_for(packer.ask(order), wait_s)
+            except TimeoutError:
+                packer.kill()
+                return {"error": f"not done within {wait_s:g} s"}
+            except ConnectionError:
+                if not packer.killed:
+                    return None
+            except OSError as error:
+                self.stop(str(error))
+                return {"error": self.stopped}
 
     def _saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
         self._raw -= ticket.raw
@@ -383,13 +365,23 @@ class Engine:
     async def _tidy_up(self) -> None:
         while self._tidy:
             order = self._tidy.pop(0)
-            at_work = [t for s in self._at_work.values() for t in s if t.name == order["name"]]
-            if order["upto"] is None and at_work:  # what they store is to be forgotten, too
-                await asyncio.wait([t.stored for t in at_work], timeout=JOB_S)
+            if held_up := self._in_the_way(order):
+                await asyncio.wait([t.stored for t in held_up], timeout=JOB_S)
             self._note(await self._ask(order, JOB_S))
             if time.monotonic() > self._collected + COLLECT_S:
                 self._collected = time.monotonic()
                 self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
+
+    def _in_the_way(self, order: dict[str, Any]) -> list[Ticket]:
+        """What is on its way that refers to turns which may be removed; or, when all of `name`
+        are to be, is one of them."""
+        name, whole = order["name"], order["upto"] is None
+        return [
+            ticket
+            for tickets in (*self._waiting.values(), *self._at_work.values())
+            for ticket in tickets
+            if (whole if ticket.name == name else name in (ticket.parent or ())[:1])
+        ]
 
     def _note(self, answer: dict[str, Any] | None) -> None:
         if answer is not None and "error" in answer:

@@ -81,6 +81,7 @@ class PackerProcess:
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self.ended = ""  # how, once it has
+        self.killed = False  # by its host
         self._reading: asyncio.Task | None = None
 
     @classmethod
@@ -135,6 +136,7 @@ class PackerProcess:
         return await future
 
     def kill(self) -> None:
+        self.killed = True
         if self._process.returncode is None:
             self._process.kill()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from rose.sandbox.packs import Pack, PackWriter, StoreDamaged, digest
 
@@ -15,13 +18,17 @@ CHUNK_BYTES = 1 << 16  # of other files
 INDEX_CHUNKS = 1 << 18  # known at most, about 60 MB; the packs that came first are forgotten
 LISTING, ABOUT, IMAGE = "listing.json", "about.json", "image/"
 
-Extent = tuple[int, int, int]  # of chunks that follow each other: pack's place in `packs`, first, n
+# Of chunks that follow each other: pack's place in `packs`, first, n; or (HOLE, 0, bytes)
+Extent = tuple[int, int, int]
+HOLE = -1
+ZEROS = bytes(PAGE_BYTES)
 
 
 @dataclass
 class Manifest:
     """`files`: by path in the capture's folder, (bytes, extents). `raw`: bytes of the capture as it
-    was given; `written`: those that it took here. `image_turn`: the one that `image/` is of."""
+    was given, holes aside; `written`: those that it took here. `image_turn`: the one that `image/`
+    is of."""
 
     name: str
     turn: int
@@ -81,10 +88,16 @@ class Put:
         self._new: dict[bytes, int] = {}
         self._places: dict[str, int] = {"": 0}  # packs as the manifest counts them; "": the new one
 
-    def file(self, where: str, pieces: Iterator[bytes]) -> None:
+    def file(self, where: str, pieces: Iterable[bytes | int]) -> None:
+        """`pieces`: as `read_pieces` gives them."""
         size, extents = 0, []
         for data in pieces:
+            if isinstance(data, int):
+                size += data
+                extents.append((HOLE, 0, data))
+                continue
             size += len(data)
+            self.made.raw += len(data)
             hashed = digest(data)
             pack, number = self.index.get(hashed) or ("", self._new.get(hashed, -1))
             if number < 0:
@@ -92,13 +105,12 @@ class Put:
                 self.hashes.append(hashed)
             self._extend(extents, self._place(pack), number, 1)
         self.made.files[where] = (size, extents)
-        self.made.raw += size
 
     def known(self, where: str, old: str, before: Manifest) -> None:
         """A file that `before` has as `old`."""
         size, extents = before.files[old]
-        mapped = [(self._place(before.packs[pack]), first, n) for pack, first, n in extents]
-        self.made.files[where] = (size, mapped)
+        places = {i: self._place(pack) for i, pack in enumerate(before.packs)} | {HOLE: HOLE}
+        self.made.files[where] = (size, [(places[pack], first, n) for pack, first, n in extents])
 
     def _place(self, pack: str) -> int:
         return self._places.setdefault(pack, len(self._places))
@@ -114,10 +126,10 @@ class Put:
         """Name the packs that files lie in, and no others."""
         if self.hashes:
             self.name, self.made.written = self.writer.finish(sync)
-        used = sorted({e[0] for _, extents in self.made.files.values() for e in extents})
+        used = sorted({e[0] for _, extents in self.made.files.values() for e in extents} - {HOLE})
         names = {place: pack or self.name for pack, place in self._places.items()}
         self.made.packs = [names[place] for place in used]
-        again = {place: i for i, place in enumerate(used)}
+        again = {HOLE: HOLE} | {place: i for i, place in enumerate(used)}
         for where, (size, extents) in self.made.files.items():
             moved = [(again[place], first, count) for place, first, count in extents]
             self.made.files[where] = (size, moved)
@@ -139,9 +151,13 @@ class Reading:
         for pack in self._open.values():
             pack.close()
 
-    def pieces(self, made: Manifest, extents: list[Extent]) -> Iterator[bytes]:
-        """What the extents say, piece by piece. Raises `StoreDamaged`."""
+    def pieces(self, made: Manifest, extents: list[Extent]) -> Iterator[bytes | int]:
+        """What the extents say, piece by piece; of a hole its bytes' number. Raises
+        `StoreDamaged`."""
         for number, first, count in extents:
+            if number == HOLE:
+                yield count
+                continue
             end, name = first + count, made.packs[number]
             for place in self._places:
                 try:
@@ -161,3 +177,40 @@ class Reading:
 
 def step(where: str) -> int:
     return PAGE_BYTES if where.startswith(IMAGE) else CHUNK_BYTES
+
+
+def read_pieces(file: BinaryIO, step: int) -> Iterator[bytes | int]:
+    """What is in `file`, `step` bytes at a time; of those that lie in a hole their number only.
+    Raises OSError."""
+    fd, at = file.fileno(), 0
+    size = os.fstat(fd).st_size
+    while at < size:
+        try:
+            begin = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            yield size - at  # a hole to the end
+            return
+        if whole := (begin - at) // step * step:
+            yield whole
+        at, end = at + whole, os.lseek(fd, begin, os.SEEK_HOLE)
+        while at < end:
+            data = os.pread(fd, step, at)
+            if not data:
+                return
+            yield data
+            at += len(data)
+
+
+def write_piece(file: BinaryIO, piece: bytes | int) -> None:
+    """At the place where the new `file` is; what is zero becomes a hole."""
+    if isinstance(piece, int):
+        file.seek(piece, os.SEEK_CUR)
+        return
+    for at in range(0, len(piece), PAGE_BYTES):
+        page = piece[at : at + PAGE_BYTES]
+        if page == ZEROS:
+            file.seek(PAGE_BYTES, os.SEEK_CUR)
+        else:
+            file.write(page)

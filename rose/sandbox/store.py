@@ -29,8 +29,19 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from rose.sandbox.packs import HASH_BYTES, Pack, PackWriter, StoreDamaged, digest
-from rose.sandbox.pieces import ABOUT, IMAGE, LISTING, Index, Manifest, Put, Reading, step
+from rose.sandbox.packs import BLOCK_BYTES, HASH_BYTES, Pack, PackWriter, StoreDamaged, digest
+from rose.sandbox.pieces import (
+    ABOUT,
+    IMAGE,
+    LISTING,
+    Index,
+    Manifest,
+    Put,
+    Reading,
+    read_pieces,
+    step,
+    write_piece,
+)
 
 LOCK_S = 60.0
 PAUSE_S = 0.02
@@ -88,7 +99,7 @@ class Store:
                     made.folders.append(where)
                 elif where != LISTING:
                     with path.open("rb") as file:
-                        put.file(where, iter(partial(file.read, step(where)), b""))
+                        put.file(where, read_pieces(file, step(where)))
             put.file(LISTING, iter(partial(io.BytesIO(listing).read, step(LISTING)), b""))
             for where, old in unchanged.items():
                 put.known(where, old, before)
@@ -99,7 +110,9 @@ class Store:
                 made.folders += [f for f in before.folders if f.startswith(IMAGE[:-1])]
                 for where in [*(w for w in before.files if w.startswith(IMAGE)), ABOUT]:
                     put.known(where, where, before)
-            self._commit(made, put.finish(self.sync))
+            put.finish(self.sync)
+            self._own(made, put.name)
+            self._commit(made, put)
         return made
 
     def _whole_listing(self, capture: Path, before: Manifest | None) -> tuple[bytes, dict]:
@@ -137,12 +150,21 @@ class Store:
         finally:
             writer.close()
 
+    def _own(self, made: Manifest, new: str) -> None:
+        """Have here what only the store behind has: it may be removed there at any time."""
+        for pack in made.packs:
+            if pack != new and self.behind is not None and not self._pack_path(pack).exists():
+                try:
+                    self.behind._copy_pack(pack, self, lambda n: None)
+                except StoreDamaged:
+                    raise _Vanished(pack) from None
+
     def _commit(self, made: Manifest, put: Put) -> None:
         with self._locked(fcntl.LOCK_SH):
             if put.name:
                 put.writer.path.replace(self._pack_path(put.name))
             for pack in made.packs:
-                if not self._has(pack):
+                if not self._pack_path(pack).exists():
                     raise _Vanished(pack)
             made.written += self._write_manifest(made)
         if put.name:
@@ -246,12 +268,9 @@ class Store:
                     (part / where).mkdir(parents=True, exist_ok=True)
                 for where, (size, extents) in made.files.items():
                     (part / where).parent.mkdir(parents=True, exist_ok=True)
-                    with (part / where).open("xb") as file:
-                        for data in reading.pieces(made, extents):
-                            if data.count(0) == len(data):  # stays a hole
-                                file.seek(len(data), os.SEEK_CUR)
-                            else:
-                                file.write(data)
+                    with (part / where).open("xb", BLOCK_BYTES) as file:
+                        for piece in reading.pieces(made, extents):
+                            write_piece(file, piece)
                         file.truncate(size)
             part.rename(into)
         except BaseException:
@@ -275,7 +294,7 @@ class Store:
 
     def _content(self, made: Manifest, where: str) -> bytes:
         with Reading(self._places()) as reading:
-            return b"".join(reading.pieces(made, made.files[where][1]))
+            return b"".join(map(bytes, reading.pieces(made, made.files[where][1])))
 
     # ---------------------------------------------------------------------- removing
 

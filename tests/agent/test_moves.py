@@ -89,8 +89,9 @@ def test_it_stays_while_other_hosts_could_not_read_what_is_saved(
         host.answer(await host.next(p.TurnRequest))
         await host.next(p.TurnRequest)
         host.host.handle(p.ReleaseTrajectory(START.id))
-        while not (tmp_path / START.id / "a001-t0001").exists():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (tmp_path / START.id / "a001-t0001").exists():
+                await asyncio.sleep(0.01)
         for _ in range(10):
             await asyncio.sleep(0)
         assert host.words.empty()

@@ -13,6 +13,7 @@ from tests.agent.wander import Wander
 
 START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, "wander", 7, None)
 LENGTH = 5
+DEADLINE_S = 60.0
 WORDS = list(range(40, 46))
 
 
@@ -20,22 +21,42 @@ class Ends(Exception):
     """The host, in the middle of a turn."""
 
 
+class Told(Snapshots):
+    """`over` is set as one is on disk, or is known never to be."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.over = asyncio.Event()
+
+    async def write(self, snapshot):
+        await super().write(snapshot)
+        self.over.set()
+
+    def say(self, what):
+        super().say(what)
+        self.over.set()
+
+
 class World:
-    """`goes(stop)` plays the episode to its end, or until turn `stop` is asked for."""
+    """`goes(stop)` plays the episode to its end, or until turn `stop` is asked for. The model
+    thinks until a snapshot is written, or as long as `think(snapshots)`, of the turn before."""
 
     def __init__(self, config, chat, folder):
         self.config, self.chat, self.folder = config, chat, folder
         self.resumed, self.asked, self.version, self.made = [], [], 0, []
 
-    def goes(self, stop=None, attempt=1, start=START, env=None, config=None):
+    def goes(self, stop=None, attempt=1, start=START, env=None, config=None, think=None):
         config = config or self.config
-        snapshots = Snapshots(self.folder, attempt, config, self.resumed.append)
-        self.env = env or Wander(LENGTH)
+        snapshots = Told(self.folder, attempt, config, self.resumed.append)
+        self.env, played = env or Wander(LENGTH), []
+        think = think or (lambda snapshots: snapshots.over.wait())
 
         async def turn(request):
             self.asked.append(request.turn)
-            for _ in range(20):  # the model thinks meanwhile
-                await asyncio.sleep(0.002)
+            if played:
+                await asyncio.wait_for(think(snapshots), DEADLINE_S)
+            played.append(request.turn)
+            snapshots.over.clear()
             if request.turn.endswith(f"t{stop}"):
                 raise Ends
             n = len(WORDS)
@@ -185,12 +206,34 @@ def test_a_folder_that_takes_no_files_costs_snapshots_only(world, capsys):
 
 def test_a_step_waits_for_the_checkpoint_of_the_state_before_it(world):
     class Slow(Wander):
+        """Its checkpoint is still under way when the model has answered."""
+
+        begun, answered, asked = asyncio.Event(), asyncio.Event(), 0
+
         async def checkpoint(self):
-            before = self.steps
-            await asyncio.sleep(0.2)
-            assert self.steps == before
+            before = self.asked
+            self.begun.set()
+            await self.answered.wait()
+            self.answered.clear()
+            for _ in range(20):  # a step that doesn't wait would begin
+                await asyncio.sleep(0)
+            assert self.asked == before
             return await super().checkpoint()
 
-    world.goes(stop=4, env=Slow(LENGTH))
-    assert [_read(path).turns for path in world.files()][-1] in (3, 4)
+        async def step(self, action):
+            self.asked += 1
+            if self.asked > 1:  # else the next snapshot is left out, as this one is still written
+                await asyncio.wait_for(self.written.wait(), DEADLINE_S)
+            return await super().step(action)
+
+    async def until_begun(snapshots):
+        slow.written = snapshots.over
+        await slow.begun.wait()
+        slow.begun.clear()
+        slow.answered.set()
+
+    slow = Slow(LENGTH)
+    world.goes(stop=4, env=slow, think=until_begun)
+    assert [_read(path).turns for path in world.files()] == [2, 3]
     assert is_one_walk(world, world.goes())
+    assert [snapshot.turns for snapshot in world.resumed] == [3]

@@ -116,9 +116,12 @@ def test_resume_forgets_later_steps_but_no_fault(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_reads_the_run_as_if_it_had_not_been_interrupted(tmp_path):
+def test_tensorboard_reads_the_run_as_if_it_had_not_been_interrupted(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    nine = event_file_writer.AtomicCounter(9)  # the next file's name, with 10, sorts before its
+    monkeypatch.setattr(event_file_writer, "_global_uid", nine)
     writer = MetricsWriter(tmp_path, tensorboard=True)
     for step in (1, 2, 3):
         writer.write(step, {"loss": float(step)})

@@ -59,9 +59,8 @@ async def output(box, command):
 async def busy():
     box = await start()
     await output(box, BUSY)
-    await output(
-        box, f"until {ANSWERS} 2>/dev/null; do sleep .02; done; until [ -s log ]; do :; done"
-    )
+    begun = "[ -s log ] && pgrep -fx 'sleep 1000' && pgrep -fx 'sleep 1001'"
+    await output(box, f"until {ANSWERS} 2>/dev/null; do sleep .02; done; until {begun}; do :; done")
     return box
 
 

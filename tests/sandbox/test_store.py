@@ -176,6 +176,73 @@ def test_a_sandbox_goes_on_elsewhere(tmp_path):
         check_loaded(store.load("t", 1, tmp_path / f"back-{number}"), made)
 
 
+def test_what_another_host_stored_may_go_before_a_turn_that_has_it_is_copied(tmp_path):
+    shared = Store(tmp_path / "shared")
+    one, other = Store(tmp_path / "one", behind=shared), Store(tmp_path / "other", behind=shared)
+    upper = Upper(tmp_path / "upper", 12)
+    upper.change()
+    upper.capture(tmp_path / "raw-0", process=True)
+    one.save("t", 0, tmp_path / "raw-0")
+    one.copy("t", 0, shared, lambda _: None)
+    upper.change()
+    made = upper.capture(tmp_path / "raw-1", process=True)
+    other.save("fork", 1, tmp_path / "raw-1", ("t", 0))
+    shared.forget("t")
+    assert shared.collect() > 0
+    other.copy("fork", 1, shared, lambda _: None)
+    check_loaded(shared.load("fork", 1, tmp_path / "back"), made)
+
+
+def sparse(folder, size, data):
+    """A raw capture of one file of `size` bytes, all holes but for `data`: {offset: bytes}."""
+    (folder / "data").mkdir(parents=True)
+    with (folder / "data" / "0").open("wb") as file:
+        for at, content in data.items():
+            file.seek(at)
+            file.write(content)
+        file.truncate(size)
+    entry = {"path": "f", "kind": "file", "data": "data/0"}
+    (folder / "listing.json").write_text(json.dumps([entry]))
+    return folder
+
+
+def test_holes_are_neither_read_nor_stored(tmp_path):
+    store, size, middle = Store(tmp_path / "store"), 4 << 30, (2 << 30) + 5000
+    raw = sparse(tmp_path / "raw", size, {0: b"first", middle: b"middle"})
+    made = store.save("t", 0, raw)
+    assert made.raw < 4 * 65536 and len(made.files["data/0"][1]) <= 4
+    entry = json.loads((raw / "listing.json").read_text())[0]
+    (tmp_path / "raw-1" / "data").mkdir(parents=True)
+    (tmp_path / "raw-1/listing.json").write_text(json.dumps([entry | {"data": None}]))
+    store.save("t", 1, tmp_path / "raw-1", ("t", 0))
+    for turn in (0, 1):
+        back = Store(tmp_path / "store").load("t", turn, tmp_path / f"back-{turn}") / "data/0"
+        with back.open("rb") as file:
+            assert file.read(9) == b"first" + bytes(4)
+            file.seek(middle - 2)
+            assert file.read(10) == bytes(2) + b"middle" + bytes(2)
+            assert file.seek(0, os.SEEK_END) == size
+        assert back.stat().st_blocks * 512 < 1 << 20
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 65535, 65536, 65537, 300_000])
+def test_a_file_that_is_one_hole_comes_back(tmp_path, size):
+    store = Store(tmp_path / "store")
+    store.save("t", 0, sparse(tmp_path / "raw", size, {}))
+    assert (store.load("t", 0, tmp_path / "back") / "data/0").read_bytes() == bytes(size)
+
+
+def test_a_sparse_file_takes_no_more_when_it_comes_back(tmp_path):
+    """A page in each 64 KiB of it is data."""
+    store, page = Store(tmp_path / "store"), 4096
+    data = {at: random.Random(at).randbytes(page) for at in range(0, 4 << 20, 65536)}
+    raw = sparse(tmp_path / "raw", 4 << 20, data) / "data/0"
+    store.save("t", 0, tmp_path / "raw")
+    back = store.load("t", 0, tmp_path / "back") / "data/0"
+    assert back.read_bytes() == raw.read_bytes()
+    assert back.stat().st_blocks <= raw.stat().st_blocks
+
+
 def test_forgetting_frees_what_nobody_else_names(tmp_path):
     store = Store(tmp_path / "store")
     made = saved_turns(store, tmp_path, 8, turns=2, name="a")
