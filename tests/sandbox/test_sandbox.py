@@ -16,7 +16,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, apptainer, check, gvisor, probe
+from rose.sandbox import (
+    Limits,
+    Mount,
+    Sandbox,
+    SandboxError,
+    Spec,
+    apptainer,
+    check,
+    gvisor,
+    piped,
+    probe,
+)
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.piped import Piped
 
@@ -407,6 +418,28 @@ def test_a_session_on_three_pipes(loop):
                 await box.read_file("none")
 
     loop.run(go())
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 0.2 s"),
+        ("exec yes >&2", "bash: .*y\ny\n"),
+        ("exec <&-; echo refused >&2", "bash: refused"),
+    ],
+)
+def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, words):
+    class Silent(Plain):
+        @staticmethod
+        def session(spec, folder):
+            return ["/bin/bash", "-c", program]
+
+    if "sleep" in program:
+        monkeypatch.setattr(piped, "START_S", 0.2)
+    shell = Piped(Silent, Spec())
+    with pytest.raises(SandboxError, match=re.compile(words, re.DOTALL)):
+        loop.run(asyncio.wait_for(shell.begin(), DEADLINE_S))
+    assert not shell.folder.exists() and shell.codes == -1
 
 
 @pytest.mark.slow
