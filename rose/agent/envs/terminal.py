@@ -180,7 +180,8 @@ class Terminal:
             )
         if self._kept is not None:
             self._kept.engine.urge(self._kept.name, late=True)
-            self._since.append(asdict(call))
+            if call.name != "undo":
+                self._since.append(asdict(call))
         if call.name == "undo":
             return await self._undo(call.arguments)
         wanted = self.tools[call.name]["function"]["parameters"]["required"]
@@ -208,6 +209,7 @@ class Terminal:
         if self.box is not before:
             self._shown = ""
             if self._kept is not None:
+                self._since.append({"name": "undo", "arguments": given})
                 await self._kept.move(self.box)
         return Step(words, invalid=self.box is before)
 
@@ -237,7 +239,8 @@ class Terminal:
         return json.dumps(state).encode()
 
     async def _resume(self, saved: bytes) -> None:
-        """Raises `SandboxError` if that very state can't be had."""
+        """Raises `SandboxError` if that very state can't be had. What undo could go back to stays
+        with the host that was left."""
         state = json.loads(saved)
         await self.close()
         if state["reference"] is None:
@@ -246,13 +249,15 @@ class Terminal:
             self._draw(state["seed"])
             engine = self._store[0]
             made = await restore(state["reference"].encode(), engine, self.backend, exact=True)
-            self.box, self._states = made.box, _undo.Undo() if self.undo else None
+            self.box, self._states = made.box, _undo.Undo(resumed=True) if self.undo else None
             await self._watch((made.name, made.turn))
         self._turn, self._reference = state["turn"], state["reference"]
         self._before = state["stats"]
         self._until = time.monotonic() + self.command_s * (1 + len(state["since"]))
         for call in state["since"]:
-            await self.step(Action("", ToolCall(**call)))
+            step = await self.step(Action("", ToolCall(**call)))
+            if call["name"] == "undo" and step.invalid:
+                raise SandboxError(f"a call of undo can't be repeated: {step.observation}")
         self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
 
     async def settled(self) -> bool:
