@@ -1,6 +1,7 @@
 """Sandboxes with the kernel's real features, as this user and as one without any right."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from rose.sandbox import (
     Spec,
     apptainer,
     check,
+    criu,
     gvisor,
     piped,
     probe,
@@ -442,6 +444,24 @@ def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, word
     assert not shell.folder.exists() and shell.codes == -1
 
 
+def test_a_machine_is_described_by_what_its_sandboxes_lack():
+    whole = probe.Found("namespaces", "with root; captures files and processes")
+    assert whole.account == "sandboxes: namespaces, with root; captures files and processes"
+    torn = dataclasses.replace(whole, lacking=("no limit of pids: no controller", "no CRIU"))
+    assert torn.account.endswith("; not here: no limit of pids: no controller; no CRIU")
+
+
+@pytest.mark.slow
+def test_a_machine_without_criu_says_so_before_a_run(monkeypatch):
+    monkeypatch.setenv("ROSE_CRIU", "/nonexistent")
+    criu._find.cache_clear()
+    try:
+        words = probe.choose("namespaces").account
+    finally:
+        criu._find.cache_clear()
+    assert "; not here: " in words and "captures have no processes: /nonexistent" in words
+
+
 @pytest.mark.slow
 def test_doctor_names_every_backend():
     found = {each.backend: each for each in probe.describe()}
@@ -452,4 +472,6 @@ def test_doctor_names_every_backend():
             assert found[name].problem == f"{program} is not installed"
         else:
             assert found[name].problem == ""
-    assert probe.choose() == "namespaces"
+    chosen = probe.choose()
+    assert chosen.backend == "namespaces"
+    assert chosen.account.startswith("sandboxes: namespaces, with")

@@ -107,9 +107,9 @@ class Terminal:
         self._reference: str | None = None  # of the newest checkpoint
         self._since: list[dict[str, Any]] = []  # calls after it
 
-    def preflight(self, step_timeout_s: float) -> None:
-        """What is wrong with the tasks' limits or this machine, before a run. Raises
-        `ConfigError`."""
+    def preflight(self, step_timeout_s: float) -> str:
+        """What is wrong with the tasks' limits or this machine, before a run, raises
+        `ConfigError`. Returns which sandboxes it has, and what these lack."""
         if self.command_s >= step_timeout_s:
             raise ConfigError(
                 f"env.args.command_s={self.command_s:g}: below env.step_timeout_s="
@@ -135,12 +135,13 @@ class Terminal:
             more = f"; and {len(broken) - 8} more" if broken[8:] else ""
             raise ConfigError("; ".join(broken[:8]) + more)
         try:
-            choose(self.backend)
+            found = choose(self.backend)
             problem = _undo.problem(self.backend) if self.undo else ""
         except SandboxError as error:
             raise ConfigError(f"env.args.backend={self.backend!r}: {error}") from None
         if problem:
             raise ConfigError(f"env.args.undo=true: {problem}; false, or another backend")
+        return found.account
 
     def _draw(self, seed: int) -> None:
         self._seed = seed
