@@ -459,7 +459,7 @@ def test_a_machine_without_criu_says_so_before_a_run(monkeypatch):
         words = probe.choose("namespaces").account
     finally:
         criu._find.cache_clear()
-    assert "; not here: " in words and "captures have no processes: /nonexistent" in words
+    assert "; not here: " in words and "captures have no processes: no CRIU: /nonexistent" in words
 
 
 @pytest.mark.slow
