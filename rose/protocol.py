@@ -320,9 +320,11 @@ class TrajectoryResumed(Message):
 
 
 class HostReady(Message):
-    """Environment host -> coordinator: its process is up (again)."""
+    """Environment host -> coordinator: its process is up (again). `machine`: what its environments
+    say of the machine, for the run's report."""
 
     rank: int
+    machine: str = ""
 
 
 class HostLost(Message):

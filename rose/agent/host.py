@@ -268,7 +268,7 @@ async def run(
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     # what this machine lacks is found now, and imports take seconds
-    await asyncio.to_thread(check, config.env)
+    machine = await asyncio.to_thread(check, config.env)
 
     def resumed(snapshot: Snapshot) -> None:
         tokens, earlier = sum(snapshot.state["mask"]), snapshot.attempt != attempt
@@ -295,7 +295,7 @@ async def run(
         while not isinstance(message := await receive(), p.Shutdown):
             host.handle(message)
 
-    send(COORDINATOR, p.HostReady(rank))
+    send(COORDINATOR, p.HostReady(rank, machine))
     if moves is not None:
         tasks.spawn(moves.tell_load())
     try:

@@ -499,6 +499,10 @@ class Coordinator:
     async def _receive(self) -> None:
         while True:
             source, message = await self.mailbox.receive()
+            if isinstance(message, p.HostReady) and message.machine:
+                what = f"environment host, rank {message.rank}"
+                row = {"kind": "host", "what": what, "detail": message.machine}
+                self.metrics.write(self.step, row)
             if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
                 self._take(source, message)
             self._changed.set()

@@ -230,8 +230,8 @@ class Rollouts:
             case p.HostLost():
                 self._host_lost(message)
                 return True
-            case p.HostReady(rank):
-                self.up.add(rank)
+            case p.HostReady():
+                self.up.add(message.rank)
                 return True
         return False
 

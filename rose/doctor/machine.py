@@ -67,14 +67,20 @@ def file_system(folder: Path) -> Finding:
 def sandboxes() -> list[Finding]:
     """The backends of env=terminal, each tried by starting a sandbox. None of them is a warning
     only, as no other environment needs one."""
-    found = sandbox.describe()
+    return of_backends(sandbox.describe())
+
+
+def of_backends(found: list[sandbox.Found]) -> list[Finding]:
     works = [each for each in found if not each.problem]
     findings = []
     for each in found:
         part = f"sandboxes, {each.backend}"
         if each.problem and not works:
             findings.append(Finding("warning", part, each.problem, "env=terminal can't run here"))
-        elif not each.problem:
+        elif each.problem:  # of the best one that is a loss
+            state = "warning" if each is found[0] else "ok"
+            findings.append(Finding(state, part, f"not used: {each.problem}"))
+        else:
             state = "warning" if each.lacking else "ok"
             first = " (backend=auto takes it)" if each is works[0] else ""
             findings.append(Finding(state, part, each.words + first, "; ".join(each.lacking)))

@@ -67,6 +67,7 @@ def build_report(run_dir: Path | str) -> Path:
         **_rewards(steps),
         "Borrowed ranks": _borrowed(borrowed, steps) + lenders.html(run_dir),
         "Faults": _faults(faults, steps),
+        **_machines([row for row in rows if row["kind"] == "host"]),
         "Details": _details(steps, config),
     }
     body = "\n\n".join(section(title, content) for title, content in sections.items())
@@ -220,6 +221,15 @@ def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         made += tokens
     share = lent / made if made else 0.0
     return f"<p>They made {share:.1%} of the rollout tokens.</p>" + _happened(rows)
+
+
+def _machines(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """What the environment hosts said of their machines, those that said the same together."""
+    hosts: dict[str, dict[str, None]] = {}
+    for row in rows:
+        hosts.setdefault(row["detail"], {})[row["what"]] = None
+    cells = [[escape("; ".join(names)), escape(words)] for words, names in hosts.items()]
+    return {"Environment hosts": table(("Host", "Has"), cells, listed=True)} if cells else {}
 
 
 def _happened(rows: list[dict[str, Any]]) -> str:

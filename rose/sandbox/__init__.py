@@ -6,7 +6,17 @@ can run it. Must know nothing of environments, models or configuration.
 """
 
 from rose.sandbox.backend import Limits, Mount, Result, SandboxError, Spec
-from rose.sandbox.probe import choose, describe
+from rose.sandbox.probe import Found, choose, describe
 from rose.sandbox.sandbox import Sandbox
 
-__all__ = ["Limits", "Mount", "Result", "Sandbox", "SandboxError", "Spec", "choose", "describe"]
+__all__ = [
+    "Found",
+    "Limits",
+    "Mount",
+    "Result",
+    "Sandbox",
+    "SandboxError",
+    "Spec",
+    "choose",
+    "describe",
+]

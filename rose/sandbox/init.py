@@ -240,7 +240,12 @@ class Init:
                     raise ValueError(f"process 1 of a sandbox has no use for {other}")
         except OSError as error:
             answer = {"error": error.errno, "words": str(error)}
-        send(self.control, {"answer": answer}, fds)
+        try:
+            send(self.control, {"answer": answer}, fds)
+        except OSError as error:
+            if error.errno != errno.EMSGSIZE:
+                raise  # the host is gone
+            send(self.control, {"answer": {"error": error.errno, "words": error.strerror}})
 
     def reap(self) -> None:
         while True:
@@ -366,8 +371,8 @@ def started() -> list[tuple[int, int]]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-                if fields[0] not in "ZX":
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+                if fields[0] not in b"ZX":
                     found.append((int(name), int(fields[BEGAN_FIELD])))
     return found

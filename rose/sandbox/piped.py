@@ -24,6 +24,7 @@ from rose.sandbox.backend import Fresh, SandboxError, Spec
 START_S = 60.0
 FILE_S = 30.0
 END_S = 10.0
+FIRST_BYTES = 64 << 10  # of what a program says before its shell answers; more is no answer
 
 
 class Program(Protocol):
@@ -86,9 +87,7 @@ class Piped:
 
     async def _begin_session(self, images: Path | None = None) -> None:
         for argv in self.program.begin(self.spec, self.folder):
-            code, _, words = await self._run(argv, b"", START_S)
-            if code:
-                raise SandboxError(f"{shlex.join(argv)}: {words.strip()[-500:]}")
+            await self._expect(argv, f"{self.program.PROGRAM}: not begun within {START_S:g} s")
         ours = [os.pipe() for _ in range(3)]
         ends = (ours[0][0], ours[1][1], ours[2][1])
         host = os.getpid()
@@ -107,10 +106,16 @@ class Piped:
         for fd in ends:
             os.close(fd)
         self.commands, self.output, self.codes = ours[0][1], ours[1][0], ours[2][0]
-        os.write(self.commands, b":\0")
-        words = await asyncio.to_thread(_until_nul, self.codes)
         for fd in (self.commands, self.output, self.codes):
             os.set_blocking(fd, False)
+        with contextlib.suppress(BrokenPipeError):  # it ended at once, and said why
+            os.write(self.commands, b":\0")
+        words = bytearray()
+        try:
+            async with asyncio.timeout(START_S):
+                await _until_nul(self.codes, words)
+        except TimeoutError:
+            words += f"its shell was not there within {START_S:g} s".encode()
         if words != b"0\0":
             raise SandboxError(f"{self.program.PROGRAM}: {words.decode(errors='replace')[-500:]}")
         process = self._process
@@ -191,10 +196,14 @@ class Piped:
     async def capture(self, images: Path) -> None:
         """Files and processes at one moment. Raises `SandboxError`."""
         argv = self.program.checkpoint(self.folder, images)
+        await self._expect(argv, f"{self.program.PROGRAM}: no capture within {START_S:g} s")
+
+    async def _expect(self, argv: list[str], late: str) -> None:
+        """Raises `SandboxError`, with `late` if it isn't done in time."""
         try:
             code, _, words = await self._run(argv, b"", START_S)
         except TimeoutError:
-            raise SandboxError(f"{self.program.PROGRAM}: no capture within {START_S:g} s") from None
+            raise SandboxError(late) from None
         if code:
             raise SandboxError(f"{shlex.join(argv)}: {words.strip()[-500:]}")
 
@@ -206,8 +215,11 @@ class Piped:
         for argv in self.program.end(self.folder):
             with contextlib.suppress(TimeoutError, FileNotFoundError):
                 await self._run(argv, b"", END_S)
+        loop = asyncio.get_running_loop()
         for fd in (self.commands, self.output, self.codes):
             if fd >= 0:
+                loop.remove_reader(fd)  # a command's, which would shadow those of the next session
+                loop.remove_writer(fd)
                 os.close(fd)
         self.commands = self.output = self.codes = -1
 
@@ -216,8 +228,19 @@ class Piped:
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
 
-def _until_nul(fd: int) -> bytes:
-    words = b""
-    while not words.endswith(b"\0") and (data := os.read(fd, 4096)):
-        words += data
-    return words
+async def _until_nul(fd: int, words: bytearray) -> None:
+    """Read `words` of a pipe up to a NUL, `FIRST_BYTES` or its end."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def read() -> None:
+        data = os.read(fd, 4096)
+        words.extend(data)
+        ended = not data or data.endswith(b"\0") or len(words) >= FIRST_BYTES
+        if ended and not done.done():
+            done.set_result(None)
+
+    loop.add_reader(fd, read)
+    try:
+        await done
+    finally:
+        loop.remove_reader(fd)

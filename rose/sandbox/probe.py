@@ -8,7 +8,7 @@ import functools
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rose.sandbox import apptainer, capture, gvisor
 from rose.sandbox.backend import SandboxError, Shell, Spec
@@ -34,6 +34,12 @@ class Found:
     words: str
     problem: str = ""
     lacking: tuple[str, ...] = ()
+
+    @property
+    def account(self) -> str:
+        """Of one that works, for a run's report."""
+        lost = f"; not here: {'; '.join(self.lacking)}" if self.lacking else ""
+        return f"sandboxes: {self.backend}, {self.words}{lost}"
 
 
 def keeper() -> Keeper:
@@ -110,7 +116,9 @@ async def _describe(name: str) -> Found:
             else:
                 words += "; captures files and processes"
         elif not shell.captures().get("process", "none"):
-            words += "; captures processes with their files"
+            words += "; captures processes with their files, after each turn, as it sees no change"
+        else:
+            words += "; captures nothing, so no checkpoints and no undo"
         await shell.close()
     except SandboxError as error:
         return Found(name, "", str(error), tuple(lacking))
@@ -123,13 +131,14 @@ def name_of_program(name: str) -> str:
     return {gvisor.NAME: gvisor.PROGRAM, apptainer.NAME: apptainer.PROGRAM}[name]
 
 
-def choose(backend: str = AUTO) -> str:
-    """`backend`, or the one that `auto` takes here, tried by a sandbox that runs one command. For a
-    thread without an event loop. Raises `SandboxError`."""
+def choose(backend: str = AUTO) -> Found:
+    """`backend`, or the one that `auto` takes here, tried by a sandbox that runs one command; to
+    what it lacks belong those that `auto` would rather take. For a thread without an event loop.
+    Raises `SandboxError`."""
     problems = []
     for name in BACKENDS if backend == AUTO else (backend,):
         found = asyncio.run(_describe(name))
         if not found.problem:
-            return name
+            return replace(found, lacking=(*found.lacking, *problems))
         problems.append(f"{name}: {found.problem}")
     raise SandboxError(f"no backend for sandboxes works here: {'; '.join(problems)}")

@@ -6,23 +6,25 @@ processes, jobs, open files or what bash counts (`$!`, `SECONDS`, history).
 from __future__ import annotations
 
 import re
+import shlex
 
+SAY = "builtin printf '\\1%s\\n' '{}'"
 LOST = "variables and functions were brought back, but not jobs, open files and processes: "
-NOTHING = b"\1".join(  # the account of a session whose state doesn't matter
-    f"{name}\n".encode()
-    for name in (
-        "",
-        "arguments",
-        "variables",
-        "builtins",
-        "folder and umask",
-        "functions",
-        "aliases",
-        "traps",
-        "options",
-        "end",
-    )
+NAMES = (
+    "arguments",
+    "variables",
+    "builtins",
+    "folder and umask",
+    "functions",
+    "aliases",
+    "traps",
+    "options",
+    "end",
 )
+# the account of a session whose state doesn't matter
+NOTHING = "".join(f"\1{name}\n" for name in NAMES).encode()
+# of an account; a function may have the byte 1, too
+PART = re.compile(rf"\x01({'|'.join((*NAMES, 'jobs', 'limits', 'folders', 'history'))})(?:\n|\Z)")
 FIXED = re.compile(  # bash sets these, or refuses them
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
@@ -31,16 +33,36 @@ RECORD = re.compile(r"^(?=declare -)", re.MULTILINE)
 
 
 def script(said: bytes) -> str:
-    """Of a session's account of itself (`backend.SESSION`). Raises ValueError."""
+    """Of a session's account of itself (`backend.SESSION`). Each part is evaluated by itself, as
+    one that bash can't read again must not cost the others; what failed is printed, then the end
+    (`lost`). Raises ValueError."""
     text = said.decode(errors="surrogateescape")
-    parts = dict(part.partition("\n")[::2] for part in text.split("\1")[1:])
+    found = PART.split(text)[1:]
+    parts = dict(zip(found[::2], found[1::2], strict=True))
     if "end" not in parts:
         raise ValueError(f"a session did not tell all of its state: {text[-200:]!r}")
     count, _, arguments = parts["arguments"].partition(" ")
-    arguments = "" if count == "0" else f"set -- {arguments}\n"
-    kept = "".join(r for r in RECORD.split(parts["variables"]) if not FIXED.match(r))
     disabled = "".join(f"{x}\n" for x in parts["builtins"].split("\n") if x[:9] == "enable -n")
-    made = (parts["folder and umask"], arguments, parts["functions"], kept, parts["aliases"])
-    # the folder first, as cd sets OLDPWD; options such as errexit and nounset count from then on
-    made += (parts["traps"], disabled, parts["options"])
-    return f"{{\n{''.join(made)}}} >/dev/null 2>&1\n"
+    folder, _, umask = parts["folder and umask"].partition("\n")
+    made = {  # the folder first, as cd sets OLDPWD; options such as errexit count from then on
+        "working directory": f"{folder or ':'} &&",
+        "umask": umask,
+        "arguments": "" if count == "0" else f"set -- {arguments}",
+        "functions": parts["functions"],
+        "variables": "".join(r for r in RECORD.split(parts["variables"]) if not FIXED.match(r)),
+        "aliases": parts["aliases"],
+        "options and traps": parts["options"] + parts["traps"] + disabled,
+    }
+    # functions may have patterns that bash reads with extglob only; the options set it back
+    lines = ["builtin shopt -s extglob"]
+    for name, text in made.items():
+        # read as a whole, so that no alias counts; its last command is reached if that went well
+        whole = shlex.quote(f"{{\n{text}\nbuiltin :\n}}")
+        lines.append(f"builtin eval {whole} >/dev/null 2>&1 || {SAY.format(name)}")
+    return "\n".join(["{", *lines, SAY.format("end"), "}\n"])
+
+
+def lost(printed: bytes) -> list[str]:
+    """What `script` could not bring back, by what it printed."""
+    found = re.findall(r"\x01([a-z ]+)\n", printed.decode(errors="replace"))
+    return found[:-1] if found[-1:] == ["end"] else [*found, "what comes after that"]

@@ -20,7 +20,7 @@ from rose.sandbox import capture as capturing
 from rose.sandbox.backend import ACCOUNT, COMMAND_BYTES, Fresh, Result, SandboxError, Shell, Spec
 from rose.sandbox.check import pack
 from rose.sandbox.probe import announce, begin, keeper
-from rose.sandbox.replay import LOST
+from rose.sandbox.replay import LOST, lost
 
 OUTPUT_BYTES = 16 * 1024
 FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
@@ -66,12 +66,13 @@ class Sandbox:
         if saved.kind == capturing.FILES:
             try:
                 await shell.restart(None)
-                await box._replay(saved.script)
+                failed = await box._replay(saved.script)
             except BaseException:
                 await box.close()
                 raise
-            if saved.running:
-                box.lost = LOST + ", ".join(saved.running)
+            words = [f"of the shell were not brought back: {', '.join(failed)}"] if failed else []
+            words += [LOST + ", ".join(saved.running)] if saved.running else []
+            box.lost = "; ".join(words)
         return box
 
     async def capture(
@@ -96,9 +97,9 @@ class Sandbox:
         finally:
             await self.shell.resume()
 
-    async def _replay(self, script: str) -> None:
-        """Have the session take a state. Raises `SandboxError`."""
-        turn = _Turn(self.shell, 0)
+    async def _replay(self, script: str) -> list[str]:
+        """Have the session take a state: what of it could not be. Raises `SandboxError`."""
+        turn = _Turn(self.shell, OUTPUT_BYTES)
         turn.begin(script.encode(errors="surrogateescape") + b"\0")
         try:
             waiting = {turn.done, self._ended}
@@ -107,6 +108,7 @@ class Sandbox:
             turn.end()
         if turn.code is None:
             raise SandboxError(f"its shell did not take the captured state in {ACCOUNT_S:g} s")
+        return lost(bytes(turn.output))
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:

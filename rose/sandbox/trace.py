@@ -173,8 +173,8 @@ def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> 
 
 def _filters(task: int) -> int:
     """How many a thread has; 1 where the kernel, before 5.9, doesn't say."""
-    with contextlib.suppress(OSError), open(f"/proc/{task}/status") as file:
+    with contextlib.suppress(OSError), open(f"/proc/{task}/status", "rb") as file:
         for line in file:
-            if line.startswith("Seccomp_filters:"):
+            if line.startswith(b"Seccomp_filters:"):
                 return int(line.split()[1])
     return 1

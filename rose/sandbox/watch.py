@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 import time
@@ -28,7 +29,7 @@ from rose.sandbox import kernel, unread
 from rose.sandbox.layer import SHARED
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
-MOST_UNSURE = 500  # and more are all: an answer of process 1 is bounded
+UNSURE_BYTES = 32 << 10  # of paths as JSON, and more are all: an answer of process 1 is bounded
 SETTLE_S = 2.0  # for the session's bash to wait for its next command: it does within a millisecond
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")
 # Of /proc/PID/status: what else a shell takes along when it is begun anew
@@ -242,8 +243,8 @@ class Processes:
                     running.switches = now.switches
 
 
-def _read(path: str) -> str:
-    with open(path, errors="replace") as file:
+def _read(path: str, errors: str = "replace") -> str:
+    with open(path, errors=errors) as file:
         return file.read()
 
 
@@ -258,7 +259,7 @@ def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
     running.limits = (*values[15:17], *limits)
     threads = os.listdir(f"/proc/{pid}/task") if values[17] != "1" else [pid]
     for thread in sorted(threads):
-        for line in _read(f"/proc/{pid}/task/{thread}/status").splitlines():
+        for line in _read(f"/proc/{pid}/task/{thread}/status").split("\n"):
             if "ctxt_switches" in line:
                 running.switches += (thread, line.split()[1])
             elif line == "State:\tR (running)":
@@ -276,7 +277,7 @@ def _open_files(pid: str) -> tuple[dict[str, tuple], tuple[str, ...]]:
         if stat.S_ISREG(status.st_mode) and not _appends(_descriptor(pid, fd)):
             found[os.readlink(path)] = (status.st_ino, status.st_ctime_ns)
     mapped = []
-    for line in _read(f"/proc/{pid}/maps").splitlines():
+    for line in _read(f"/proc/{pid}/maps", "surrogateescape").split("\n")[:-1]:
         _, rights, *_, path = line.split(" ", 5)
         path = path.strip().removesuffix(" (deleted)")
         if path.startswith("/"):
@@ -409,10 +410,12 @@ class Watch:
         if full or self.full:
             words = words or f"{full or self.full} had something unread"
         self.full = full
-        unsure = None if unsure is None else unsure | mapped
+        named = None if unsure is None else sorted(unsure | mapped)
+        if named is not None and len(json.dumps(named)) > UNSURE_BYTES:
+            named = None
         return {
             "files": None if changed is None else f"{changed} changed",
             "processes": words,
-            "unsure": None if unsure is None or len(unsure) > MOST_UNSURE else sorted(unsure),
+            "unsure": named,
             "blind": " ".join(filter(None, (layer.blind for layer in self.layers))),
         }

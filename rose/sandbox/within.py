@@ -114,7 +114,7 @@ def _names(but: set[int]) -> list[str]:
     found = []
     for pid in os.listdir("/proc"):
         if pid.isdigit() and int(pid) not in but:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
                 found.append(file.read().rstrip("\n"))
     return found
 

@@ -11,7 +11,9 @@ from rose import protocol as p
 from rose.coordinator.coordinator import SAVED_S, Coordinator
 from rose.coordinator.waiting import RunFailed
 from rose.launch import resume
+from rose.observe.metrics import read_metrics
 from rose.observe.recorder import NullRecorder
+from rose.observe.report import build_report
 from rose.trainer import checkpoint
 
 TRAINER_RANKS = (2, 3)
@@ -60,6 +62,29 @@ def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordina
     names = {"part-0", "part-1", checkpoint.COORDINATOR_STATE, "saved-00000", "saved-00001"}
     assert {f.name for f in final.iterdir()} == names
     assert resume.last_save_s(tmp_path) > 0
+
+
+def test_what_a_host_says_of_its_machine_is_a_row_for_the_report(coordinator, tmp_path):
+    told = [
+        p.HostReady(1),
+        p.HostReady(1, "sandboxes: <none>"),
+        p.HostReady(1, "sandboxes: <none>"),
+    ]
+
+    async def receive():
+        if told:
+            return 1, told.pop(0)
+        raise EOFError
+
+    coordinator.mailbox.receive = receive
+    with pytest.raises(EOFError):
+        asyncio.run(coordinator._receive())
+    assert 1 in coordinator.rollouts.up
+    (row, again) = read_metrics(tmp_path)
+    assert (row["kind"], row["step"]) == ("host", 7)
+    assert row["what"] == again["what"] == "environment host, rank 1"
+    shown = "<td>environment host, rank 1</td><td class=text>sandboxes: &lt;none&gt;</td>"
+    assert build_report(tmp_path).read_text().count(shown) == 1
 
 
 def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coordinator, tmp_path):

@@ -14,7 +14,7 @@ import time
 
 from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
 
-LONG_S = 60.0  # a deadline that no test waits for
+LONG_S = 300.0  # a deadline that no test waits for
 VERDICT = "/logs/verifier/reward.txt"
 SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
 GOES_ON = "echo alive; echo $((6 * 7))"
@@ -137,10 +137,12 @@ async def files_are_read_and_written(box):
 async def two_sandboxes_share_nothing(box):
     async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
         begun = "(sleep 1000 &); until pgrep -fx 'sleep 1000'; do :; done"
-        await box.run(f"echo mine > /tmp/mine; {begun}", LONG_S)
+        ran = await box.run(f"echo mine > /tmp/mine; {begun}", LONG_S)
+        assert ran.code == 0 and not ran.note, ran
         result = await other.run("ls /tmp /app /root; ls -d /proc/[0-9]* | wc -l", LONG_S)
         assert "mine" not in result.output
-        await other.run("kill -9 -1; kill -9 $$", LONG_S)
+        killed = await other.run("kill -9 -1; kill -9 $$", LONG_S)
+        assert killed.restarted and "the shell ended" in killed.note, killed
         left = await box.run("pgrep -cfx 'sleep 1000'", LONG_S)
         assert left.output == "1\n", left
 

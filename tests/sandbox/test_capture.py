@@ -290,6 +290,23 @@ def test_nothing_is_written_through_a_link_of_the_listing(tmp_path):
 # --------------------------------------------------------------------------- the shell
 
 
+def session(*commands: str) -> tuple[str, bytes]:
+    """What the commands print, and the account that is asked for after them."""
+    done = subprocess.run(
+        ["bash", "--norc", "--noprofile", "-c", SESSION],
+        input="".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode(),
+        capture_output=True,
+    )
+    return done.stdout.decode(), done.stderr.split(b"\0")[-2]
+
+
+def replayed(begin: str, show: str) -> tuple[list[str], str]:
+    """What a script of the state after `begin` says that it lost, and what `show` prints then."""
+    printed = session(replay.script(session(begin)[1]), show)[0]
+    said, end, shown = printed.rpartition("\1end\n")
+    return replay.lost((said + end).encode()), shown
+
+
 def test_a_shells_state_as_a_script():
     begin = (
         "cd /tmp; umask 077; set -- 'a b' c; f() { echo \"f$1\"; }; export -f f; A=$'x\\n\"y'; "
@@ -301,18 +318,37 @@ def test_a_shells_state_as_a_script():
         "trap -p USR1; echo $-; bash -c 'f 3'"
     )
 
-    def session(*commands: str) -> tuple[str, bytes]:
-        """What the commands print, and the account that is asked for after them."""
-        done = subprocess.run(
-            ["bash", "--norc", "--noprofile", "-c", SESSION],
-            input="".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode(),
-            capture_output=True,
-        )
-        return done.stdout.decode(), done.stderr.split(b"\0")[-2]
-
     script = replay.script(session(begin)[1])
-    assert session(script, show)[0] == session(begin, show)[0]
+    assert replayed(begin, show) == ([], session(begin, show)[0])
     assert "BASHOPTS" not in script and "SECONDS" not in script
+
+
+def test_a_function_with_patterns_of_extglob_comes_back():
+    begin = "shopt -s extglob; eval 'f() { case $1 in @(a|b)) echo yes;; esac; }'; A=1; cd /tmp"
+    for shopt in ("", "; shopt -u extglob"):
+        show = "f a; f c; echo $A $PWD; shopt extglob"
+        assert replayed(begin + shopt, show) == ([], session(begin + shopt, show)[0])
+
+
+def test_an_alias_does_not_change_how_the_rest_is_read():
+    begin = "shopt -s expand_aliases; alias set='exit 3' shopt='exit 4' trap=no; trap ': x' USR1"
+    assert replayed(begin, "\\trap -p; alias trap") == (
+        [],
+        "trap -- ': x' SIGUSR1\nalias trap='no'\n",
+    )
+
+
+def test_what_a_shell_can_not_take_again_is_named_and_the_rest_comes_back(tmp_path):
+    gone = tmp_path / "gone"
+    begin = f"mkdir {gone}; cd {gone}; rmdir {gone}; A=1; f() {{ echo $'\\1'; }}; set -u"
+    failed, shown = replayed(begin, "echo $A $-; f")
+    assert failed == ["working directory"] and "1 hu" in shown and "\1" in shown
+    torn = replay.NOTHING.replace(b"\1functions\n", b"\1functions\nf() { ) }\n")
+    torn = torn.replace(b"\1variables\n", b'\1variables\ndeclare -- A="1"\n')
+    printed = session(replay.script(torn), "echo $A")[0]
+    assert printed.endswith("1\n")
+    assert replay.lost(printed.encode()) == ["functions"]
+    assert replay.lost(b"\1functions\n") == ["functions", "what comes after that"]
 
 
 def test_what_is_no_state_of_a_shell_is_named():

@@ -149,6 +149,38 @@ def test_an_unsure_file_is_named(loop):
     with_inspector(loop, go)
 
 
+def test_more_unsure_files_than_an_answer_takes_are_all(loop):
+    """Names of bytes that aren't UTF-8 take six times their length."""
+
+    async def go(box, inspector):
+        program = "for i in range(400):\n    open(b'%03d' % i + b'\\xff' * 250, 'w').write('x')\n"
+        await box.write_file("/tmp/names.py", program.encode())
+        await box.run("python3 /tmp/names.py", LONG_S)
+        change = await inspector.look()
+        assert (change.kind, change.unsure) == (FILES, None) and change.why.endswith(" changed")
+        await scenarios.still_alive(box)
+
+    with_inspector(loop, go)
+
+
+def test_programs_with_any_name_are_looked_at_saved_and_stopped(loop, tmp_path):
+    """Bytes that aren't UTF-8, and what Python, but no kernel, takes for the end of a line."""
+    names = r"$'\xff)' $'\x1cctxt_switches'"
+    named = f"for n in {names}; do cp /usr/bin/sleep /tmp/$n; /tmp/$n 1000 & done"
+    begun = "until [ $(pgrep -cf ' 1000$') = 2 ]; do :; done"
+
+    async def go(box, inspector):
+        await box.run(f"{named}; {begun}", LONG_S)
+        assert (await inspector.look()).kind == PROCESS
+        await box.capture("files", tmp_path / "c")
+        saved = json.loads((tmp_path / "c/about.json").read_text())
+        assert "\ufffd)" in saved["running"]
+        assert (await box.run("sleep 1000", 0.1)).note == "stopped: not done after 0.1 s"
+        await scenarios.still_alive(box)
+
+    with_inspector(loop, go)
+
+
 def test_what_is_not_seen_counts_as_changed(loop):
     async def go():
         shell = await Piped(Plain, Spec()).begin()

@@ -1,6 +1,7 @@
 """Sandboxes with the kernel's real features, as this user and as one without any right."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -16,7 +17,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, apptainer, check, gvisor, probe
+from rose.sandbox import (
+    Limits,
+    Mount,
+    Sandbox,
+    SandboxError,
+    Spec,
+    apptainer,
+    check,
+    criu,
+    gvisor,
+    piped,
+    probe,
+)
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.piped import Piped
 
@@ -409,6 +422,46 @@ def test_a_session_on_three_pipes(loop):
     loop.run(go())
 
 
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 0.2 s"),
+        ("exec yes >&2", "bash: .*y\ny\n"),
+        ("exec <&-; echo refused >&2", "bash: refused"),
+    ],
+)
+def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, words):
+    class Silent(Plain):
+        @staticmethod
+        def session(spec, folder):
+            return ["/bin/bash", "-c", program]
+
+    if "sleep" in program:
+        monkeypatch.setattr(piped, "START_S", 0.2)
+    shell = Piped(Silent, Spec())
+    with pytest.raises(SandboxError, match=re.compile(words, re.DOTALL)):
+        loop.run(asyncio.wait_for(shell.begin(), DEADLINE_S))
+    assert not shell.folder.exists() and shell.codes == -1
+
+
+def test_a_machine_is_described_by_what_its_sandboxes_lack():
+    whole = probe.Found("namespaces", "with root; captures files and processes")
+    assert whole.account == "sandboxes: namespaces, with root; captures files and processes"
+    torn = dataclasses.replace(whole, lacking=("no limit of pids: no controller", "no CRIU"))
+    assert torn.account.endswith("; not here: no limit of pids: no controller; no CRIU")
+
+
+@pytest.mark.slow
+def test_a_machine_without_criu_says_so_before_a_run(monkeypatch):
+    monkeypatch.setenv("ROSE_CRIU", "/nonexistent")
+    criu._find.cache_clear()
+    try:
+        words = probe.choose("namespaces").account
+    finally:
+        criu._find.cache_clear()
+    assert "; not here: " in words and "captures have no processes: no CRIU: /nonexistent" in words
+
+
 @pytest.mark.slow
 def test_doctor_names_every_backend():
     found = {each.backend: each for each in probe.describe()}
@@ -419,4 +472,6 @@ def test_doctor_names_every_backend():
             assert found[name].problem == f"{program} is not installed"
         else:
             assert found[name].problem == ""
-    assert probe.choose() == "namespaces"
+    chosen = probe.choose()
+    assert chosen.backend == "namespaces"
+    assert chosen.account.startswith("sandboxes: namespaces, with")

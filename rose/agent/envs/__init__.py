@@ -84,14 +84,17 @@ def build(env: config.Env) -> Environment:
     return made
 
 
-def check(env: config.Env | config.Mixture) -> None:
+def check(env: config.Env | config.Mixture) -> str:
     """Raises `ConfigError` unless `build` would succeed for every member, and what it has as
-    `preflight`, given env.step_timeout_s; nothing that this starts is left."""
+    `preflight`, given env.step_timeout_s; nothing that this starts is left. Returns what these say
+    of this machine, for the run's report."""
+    said: dict[str, None] = {}
     for name, member in env.members.items():
         try:
             made = build(member)
-            if preflight := getattr(made, "preflight", None):
-                preflight(member.step_timeout_s)
+            preflight = getattr(made, "preflight", None)
+            if preflight and (words := preflight(member.step_timeout_s)):
+                said[words] = None
         except ConfigError as error:
             if member is env:
                 raise
@@ -99,6 +102,7 @@ def check(env: config.Env | config.Mixture) -> None:
             raise ConfigError(
                 f"{env.key_of(name)}.{str(error).removeprefix('env.')}"
             ) from error.__cause__
+    return "; ".join(said)
 
 
 def rewards_turns(env: config.Env) -> bool:

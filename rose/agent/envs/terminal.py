@@ -107,9 +107,9 @@ class Terminal:
         self._reference: str | None = None  # of the newest checkpoint
         self._since: list[dict[str, Any]] = []  # calls after it
 
-    def preflight(self, step_timeout_s: float) -> None:
-        """What is wrong with the tasks' limits or this machine, before a run. Raises
-        `ConfigError`."""
+    def preflight(self, step_timeout_s: float) -> str:
+        """What is wrong with the tasks' limits or this machine, before a run, raises
+        `ConfigError`. Returns which sandboxes it has, and what these lack."""
         if self.command_s >= step_timeout_s:
             raise ConfigError(
                 f"env.args.command_s={self.command_s:g}: below env.step_timeout_s="
@@ -135,12 +135,13 @@ class Terminal:
             more = f"; and {len(broken) - 8} more" if broken[8:] else ""
             raise ConfigError("; ".join(broken[:8]) + more)
         try:
-            choose(self.backend)
+            found = choose(self.backend)
             problem = _undo.problem(self.backend) if self.undo else ""
         except SandboxError as error:
             raise ConfigError(f"env.args.backend={self.backend!r}: {error}") from None
         if problem:
             raise ConfigError(f"env.args.undo=true: {problem}; false, or another backend")
+        return found.account
 
     def _draw(self, seed: int) -> None:
         self._seed = seed
@@ -180,7 +181,8 @@ class Terminal:
             )
         if self._kept is not None:
             self._kept.engine.urge(self._kept.name, late=True)
-            self._since.append(asdict(call))
+            if call.name != "undo":
+                self._since.append(asdict(call))
         if call.name == "undo":
             return await self._undo(call.arguments)
         wanted = self.tools[call.name]["function"]["parameters"]["required"]
@@ -208,6 +210,7 @@ class Terminal:
         if self.box is not before:
             self._shown = ""
             if self._kept is not None:
+                self._since.append({"name": "undo", "arguments": given})
                 await self._kept.move(self.box)
         return Step(words, invalid=self.box is before)
 
@@ -237,7 +240,8 @@ class Terminal:
         return json.dumps(state).encode()
 
     async def _resume(self, saved: bytes) -> None:
-        """Raises `SandboxError` if that very state can't be had."""
+        """Raises `SandboxError` if that very state can't be had. What undo could go back to stays
+        with the host that was left."""
         state = json.loads(saved)
         await self.close()
         if state["reference"] is None:
@@ -246,13 +250,15 @@ class Terminal:
             self._draw(state["seed"])
             engine = self._store[0]
             made = await restore(state["reference"].encode(), engine, self.backend, exact=True)
-            self.box, self._states = made.box, _undo.Undo() if self.undo else None
+            self.box, self._states = made.box, _undo.Undo(resumed=True) if self.undo else None
             await self._watch((made.name, made.turn))
         self._turn, self._reference = state["turn"], state["reference"]
         self._before = state["stats"]
         self._until = time.monotonic() + self.command_s * (1 + len(state["since"]))
         for call in state["since"]:
-            await self.step(Action("", ToolCall(**call)))
+            step = await self.step(Action("", ToolCall(**call)))
+            if call["name"] == "undo" and step.invalid:
+                raise SandboxError(f"a call of undo can't be repeated: {step.observation}")
         self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
 
     async def settled(self) -> bool:

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import random
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +16,8 @@ from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.terminal import Terminal
 from rose.config import ConfigError
-from rose.sandbox import criu
+from rose.sandbox import SandboxError, criu
+from rose.sandbox.engine import Engine
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -309,6 +311,80 @@ def test_old_states_go_and_nothing_stays_behind(tmp_path, monkeypatch):
     _, _, kept = acted(*(f"echo {i} > /app/f" for i in range(_undo.MOST + 3)))
     assert len(kept) == _undo.MOST
     assert list(tmp_path.glob("rose-undo-*")) == []
+
+
+def undo(commands=1):
+    return Action("", ToolCall("undo", {"commands": commands}))
+
+
+@pytest.mark.slow
+def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch):
+    def with_room_for(states):
+        taken = sum(state.bytes for state in _undo._held)
+        free = states * taken / len(_undo._held) / _undo.SHARE - taken
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(0, 0, free)
+        )
+
+    async def go():
+        envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
+        try:
+            for env in envs:
+                await env.reset(6)
+                await env.step(bash("echo one > /app/f"))
+                await env.step(bash("echo two > /app/f"))
+            assert [state.folder is None for state in _undo._held] == [False] * 4
+            with_room_for(3.5)
+            await envs[1].step(bash("echo three > /app/f"))
+            assert len(_undo._held) == 3
+            refused = await envs[0].step(undo(2))
+            assert refused.invalid and "'echo one > /app/f'" in refused.observation
+            assert "was not kept: all that is kept for undo takes" in refused.observation
+            assert not (await envs[1].step(undo(3))).invalid
+            assert (await envs[1].step(bash("ls /app/f"))).observation.startswith("ls: ")
+        finally:
+            for env in envs:
+                await env.close()
+        assert _undo._held == []
+
+    asyncio.run(go())
+
+
+@pytest.mark.slow
+def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
+    """The engine is stopped, so that calls have to be repeated."""
+
+    async def go():
+        engine = await Engine(tmp_path / "store", tmp_path / "local").open()
+        envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
+        env, other = envs
+        for each in envs:
+            each.keep_checkpoints(engine, "t", "classified")
+        try:
+            await env.reset(6)
+            await env.step(bash("echo one > /app/f"))
+            await env.checkpoint()
+            assert await env.settled()
+            engine.stop("by this test")
+            await env.step(bash("echo two > /app/f"))
+            assert (await env.step(undo(9))).invalid
+            assert not (await env.step(undo())).invalid
+            once = await env.checkpoint()
+            assert not (await env.step(undo())).invalid
+            twice = await env.checkpoint()
+            await other.resume(once)
+            assert (await other.step(bash("cat /app/f"))).observation == "one"
+            refused = await other.step(undo(2))
+            words = "Nothing is undone: 1 commands can be, those since the machine was moved."
+            assert refused.invalid and refused.observation == words
+            with pytest.raises(SandboxError, match="a call of undo can't be repeated: Nothing"):
+                await other.resume(twice)
+        finally:
+            for each in envs:
+                await each.close()
+            await engine.close()
+
+    asyncio.run(go())
 
 
 def test_undo_is_off_unless_asked_for():
