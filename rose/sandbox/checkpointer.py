@@ -9,8 +9,8 @@
 
 Policies: `classified` captures what the inspector says (Crab, arXiv 2604.28138); `full` everything
 after each turn; `files` files and the shell's variables after each turn. Where processes can't be
-captured, files and variables are, and `faithful` says that this may lack something. A turn that is
-skipped, for want of room or by an error, is made up for by the next one.
+captured, files and variables are; what is restored says what it lacks. A turn that is skipped, for
+want of room or by an error, is made up for by the next one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ MOST_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class _Point:
-    """A stored turn, or one on its way; `faithful`: nothing of the state is missing in it."""
+    """A stored turn, or one on its way."""
 
     turn: int
     ticket: Ticket | None
-    faithful: bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class Checkpointer:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there are {', '.join(POLICIES)}")
         self.box, self.engine, self.name, self.policy = box, engine, name, policy
+        self.life = time.time_ns()  # an episode may begin anew under its name
         self._inspector = Inspector(box)
         self._points: dict[int, _Point] = {}  # by turn: where its state is
         self._parent = parent
@@ -158,7 +158,7 @@ class Checkpointer:
         listing = await asyncio.to_thread(lambda: made.listing)
         keep = wanted == FILES and self.policy == CLASSIFIED and not self._lost
         ticket = self.engine.submit(
-            self.name, turn, made.folder, self._size, self._parent, keep_image=keep
+            self.name, turn, made.folder, self._size, self._parent, keep, self.life
         )
         if ticket is None:
             self.stats["skipped"] += 1
@@ -169,7 +169,7 @@ class Checkpointer:
         self.stats[made.kind] += 1
         self.stats["raw_bytes"] += self._size
         ticket.packed.add_done_callback(lambda _: self._count(ticket))
-        self._points[turn] = self._last = _Point(turn, ticket, not self._lost)
+        self._points[turn] = self._last = _Point(turn, ticket)
         self._parent, self._since, self._unsure = (self.name, turn), listing, set()
         self._due = wanted if self._lost and PROCESS in possible else NONE
 
@@ -205,7 +205,7 @@ class Checkpointer:
         point = self._points.get(turn)
         if point is None:
             return None
-        found = {"name": self.name, "turn": point.turn, "faithful": point.faithful}
+        found = {"name": self.name, "turn": point.turn, "life": self.life}
         return json.dumps(found).encode()
 
     async def settled(self, turn: int, wait_s: float = 60.0) -> bool:
@@ -225,12 +225,12 @@ async def restore(
     """A sandbox with the state that `saved` names, or, unless `exact`, the newest one before it
     that can be had. Raises `SandboxError`."""
     wanted = json.loads(saved)
-    name, turn, wrong = wanted["name"], wanted["turn"], []
-    await engine.packed(name, turn)
+    name, turn, life, wrong = wanted["name"], wanted["turn"], wanted["life"], []
+    await engine.packed(name, turn, life)
     for each in [turn] if exact else [t for t in reversed(engine.store.turns(name)) if t <= turn]:
         folder = engine.place()
         try:
-            await asyncio.to_thread(engine.store.load, name, each, folder)
+            await asyncio.to_thread(engine.store.load, name, each, folder, life)
             box = await Sandbox.restore(folder, backend)
         except (StoreDamaged, SandboxError, OSError) as error:
             wrong.append(f"turn {each} of sandbox {name} can't be restored: {error}")

@@ -63,6 +63,7 @@ class Ticket:
     parent: tuple[str, int] | None
     keep_image: bool
     raw: int  # bytes
+    life: int
     taken: float = field(default_factory=time.monotonic)
     urgent: bool = False
     late: bool = False
@@ -122,7 +123,10 @@ class Engine:
         self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._home.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "is another user's", str(self._home))
-        self._take_over()
+        try:
+            self._take_over()
+        except OSError as error:  # such as a disk that is full
+            self.say(f"what dead hosts left can't be taken over: {error}")
         with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
             self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
@@ -164,13 +168,14 @@ class Engine:
         raw: int,
         parent: tuple[str, int] | None = None,
         keep_image: bool = False,
+        life: int = 0,
     ) -> Ticket | None:
         """Take over the capture in `folder`, of `raw` bytes; None, and it is removed, when there is
         no room for it."""
         if not self.room(raw):
             self._remove(folder)
             return None
-        ticket = Ticket(name, turn, folder, parent, keep_image, raw)
+        ticket = Ticket(name, turn, folder, parent, keep_image, raw, life)
         self._raw += raw
         self._waiting["save"].append(ticket)
         self._dispatch()
@@ -185,7 +190,7 @@ class Engine:
                     self.counters.late += late and not ticket.late
                     ticket.late |= late
 
-    async def packed(self, name: str, turn: int) -> None:
+    async def packed(self, name: str, turn: int, life: int) -> None:
         """Return when what is on its way of `name` up to `turn` can be loaded here, or won't be:
         also what a host of this machine that died had packed."""
         self.urge(name)
@@ -193,7 +198,7 @@ class Engine:
         for ticket in on_their_way:
             if ticket.name == name and ticket.turn <= turn:
                 await asyncio.wait({ticket.packed}, timeout=JOB_S)
-        if turn not in await asyncio.to_thread(self.store.turns, name):
+        if not await asyncio.to_thread(self.store.has, name, turn, life):
             try:
                 await asyncio.to_thread(self._take_over)
             except OSError as error:
@@ -282,7 +287,7 @@ class Engine:
     async def _work(self, stage: str, ticket: Ticket) -> None:
         order = {"do": stage, "name": ticket.name, "turn": ticket.turn}
         order |= {"folder": str(ticket.folder), "parent": ticket.parent}
-        order["keep_image"] = ticket.keep_image
+        order |= {"keep_image": ticket.keep_image, "life": ticket.life}
         slow = sum(t.packed_bytes for t in self._at_work["copy"]) if stage == "copy" else 0
         wait_s = JOB_S + (2 * slow / self._bytes_per_s if self._bytes_per_s else 0.0)
         ticket.tries += 1

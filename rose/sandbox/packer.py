@@ -59,7 +59,8 @@ class Packer:
             case "save":
                 parent = tuple(order["parent"]) if order["parent"] else None
                 folder, keep = Path(order["folder"]), order["keep_image"]
-                made = self.local.save(name, order["turn"], folder, parent, keep)
+                life = order["life"]
+                made = self.local.save(name, order["turn"], folder, parent, keep, life)
                 return {"raw": made.raw, "written": made.written}
             case "copy":
                 return {"written": self.local.copy(name, order["turn"], self.shared, self.pace)}

@@ -28,7 +28,7 @@ ZEROS = bytes(PAGE_BYTES)
 class Manifest:
     """`files`: by path in the capture's folder, (bytes, extents). `raw`: bytes of the capture as it
     was given, holes aside; `written`: those that it took here. `image_turn`: the one that `image/`
-    is of."""
+    is of. `life`: of the sandbox, of several with one name; later ones have greater numbers."""
 
     name: str
     turn: int
@@ -39,6 +39,7 @@ class Manifest:
     folders: list[str] = field(default_factory=list)
     raw: int = 0
     written: int = 0
+    life: int = 0
 
 
 class Index:

@@ -72,24 +72,22 @@ class Store:
         capture: Path,
         parent: tuple[str, int] | None = None,
         keep_image: bool = False,
+        life: int = 0,
     ) -> Manifest:
         """Store the raw capture in `capture`. Files that its listing calls unchanged (data null)
         have the content that they have in `parent`; `keep_image`: the memory image, too. Raises
         `StoreDamaged` when `parent` can't give them."""
         try:
-            return self._save(name, turn, Path(capture), parent, keep_image)
+            return self._save(Manifest(name, turn, parent, life=life), Path(capture), keep_image)
         except _Vanished:  # another process removed packs that looked worth referring to
             self._index.clear()
-            return self._save(name, turn, Path(capture), parent, keep_image)
+            return self._save(Manifest(name, turn, parent, life=life), Path(capture), keep_image)
 
-    def _save(
-        self, name: str, turn: int, capture: Path, parent: tuple[str, int] | None, keep_image: bool
-    ) -> Manifest:
-        before = self.manifest(*parent) if parent else None
+    def _save(self, made: Manifest, capture: Path, keep_image: bool) -> Manifest:
+        before = self.manifest(*made.parent) if made.parent else None
         if before:
             for pack in before.packs:
                 self._learn(pack)
-        made = Manifest(name, turn, parent)
         with self._writer() as writer:
             put = Put(made, self._index, writer)
             listing, unchanged = self._whole_listing(capture, before)
@@ -104,7 +102,7 @@ class Store:
             for where, old in unchanged.items():
                 put.known(where, old, before)
             if made.image_turn is None and any(w.startswith(IMAGE) for w in made.files):
-                made.image_turn = turn
+                made.image_turn = made.turn
             elif keep_image and before and before.image_turn is not None:
                 made.image_turn = before.image_turn
                 made.folders += [f for f in before.folders if f.startswith(IMAGE[:-1])]
@@ -192,9 +190,11 @@ class Store:
         return HASH_BYTES + len(body)
 
     def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int:
-        """Store the turn in `to`, too; `pace(n)` is called before each `n` bytes are written.
-        Returns how many there were. Raises `StoreDamaged`."""
+        """Store the turn in `to`, too, unless that has it of a later life; `pace(n)` is called
+        before each `n` bytes are written. Returns how many there were. Raises `StoreDamaged`."""
         made, written = self.manifest(name, turn), 0
+        if to._later(made):
+            return 0
         for pack in made.packs:
             if not to._has(pack):
                 written += self._copy_pack(pack, to, pace)
@@ -205,6 +205,12 @@ class Store:
         if gone:  # removed meanwhile, as nobody named them
             return written + self.copy(name, turn, to, pace)
         return written
+
+    def _later(self, made: Manifest) -> bool:
+        try:
+            return self.manifest(made.name, made.turn).life > made.life
+        except StoreDamaged:
+            return False
 
     def _copy_pack(self, pack: str, to: Store, pace: Callable[[int], None]) -> int:
         try:
@@ -255,10 +261,20 @@ class Store:
         fields["parent"] = tuple(fields["parent"]) if fields["parent"] else None
         return Manifest(**fields)
 
-    def load(self, name: str, turn: int, into: Path) -> Path:
-        """The whole raw capture, as the folder `into`, which is made. Raises `StoreDamaged`."""
+    def has(self, name: str, turn: int, life: int) -> bool:
+        """Whether this turn of this life was stored, whether or not all of it can be read."""
+        try:
+            return self.manifest(name, turn).life == life
+        except StoreDamaged:
+            return False
+
+    def load(self, name: str, turn: int, into: Path, life: int | None = None) -> Path:
+        """The whole raw capture, as the folder `into`, which is made. Raises `StoreDamaged`, also
+        if it is of another life than `life`."""
         into = Path(into)
         made = self.manifest(name, turn)
+        if life not in (None, made.life):
+            raise StoreDamaged(f"turn {turn} of {name} is that of another episode of this name")
         part = into.with_name(f"{into.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

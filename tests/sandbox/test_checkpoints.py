@@ -3,6 +3,7 @@ Real sandboxes, packers and stores."""
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from rose.sandbox import Sandbox, Spec, checkpointer, engine, probe
 from rose.sandbox.checkpointer import Checkpointer
 from rose.sandbox.engine import Engine
 from rose.sandbox.inspector import FILES
+from rose.sandbox.packs import StoreDamaged
 from rose.sandbox.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -137,6 +139,52 @@ def test_a_host_leaves_alone_what_one_of_another_run_left(loop, tmp_path):
         assert left.exists() and not old.exists() and Store(other).names() == []
         await (await Engine(one, tmp_path / "node", wanted=lambda name: True).open()).close()
         assert not left.exists() and Store(one).turns("t") == [1] and said == []
+
+    loop.run(go())
+
+
+def test_what_dead_hosts_left_and_no_disk_takes_keeps_no_host_from_its_work(
+    loop, tmp_path, monkeypatch
+):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def go():
+        said = []
+        monkeypatch.setattr(engine.left, "take_over", full)
+        host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
+        assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
+        assert await settled(host.submit("t", 1, *raw(host, 1)).stored) == ""
+        await host.close()
+
+    loop.run(go())
+
+
+def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones(loop, tmp_path):
+    """The later life's first turn is packed on this node by a host that died, not stored yet."""
+
+    async def go():
+        shared = tmp_path / "shared"
+        first = await Engine(shared, tmp_path / "elsewhere", wanted=lambda name: True).open()
+        assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
+        await first.close()
+        dead = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
+        dead.store.save("t", 1, raw(dead, 2)[0], life=2)
+        await dead._packer.close()
+        dead._lock.close()
+        host = await Engine(shared, tmp_path / "node2", wanted=lambda name: True).open()
+        await host.packed("t", 1, 2)
+        assert not host.store.has("t", 1, 2)
+        with pytest.raises(StoreDamaged, match="turn 1 of t is that of another episode"):
+            host.store.load("t", 1, tmp_path / "into", life=2)
+        await host.close()
+        host = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
+        assert host.store.has("t", 1, 2)  # it took over what the dead one had
+        await host.close()
+        old = Store(tmp_path / "old")
+        old.save("t", 1, Store(shared).load("t", 1, tmp_path / "again"), life=1)
+        assert old.copy("t", 1, Store(shared), lambda n: None) == 0
+        assert Store(shared).has("t", 1, 2)
 
     loop.run(go())
 

@@ -105,7 +105,8 @@ class Terminal:
         self._before: dict[str, float] = {}  # `_stats` of the hosts before this one
         self._seed = self._turn = 0
         self._reference: str | None = None  # of the newest checkpoint
-        self._since: list[dict[str, Any]] = []  # calls after it
+        self._since: list[dict[str, Any]] = []  # calls after it, with what they showed
+        self._lost = ""  # with the machine that was left, until the agent is told
 
     def preflight(self, step_timeout_s: float) -> str:
         """What is wrong with the tasks' limits or this machine, before a run, raises
@@ -172,6 +173,19 @@ class Terminal:
         return Start(messages, list(self.tools.values()))
 
     async def step(self, action: Action) -> Step:
+        call, before = action.call, self.box
+        if call is None or call.name not in self.tools or self._kept is None:
+            return await self._step(action)
+        self._kept.engine.urge(self._kept.name, late=True)
+        made = await self._step(action)
+        if call.name != "undo" or self.box is not before:
+            self._since.append(asdict(call) | {"showed": made.observation})
+        if self._lost and not made.done:
+            words, self._lost = f"The machine was restored: {self._lost}\n", ""
+            made = replace(made, observation=words + made.observation)
+        return made
+
+    async def _step(self, action: Action) -> Step:
         call = action.call
         if call is None:
             return await self.end()
@@ -179,10 +193,6 @@ class Terminal:
             return Step(
                 f"There is no tool {call.name[:40]!r}, only {', '.join(self.tools)}.", invalid=True
             )
-        if self._kept is not None:
-            self._kept.engine.urge(self._kept.name, late=True)
-            if call.name != "undo":
-                self._since.append(asdict(call))
         if call.name == "undo":
             return await self._undo(call.arguments)
         wanted = self.tools[call.name]["function"]["parameters"]["required"]
@@ -210,7 +220,6 @@ class Terminal:
         if self.box is not before:
             self._shown = ""
             if self._kept is not None:
-                self._since.append({"name": "undo", "arguments": given})
                 await self._kept.move(self.box)
         return Step(words, invalid=self.box is before)
 
@@ -240,8 +249,9 @@ class Terminal:
         return json.dumps(state).encode()
 
     async def _resume(self, saved: bytes) -> None:
-        """Raises `SandboxError` if that very state can't be had. What undo could go back to stays
-        with the host that was left."""
+        """Raises `SandboxError` if that very state can't be had; what a backend without checkpoints
+        of processes can't bring back is told to the agent. What undo could go back to stays with
+        the host that was left."""
         state = json.loads(saved)
         await self.close()
         if state["reference"] is None:
@@ -250,15 +260,20 @@ class Terminal:
             self._draw(state["seed"])
             engine = self._store[0]
             made = await restore(state["reference"].encode(), engine, self.backend, exact=True)
+            self._lost = made.box.lost
             self.box, self._states = made.box, _undo.Undo(resumed=True) if self.undo else None
             await self._watch((made.name, made.turn))
         self._turn, self._reference = state["turn"], state["reference"]
         self._before = state["stats"]
         self._until = time.monotonic() + self.command_s * (1 + len(state["since"]))
-        for call in state["since"]:
-            step = await self.step(Action("", ToolCall(**call)))
-            if call["name"] == "undo" and step.invalid:
-                raise SandboxError(f"a call of undo can't be repeated: {step.observation}")
+        lost, self._lost = self._lost, ""
+        for each in state["since"]:
+            call = ToolCall(each["name"], each["arguments"])
+            showed = (await self.step(Action("", call))).observation
+            if showed != each["showed"]:
+                words = f"{str(call.arguments)[:200]} showed {each['showed'][:200]!r}, and now "
+                raise SandboxError(f"a call can't be repeated: {words}{showed[:200]!r}")
+        self._lost = lost
         self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
 
     async def settled(self) -> bool:
