@@ -102,10 +102,6 @@ class _Running:
         records = again.get(_key(request))
         return records.popleft() if records else None
 
-    def more(self, trajectory: str) -> bool:
-        """Whether `find` has any for it."""
-        return any(self._again.get(trajectory, {}).values())
-
     def turns(self, trajectory: str) -> int:
         return len(self._made.get(trajectory, ()))
 
