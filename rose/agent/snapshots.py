@@ -1,8 +1,9 @@
 """Episodes on disk, after each turn of an environment that has `checkpoint`: where trajectories go
 on when their host or their run has ended, without a turn or a step made again.
 
-RUN/snapshots/TRAJECTORY/aAAA-tNNNN is, of attempt A of the run, the episode before turn N, for the
-last `KEPT` turns: its XXH3-128, then msgpack. A damaged one, or one that the environment can't
+RUN/snapshots/TRAJECTORY/aAAA-tNNNN is, of attempt A of the run, the episode before turn N: its
+XXH3-128, then msgpack. There are the last `KEPT`, and back to the newest that other hosts can
+resume: what one names may still be on its way to them. A damaged one, or one that the environment can't
 resume, is passed over for the one before. They are written while the model thinks; a disk that
 refuses, or lags behind, costs snapshots and nothing else. The coordinator removes a trajectory's
 folder. Left out: what `saved` names, which is the environment's.
@@ -11,6 +12,7 @@ folder. Left out: what `saved` names, which is the environment's.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +25,7 @@ from rose import protocol as p
 from rose.config import Config
 from rose.files import write_whole
 
-KEPT = 2  # of a trajectory, the newest
+KEPT = 2  # of a trajectory, the newest, at least
 HASH = 16  # bytes
 MOST_WORDS = 10  # about snapshots that could not be made
 
@@ -61,6 +63,7 @@ class Snapshots:
         self._folder, self.attempt = Path(folder), attempt
         self.digests = {name: _digest(config, name) for name in config.env.members}
         self.on_resume, self._on_saved = on_resume, on_saved
+        self._settled: dict[str, str] = {}  # trajectory -> the name of the newest that is
         self._words = 0
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
@@ -104,10 +107,25 @@ class Snapshots:
         folder = self._folder / snapshot.start.id
         folder.mkdir(parents=True, exist_ok=True)
         data = msgspec.msgpack.encode(snapshot)
-        name = f"a{snapshot.attempt:03d}-t{snapshot.turns:04d}"
-        write_whole(folder / name, xxhash.xxh3_128_digest(data) + data)
+        write_whole(folder / self._name(snapshot.turns), xxhash.xxh3_128_digest(data) + data)
+        settled = self._settled.get(snapshot.start.id, "")
         for old in sorted(self._files(snapshot.start.id))[:-KEPT]:
-            old.unlink(missing_ok=True)
+            if old.name < settled:
+                old.unlink(missing_ok=True)
+
+    def settled(self, trajectory: str, turns: int) -> None:
+        """What its snapshot before this turn names can be restored by other hosts."""
+        self._settled[trajectory] = self._name(turns)
+
+    def _name(self, turns: int) -> str:
+        return f"a{self.attempt:03d}-t{turns:04d}"
+
+    def ended(self, trajectory: str) -> None:
+        self._settled.pop(trajectory, None)
+
+    def remove(self, trajectory: str) -> None:
+        """All of it."""
+        shutil.rmtree(self._folder / trajectory, ignore_errors=True)
 
     def _files(self, trajectory: str) -> list[Path]:
         with suppress(OSError):  # there is none

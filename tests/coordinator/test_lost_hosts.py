@@ -211,7 +211,10 @@ def test_the_trajectory_that_kills_its_hosts_is_found_among_others_in_the_same_s
             lose(rollouts, at[poison])
         else:
             for name in set(waiting) - done:
-                rollouts.handle(request(f"{name}.t1", tokens=(9, 9)))
+                asked = request(f"{name}.t1", tokens=(9, 9))
+                assert not rollouts.handle(asked)
+                world.hub.handle(at[name], asked)
+                world.finish([8], turn=asked.turn)
                 done.add(name)
         fresh = started(world)
         at |= fresh
