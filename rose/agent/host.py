@@ -285,8 +285,7 @@ async def run(
     await asyncio.to_thread(check, config.env)
 
     def resumed(snapshot: Snapshot) -> None:
-        tokens, earlier = sum(snapshot.state["mask"]), snapshot.attempt != attempt
-        turns = snapshot.turns
+        (turns, tokens), earlier = snapshot.made, snapshot.attempt != attempt
         send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
 
     moves = Moves(rank, lambda m: send(COORDINATOR, m)) if config.moves_trajectories else None

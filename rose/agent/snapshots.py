@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 
 from rose import protocol as p
+from rose.agent.envs.base import Action, Step
 from rose.config import Config
 from rose.files import write_whole
 
@@ -31,8 +32,9 @@ MOST_WORDS = 10  # about snapshots that could not be made
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """An episode between two turns. `saved` is what the environment's `checkpoint` gave; `state`
-    has the rest by the names that the loop has for it."""
+    """An episode between two turns. `saved` is what the environment's `checkpoint` gave, None where
+    `messages` and `played` are to be repeated (forks.py); `state` has the rest by the names that
+    the loop has for it."""
 
     attempt: int
     digest: bytes  # of the configuration
@@ -41,11 +43,21 @@ class Snapshot(msgspec.Struct, frozen=True):
     task: dict[str, Any]
     started: float  # wall clock, seconds
     state: dict[str, Any]
-    saved: bytes
+    saved: bytes | None
+    # of one that has just forked off another, where the environment saves nothing
+    messages: list[dict[str, str]] = []
+    played: tuple[tuple[Action, Step], ...] = ()
 
     @property
     def turns(self) -> int:
         return self.state["turns"]
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """Turns and their tokens, without those of the trajectory that it forked off."""
+        inherited = sum(turns for _, turns in self.state["inherited"])
+        tokens = sum(n for turn, n in self.state["turn_tokens"] if turn >= inherited)
+        return self.turns - inherited, tokens
 
 
 class Snapshots:
@@ -98,7 +110,7 @@ class Snapshots:
         """Returns when it is on disk, or never will be."""
         try:
             await asyncio.to_thread(self._write, snapshot)
-        except OSError as error:
+        except (OSError, TypeError) as error:  # a reward or an action of a strange type
             self.say(f"a snapshot could not be written: {error}")
         else:
             self._on_saved(snapshot)
