@@ -295,7 +295,9 @@ class Rollouts:
                 continue  # the end of another has dropped its group
             if losses >= MOST_LOSSES:
                 why = f"its host died {losses} times in the same step of it, the last was {error}"
-                self._failed(p.TrajectoryFailed(start.id, start.group, start.domain, why), lost=True)
+                self._failed(
+                    p.TrajectoryFailed(start.id, start.group, start.domain, why), lost=True
+                )
             else:
                 self.trajectories_restarted += 1
                 self._hub.leaves_host(start.id)

@@ -76,7 +76,9 @@ def test_trajectories_of_killed_hosts_have_the_tokens_of_a_run_in_which_nobody_d
     assert kill_hosts(killed, KILLS) == KILLS
     assert killed.wait() == 0, killed.said + killed.logs()
     assert everything(killed) == everything(whole)
-    assert trained_on(killed.run, STEPS) == [f"g{g}.{m}" for g in range(48 // size) for m in range(size)]
+    assert trained_on(killed.run, STEPS) == [
+        f"g{g}.{m}" for g in range(48 // size) for m in range(size)
+    ]
     what = [fault["what"] for fault in killed.faults()]
     assert what == ["environment host died"] * KILLS, killed.faults()
     assert "killed by SIGKILL" in killed.faults()[0]["detail"]
