@@ -4,8 +4,8 @@ A trajectory that forks off another waits until that one stands before the turn 
 copy of its tokens, and brings an environment of its own to the same state: by what the environment
 has saved (`Environment.checkpoint`), else by resetting it to the same seed and repeating every
 action, where each answer must be the recorded one. That copy is its first snapshot
-(rose/agent/snapshots.py): where its host dies it needs no other. If the other ends sooner, or fails, it begins
-with the prompt, and what forks off it still does.
+(rose/agent/snapshots.py): where its host dies it needs no other. If the other ends sooner, or
+fails, it begins with the prompt, and what forks off it still does.
 """
 
 from __future__ import annotations
