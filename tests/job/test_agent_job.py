@@ -12,7 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from job import Job
-from test_lost_hosts_job import kill_hosts
 
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
@@ -35,26 +34,6 @@ def test_prompts_are_trained_on_with_a_reward_file(tmp_path):
     trained = [t for group in replay.load(job.run, 1) for t in group]
     assert len(trained) == 16 and {t.reward for t in trained} <= {0.0, 1.0}
     assert job.faults() == []
-
-
-def test_agents_whose_environment_hosts_are_killed_are_trained_on_once_each(tmp_path):
-    job = Job(
-        tmp_path,
-        *printed.overrides("agents.md", "lake_agent"),
-        "trainer.steps=1",
-        "trainer.batch_size=64",
-        "rollout.environment_hosts=2",
-        "rollout.host_restarts=100",
-        "eval.episodes=0",
-    )
-    assert kill_hosts(job, 2) == 2
-    assert job.wait() == 0, job.said + job.logs()
-    assert [fault["what"] for fault in job.faults()] == ["environment host died"] * 2
-    trained = sorted(t.id for group in replay.load(job.run, 1) for t in group)
-    assert trained == sorted(f"g{g}.{m}" for g in range(16) for m in range(4))
-    [step] = job.steps()
-    assert step["failed_trajectories"] == 0 and step["trajectories_restarted"] > 0
-    assert job.orphans() == []
 
 
 def test_an_unchanged_agent_is_trained_and_does_not_notice_that_an_engine_died(tmp_path):
