@@ -6,7 +6,8 @@ XXH3-128, then msgpack. There are the last `KEPT`, and back to the newest that o
 resume: what one names may still be on its way to them. A damaged one, or one that the environment
 can't resume, is passed over for the one before. They are written while the model thinks; a disk
 that refuses, or lags behind, costs snapshots and nothing else. The coordinator removes a
-folder, and a dropped trajectory's its host. Left out: what `saved` names, which is the environment's.
+trajectory's folder, and the host that of one that was dropped. Left out: what `saved` names, which
+is the environment's.
 """
 
 from __future__ import annotations
