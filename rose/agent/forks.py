@@ -3,8 +3,9 @@
 A trajectory that forks off another waits until that one stands before the turn in question, takes a
 copy of its tokens, and brings an environment of its own to the same state: by what the environment
 has saved (`Environment.checkpoint`), else by resetting it to the same seed and repeating every
-action, where each answer must be the recorded one. If the other ends sooner, or fails, it begins
-with the prompt, and what forks off it still does.
+action, where each answer must be the recorded one. That copy is its first snapshot
+(rose/agent/snapshots.py): where its host dies it needs no other. If the other ends sooner, or
+fails, it begins with the prompt, and what forks off it still does.
 """
 
 from __future__ import annotations
@@ -54,9 +55,19 @@ class Forks:
             if not future.done():
                 future.set_result(fork)
 
+    def passed(self, trajectory: str, turn: int) -> None:
+        """It stands before this turn: nobody can fork off it sooner any more."""
+        waiting = self._waiting.get(trajectory, {})
+        for each in [each for each in waiting if each < turn]:
+            _release(waiting.pop(each))
+
     def end(self, trajectory: str) -> None:
         """Nobody can fork off it any more."""
         for futures in self._waiting.pop(trajectory, {}).values():
-            for future in futures:
-                if not future.done():
-                    future.set_result(None)
+            _release(futures)
+
+
+def _release(futures: list[asyncio.Future[Fork | None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

@@ -20,7 +20,7 @@ from rose.agent.envs import build, check
 from rose.agent.envs.agent import Agent
 from rose.agent.forks import Fork, Forks
 from rose.agent.gateway.program import HOST
-from rose.agent.gateway.run import run_agent
+from rose.agent.gateway.run import remove_stale, run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
@@ -61,6 +61,7 @@ class TrajectoryHost:
     ) -> None:
         self._moves = moves
         self._released: set[str] = set()  # trajectories that end here to go on elsewhere
+        self._dropped: set[str] = set()  # that nobody wants, and that end now
         self._scoring, self._snapshots, self._checkpoints = scoring, snapshots, checkpoints
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
@@ -100,8 +101,10 @@ class TrajectoryHost:
             case p.CancelTrajectory():
                 task = self._trajectories.pop(message.id, None)
                 if task is not None:
+                    self._dropped.add(message.id)
                     task.cancel()
-                self._forget(message.id)
+                else:
+                    self._spawn(self._drop(message.id))
             case _:
                 raise ValueError(f"an environment host has no use for {type(message).__name__}")
 
@@ -141,6 +144,9 @@ class TrajectoryHost:
                 self._forget(start.id)
                 self._send(p.TrajectoryReleased(self._moves.rank, start.id))
             self._forks.end(start.id)
+            if start.id in self._dropped:
+                self._dropped.discard(start.id)
+                self._spawn(self._drop(start.id))
 
     def saved(self, snapshot: Snapshot) -> None:
         """It is on disk."""
@@ -154,9 +160,16 @@ class TrajectoryHost:
 
     def _release(self, trajectory: str) -> None:
         """Where it was asked for and all is saved; else at a later snapshot."""
-        if self._moves.leaves_before(trajectory) in self._turns:
+        leaves = self._moves.leaves_before(trajectory) in self._turns
+        if leaves and (task := self._trajectories.pop(trajectory, None)) is not None:
             self._released.add(trajectory)
-            self._trajectories.pop(trajectory).cancel()
+            task.cancel()
+
+    async def _drop(self, trajectory: str) -> None:
+        """What was still written of it goes, too, and by that its sandbox's states."""
+        if self._snapshots is not None:
+            await asyncio.to_thread(self._snapshots.remove, trajectory)
+        self._forget(trajectory)
 
     def _forget(self, trajectory: str) -> None:
         if self._checkpoints is not None:
@@ -198,6 +211,7 @@ class TrajectoryHost:
                     raise ConfigError(
                         f"{key}.args.listen={address!r}: the gateway can't listen there: {error}"
                     ) from None
+                await asyncio.to_thread(remove_stale)
                 self._gateways[address] = gateway
                 self._watchdog = self._watchdog or Watchdog(HOST)
                 processes.adopt_orphans()  # what agents leave behind is found and ended
@@ -271,8 +285,7 @@ async def run(
     machine = await asyncio.to_thread(check, config.env)
 
     def resumed(snapshot: Snapshot) -> None:
-        tokens, earlier = sum(snapshot.state["mask"]), snapshot.attempt != attempt
-        turns = snapshot.turns
+        (turns, tokens), earlier = snapshot.made, snapshot.attempt != attempt
         send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
 
     moves = Moves(rank, lambda m: send(COORDINATOR, m)) if config.moves_trajectories else None

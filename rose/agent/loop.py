@@ -226,9 +226,11 @@ class _Episode:
         forks: Forks | None,
     ):
         self.scoring, self.forks = scoring, forks
-        self.snapshots = snapshots if hasattr(env, "checkpoint") else None
+        self.saves = hasattr(env, "checkpoint")
+        self.snapshots = snapshots if self.saves or start.follows else None
         self.capturing: asyncio.Task[None] | None = None  # of the environment's state
         self.writing: asyncio.Task[None] | None = None  # of the last snapshot
+        self.settling: asyncio.Task[None] | None = None  # of what a snapshot names
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
         self.limits, self.max_context, self.sampling, self.guard = (
             limits,
@@ -253,7 +255,9 @@ class _Episode:
         return self.max_context - len(self.mask)
 
     async def run(self, clock: Clock, fork: asyncio.Future[Fork | None] | None) -> Trajectory:
-        first, started = await self._resumed() or await self._started(clock, fork)
+        first, started = await self._resumed(fork) or await self._started(clock, fork)
+        if self.forks is not None:
+            self.forks.passed(self.start.id, self.turns)
         done = False
         while not done and not self.truncated:
             if self.forks is not None and self.forks.wanted(self.start.id, self.turns):
@@ -303,7 +307,18 @@ class _Episode:
         """From where another trajectory stands, or with the prompt; and when."""
         found = await fork if fork is not None else None
         started = clock()
-        return await (self._begin() if found is None else self._go_on(found)), started
+        if found is None:
+            return await self._begin(), started
+        if self.snapshots is not None:  # the other may be beyond the fork when the host dies
+            await self.snapshots.write(self._of_fork(found, started))
+        return await self._go_on(found), started
+
+    def _of_fork(self, fork: Fork, started: float) -> Snapshot:
+        state = {k: bytes(v) if isinstance(v, bytearray) else v for k, v in fork.state.items()}
+        own = self.snapshots.attempt, self.snapshots.digests[self.start.domain]
+        first = fork.first
+        rest = (started, state, fork.saved, first.messages, fork.played)
+        return Snapshot(*own, self.start, first.tools, first.task, *rest)
 
     async def _fork(self, first: Start) -> Fork:
         """What this is before its next turn."""
@@ -320,19 +335,19 @@ class _Episode:
 
     async def _go_on(self, fork: Fork) -> Start:
         """Stand where the other stood, with an environment that does, too."""
+        if fork.saved is not None:
+            await self.guard.resume(fork.saved)
+        else:
+            first = await self.guard.reset(self.start.env_seed)
+            self._expect(
+                "reset", (fork.first.messages, fork.first.tools), (first.messages, first.tools)
+            )
+            for number, (action, step) in enumerate(fork.played):
+                self._expect(f"step {number}", step, await self.guard.step(action))
         self.played = list(fork.played)
         for name, value in fork.state.items():
             setattr(self, name, copy(value))
-        if fork.saved is not None:
-            await self.guard.resume(fork.saved)
-            return fork.first
-        first = await self.guard.reset(self.start.env_seed)
-        self._expect(
-            "reset", (fork.first.messages, fork.first.tools), (first.messages, first.tools)
-        )
-        for number, (action, step) in enumerate(fork.played):
-            self._expect(f"step {number}", step, await self.guard.step(action))
-        return first
+        return fork.first
 
     def _expect(self, what: str, recorded: Any, got: Any) -> None:
         if got != recorded:
@@ -343,28 +358,35 @@ class _Episode:
                 f"gave {got!r:.200}, not {recorded!r:.200}; rollout/branch needs one or the other",
             )
 
-    async def _resumed(self) -> tuple[Start, float] | None:
+    async def _resumed(
+        self, fork: asyncio.Future[Fork | None] | None
+    ) -> tuple[Start, float] | None:
         """What `_begin` gives and when it did, where a snapshot has brought the environment and
-        this to where they stood."""
+        this to where they stood; it needs no `fork` then."""
         if self.snapshots is None:
             return None
         for snapshot in await asyncio.to_thread(self.snapshots.found, self.start):
+            first = Start(snapshot.messages, snapshot.tools, snapshot.task)
+            state = dict(snapshot.state)
+            for name in SAVED:
+                if isinstance(getattr(self, name), bytearray):
+                    state[name] = bytearray(state[name])
             try:
-                await self.guard.resume(snapshot.saved)
+                await self._go_on(Fork(first, snapshot.played, snapshot.saved, state))
             except EnvironmentFailure as failure:
                 self.snapshots.say(f"turn {snapshot.turns} can't be resumed: {failure}")
                 continue
-            for name in SAVED:
-                is_buffer = isinstance(getattr(self, name), bytearray)
-                value = snapshot.state[name]
-                setattr(self, name, bytearray(value) if is_buffer else value)
+            if fork is not None:
+                fork.cancel()
             self.snapshots.on_resume(snapshot)
-            return Start([], snapshot.tools, snapshot.task), snapshot.started
+            return first, snapshot.started
         return None
 
     def _snapshot(self, first: Start, started: float) -> None:
         """Begin one, of the episode as it is now; none while the disk still takes the last."""
-        if self.snapshots is None or (self.writing is not None and not self.writing.done()):
+        if self.snapshots is None or not self.saves:
+            return
+        if self.writing is not None and not self.writing.done():
             return
         state = {name: getattr(self, name) for name in SAVED}
         state |= {k: bytes(v) for k, v in state.items() if isinstance(v, bytearray)}
@@ -379,15 +401,28 @@ class _Episode:
             own = self.snapshots.attempt, self.snapshots.digests[self.start.domain]
             made = Snapshot(*own, self.start, first.tools, first.task, started, state, saved)
             self.writing = asyncio.create_task(self.snapshots.write(made))
+            if self.settling is None or self.settling.done():
+                self.settling = asyncio.create_task(self._settles(made.turns))
 
         self.capturing = asyncio.create_task(capture())
+
+    async def _settles(self, turns: int) -> None:
+        """The snapshot before this turn counts once other hosts can resume it."""
+        settled = getattr(self.env, "settled", None)
+        if settled is None or await settled():
+            self.snapshots.settled(self.start.id, turns)
 
     async def settle(self) -> None:
         """Nothing is captured or written any more."""
         if self.capturing is not None:
             self.capturing.cancel()
+        if self.settling is not None:
+            self.settling.add_done_callback(_forget)
+            self.settling.cancel()
         if left := [t for t in (self.capturing, self.writing) if t is not None and not t.done()]:
             await asyncio.wait(left)
+        if self.snapshots is not None:
+            self.snapshots.ended(self.start.id)
 
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
         """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no

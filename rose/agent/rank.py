@@ -29,6 +29,7 @@ from rose.config import Config
 from rose.launch import logs
 from rose.launch.layout import Rank
 
+END_S = 10.0  # for what is killed then; a sleep in the kernel, or another user's, may outlast it
 ALONE_S = 2.0  # for what a dead process has started to end by itself, as a sandbox's keeper does
 CLOSE_S = 10.0  # beyond the environments' own deadline
 TAIL_LINES = 15
@@ -154,14 +155,18 @@ class HostRank:
 
 
 def _end_descendants() -> None:
-    """Wait for what the process has left behind, then kill it. Orphans are this process's by now
-    (`processes.adopt_orphans`), which has no other children."""
+    """Wait for what the process has left behind, then kill it, and go on without what stays.
+    Orphans are this process's by now (`processes.adopt_orphans`), which has no other children."""
     until = time.monotonic() + ALONE_S
     while left := psutil.Process().children(recursive=True):
         for process in left:
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
             if time.monotonic() > until:
-                with suppress(psutil.NoSuchProcess):
+                with suppress(psutil.Error):
                     process.kill()
+        if time.monotonic() > until + END_S:
+            pids = ", ".join(str(process.pid) for process in left)
+            print(f"processes {pids} of a dead environment host can't be ended", flush=True)
+            return
         time.sleep(PAUSE_S)

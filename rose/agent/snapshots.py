@@ -1,16 +1,19 @@
 """Episodes on disk, after each turn of an environment that has `checkpoint`: where trajectories go
 on when their host or their run has ended, without a turn or a step made again.
 
-RUN/snapshots/TRAJECTORY/aAAA-tNNNN is, of attempt A of the run, the episode before turn N, for the
-last `KEPT` turns: its XXH3-128, then msgpack. A damaged one, or one that the environment can't
-resume, is passed over for the one before. They are written while the model thinks; a disk that
-refuses, or lags behind, costs snapshots and nothing else. The coordinator removes a trajectory's
-folder. Left out: what `saved` names, which is the environment's.
+RUN/snapshots/TRAJECTORY/aAAA-tNNNN is, of attempt A of the run, the episode before turn N: its
+XXH3-128, then msgpack. There are the last `KEPT`, and back to the newest that other hosts can
+resume: what one names may still be on its way to them. A damaged one, or one that the environment
+can't resume, is passed over for the one before. They are written while the model thinks; a disk
+that refuses, or lags behind, costs snapshots and nothing else. The coordinator removes a
+trajectory's folder, and the host that of one that was dropped. Left out: what `saved` names, which
+is the environment's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,17 +23,19 @@ import msgspec
 import xxhash
 
 from rose import protocol as p
+from rose.agent.envs.base import Action, Step
 from rose.config import Config
 from rose.files import write_whole
 
-KEPT = 2  # of a trajectory, the newest
+KEPT = 2  # of a trajectory, the newest, at least
 HASH = 16  # bytes
 MOST_WORDS = 10  # about snapshots that could not be made
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """An episode between two turns. `saved` is what the environment's `checkpoint` gave; `state`
-    has the rest by the names that the loop has for it."""
+    """An episode between two turns. `saved` is what the environment's `checkpoint` gave, None where
+    `messages` and `played` are to be repeated (forks.py); `state` has the rest by the names that
+    the loop has for it."""
 
     attempt: int
     digest: bytes  # of the configuration
@@ -39,11 +44,21 @@ class Snapshot(msgspec.Struct, frozen=True):
     task: dict[str, Any]
     started: float  # wall clock, seconds
     state: dict[str, Any]
-    saved: bytes
+    saved: bytes | None
+    # of one that has just forked off another, where the environment saves nothing
+    messages: list[dict[str, str]] = []
+    played: tuple[tuple[Action, Step], ...] = ()
 
     @property
     def turns(self) -> int:
         return self.state["turns"]
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """Turns and their tokens, without those of the trajectory that it forked off."""
+        inherited = sum(turns for _, turns in self.state["inherited"])
+        tokens = sum(n for turn, n in self.state["turn_tokens"] if turn >= inherited)
+        return self.turns - inherited, tokens
 
 
 class Snapshots:
@@ -61,6 +76,7 @@ class Snapshots:
         self._folder, self.attempt = Path(folder), attempt
         self.digests = {name: _digest(config, name) for name in config.env.members}
         self.on_resume, self._on_saved = on_resume, on_saved
+        self._settled: dict[str, str] = {}  # trajectory -> the name of the newest that is
         self._words = 0
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
@@ -95,7 +111,7 @@ class Snapshots:
         """Returns when it is on disk, or never will be."""
         try:
             await asyncio.to_thread(self._write, snapshot)
-        except OSError as error:
+        except (OSError, TypeError) as error:  # a reward or an action of a strange type
             self.say(f"a snapshot could not be written: {error}")
         else:
             self._on_saved(snapshot)
@@ -104,10 +120,25 @@ class Snapshots:
         folder = self._folder / snapshot.start.id
         folder.mkdir(parents=True, exist_ok=True)
         data = msgspec.msgpack.encode(snapshot)
-        name = f"a{snapshot.attempt:03d}-t{snapshot.turns:04d}"
-        write_whole(folder / name, xxhash.xxh3_128_digest(data) + data)
+        write_whole(folder / self._name(snapshot.turns), xxhash.xxh3_128_digest(data) + data)
+        settled = self._settled.get(snapshot.start.id, "")
         for old in sorted(self._files(snapshot.start.id))[:-KEPT]:
-            old.unlink(missing_ok=True)
+            if old.name < settled:
+                old.unlink(missing_ok=True)
+
+    def settled(self, trajectory: str, turns: int) -> None:
+        """What its snapshot before this turn names can be restored by other hosts."""
+        self._settled[trajectory] = self._name(turns)
+
+    def _name(self, turns: int) -> str:
+        return f"a{self.attempt:03d}-t{turns:04d}"
+
+    def ended(self, trajectory: str) -> None:
+        self._settled.pop(trajectory, None)
+
+    def remove(self, trajectory: str) -> None:
+        """All of it."""
+        shutil.rmtree(self._folder / trajectory, ignore_errors=True)
 
     def _files(self, trajectory: str) -> list[Path]:
         with suppress(OSError):  # there is none

@@ -116,13 +116,14 @@ class Groups:
         return self._late.pop(name)
 
     def failed_trajectory(
-        self, trajectory: str, name: str, domain: str, error: str
+        self, trajectory: str, name: str, domain: str, error: str, counts: bool = True
     ) -> StartTrajectory | None:
-        """The replacement of a failed trajectory. Raises `TooManyFailures`."""
+        """The replacement of a failed trajectory. `counts`: among the failures in a row. Raises
+        `TooManyFailures`."""
         self.failed += 1
-        self._failures_in_row[domain] += 1
+        self._failures_in_row[domain] += counts
         most, key = self._limits[domain]
-        if (failures := self._failures_in_row[domain]) >= most:
+        if (failures := self._failures_in_row[domain]) >= most and counts:
             raise TooManyFailures(
                 f"{failures} environments failed in a row ({key}={most}); the last, {trajectory}: "
                 f"{error}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,15 +25,19 @@ from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
 
-MOST_LOSSES = 3  # of a trajectory's host in the same step of its environment: which may be why
+# Of a trajectory's host while its environment was in the same step. After the first number it is a
+# suspect: it starts again where no other suspect is in such a step. So a further death there tells
+# which it was, and one from outside fails one trajectory at most.
+SUSPECT_LOSSES, MOST_LOSSES = 2, 3
+NO_HOST = -1  # of a suspect that waits
 
 
 @dataclass
 class _Running:
     start: p.StartTrajectory
     host: int  # rank
-    losses: int = 0  # of its host, in its environment's step after `turns` turns
-    turns: int = 0
+    losses: int = 0  # of its host, before any start of it got beyond `turns` turns
+    turns: int = 0  # the most that its environment had when a host of it died
     target: int | None = None  # rank of the host that it moves to, once its own has released it
 
 
@@ -71,6 +76,9 @@ class Rollouts:
         )
         self.progress = (0, 0)  # trajectories in, and wanted, of what is waited for
         self._running: dict[str, _Running] = {}
+        self._suspects: dict[int, set[str]] = {}  # by host's rank: in the step that is suspicious
+        # trajectories that wait for a host without suspects, with those that fork off each other
+        self._apart: deque[list[_Running]] = deque()
         self.up: set[int] = set()  # hosts' ranks
         self._deaths: dict[int, int] = {}  # of a host, in a row: without progress of a trajectory
         # since `begin_step`
@@ -147,10 +155,10 @@ class Rollouts:
         that fork off each other, which are on one host."""
         names = {_host_name(index): rank for index, rank in self._hosts.items()}
         each, rank = self._running.get(trajectory), names.get(host)
-        if each is None or rank not in self.up or each.host == rank or each.target is not None:
+        if each is None or rank not in self.up or each.host in (rank, NO_HOST):
             return
         followed = any(other.start.follows == trajectory for other in self._running.values())
-        if not each.start.follows and not followed:
+        if each.target is None and not each.start.follows and not followed:
             each.target = rank
             self._send(each.host, p.ReleaseTrajectory(trajectory))
 
@@ -160,6 +168,7 @@ class Rollouts:
         if each.host != m.rank or each.target is None:
             return
         target, each.target = each.target, None
+        self._clear(each)
         self.trajectories_moved += 1
         self._hub.leaves_host(m.id)
         if target in self.up:
@@ -182,8 +191,10 @@ class Rollouts:
     def _cancel(self, trajectory: str) -> None:
         running = self._running.pop(trajectory, None)
         if running is not None:  # else it has just failed, and that was the reason
-            self._send(running.host, p.CancelTrajectory(trajectory))
+            if running.host != NO_HOST:
+                self._send(running.host, p.CancelTrajectory(trajectory))
             self.dropped_tokens += self._hub.cancel(trajectory)
+            self._clear(running)
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
         """Spread over the environment hosts by name, so that a resumed run does the same; one that
@@ -195,13 +206,17 @@ class Rollouts:
 
     def _send_start(self, message: p.StartTrajectory) -> int:
         """The rank of the host that gets it: one that is up, if any is."""
-        every = [self._hosts[index] for index in sorted(self._hosts)]
-        ranks = [rank for rank in every if rank in self.up] or every
+        ranks = self._ranks()
         rank = ranks[p.seed_of(message.id) % len(ranks)]
         if (followed := self._running.get(message.follows)) is not None:
             rank = followed.host
         self._send(rank, message)
         return rank
+
+    def _ranks(self) -> list[int]:
+        """Of the hosts that are up, if any is; else of all."""
+        every = [self._hosts[index] for index in sorted(self._hosts)]
+        return [rank for rank in every if rank in self.up] or every
 
     # ----------------------------------------------------------------- messages
 
@@ -209,7 +224,12 @@ class Rollouts:
         """True when the message was about trajectories."""
         match message:
             case p.TurnRequest():
-                return not self.runs(message.trajectory)  # cancelled while this was on its way
+                if not self.runs(message.trajectory):
+                    return True  # cancelled while this was on its way
+                each = self._running[message.trajectory]
+                if self._hub.depth(message.trajectory) >= each.turns:
+                    self._clear(each)
+                return False
             case p.TrajectoryResumed():
                 return not self.runs(message.id)
             case p.TrajectoryFinished(trajectory):
@@ -232,6 +252,7 @@ class Rollouts:
                 return True
             case p.HostReady():
                 self.up.add(message.rank)
+                self._start_suspects()
                 return True
         return False
 
@@ -241,12 +262,13 @@ class Rollouts:
         self._send(m.rank, p.HostForgotten())
         lost = [each for each in self._running.values() if each.host == m.rank]
         for each in lost:
-            turns = self._hub.log.running.turns(each.start.id)
-            if turns > each.turns:
-                each.turns, each.losses = turns, 0
+            depth = self._hub.depth(each.start.id)
+            if depth > each.turns:
+                each.turns, each.losses = depth, 0
                 self._deaths.pop(m.rank, None)
             each.losses += m.rank in self.up and self._hub.in_environment(each.start.id)
         self.up.discard(m.rank)
+        self._suspects.pop(m.rank, None)
         if self._config.moves_trajectories:
             [name] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
             self._hub.feed(ev.HostLost(at=time.time(), host=name))
@@ -259,22 +281,65 @@ class Rollouts:
                 f"{what} died {deaths} times in a row, without a turn in between "
                 f"(rollout.host_restarts={most}); the last was {m.error}"
             )
-        for each in lost:
-            if each.start.id in self._running:  # the end of another may have dropped its group
-                self._start_again(each, m.error)
+        self._start_again(lost, m.error)
 
-    def _start_again(self, lost: _Running, error: str) -> None:
-        start, lost.target = lost.start, None
-        if lost.losses >= MOST_LOSSES:
-            why = f"its host died {lost.losses} times in the same step of it, the last was {error}"
-            self._failed(p.TrajectoryFailed(start.id, start.group, start.domain, why))
-            return
-        self.trajectories_restarted += 1
-        self._hub.leaves_host(start.id)
-        lost.host = self._send_start(start)
+    def _start_again(self, lost: list[_Running], error: str) -> None:
+        """What forks off each other stays together; what is suspicious waits for its turn."""
+        families: dict[str, list[_Running]] = {}
+        for each in lost:
+            each.host, each.target = NO_HOST, None
+            families.setdefault(self._root(each), []).append(each)
+        for each in lost:
+            start, losses = each.start, each.losses
+            if start.id not in self._running:
+                continue  # the end of another has dropped its group
+            if losses >= MOST_LOSSES:
+                why = f"its host died {losses} times in the same step of it, the last was {error}"
+                self._failed(
+                    p.TrajectoryFailed(start.id, start.group, start.domain, why), lost=True
+                )
+            else:
+                self.trajectories_restarted += 1
+                self._hub.leaves_host(start.id)
+        for family in families.values():
+            family = [each for each in family if self._running.get(each.start.id) is each]
+            if any(each.losses >= SUSPECT_LOSSES for each in family):
+                self._apart.append(family)
+            else:
+                for each in family:
+                    each.host = self._send_start(each.start)
+        self._start_suspects()
+
+    def _root(self, each: _Running) -> str:
+        """The trajectory that it forks off, or that one does, and so on, of those that run."""
+        while (followed := self._running.get(each.start.follows)) is not None:
+            each = followed
+        return each.start.id
+
+    def _start_suspects(self) -> None:
+        """One family of them on each host."""
+        for rank in self._ranks():
+            while self._apart and rank not in self._suspects:
+                for each in self._apart.popleft():
+                    if self._running.get(each.start.id) is each:  # else it was dropped meanwhile
+                        each.host = rank
+                        self._send(rank, each.start)
+                        if each.losses >= SUSPECT_LOSSES:
+                            self._suspects.setdefault(rank, set()).add(each.start.id)
+
+    def _clear(self, each: _Running) -> None:
+        """It has got beyond the step that was suspicious, or has ended."""
+        here = self._suspects.get(each.host, set())
+        if each.start.id in here:
+            here.remove(each.start.id)
+            if not here:
+                del self._suspects[each.host]
+                self._start_suspects()
 
     def _finished(self, trajectory: p.Trajectory) -> None:
-        self._deaths.pop(self._running.pop(trajectory.id).host, None)
+        running = self._running.pop(trajectory.id)
+        self._deaths.pop(running.host, None)
+        self._clear(running)
         self.progress = (
             self.progress[0] + (trajectory.phase is self._waited_for),
             self.progress[1],
@@ -291,20 +356,24 @@ class Rollouts:
                 ev.GroupFinished(at=time.time(), group=trajectory.group, accepted=accepted)
             )
 
-    def _failed(self, m: p.TrajectoryFailed) -> None:
-        """Another member takes its place. Raises `RunFailed` when environments fail one after the
-        other."""
-        del self._running[m.id]
+    def _failed(self, m: p.TrajectoryFailed, lost: bool = False) -> None:
+        """Another member takes its place. `lost`: it failed for its hosts' deaths, of which
+        `rollout.host_restarts` says how many are too many. Raises `RunFailed` when environments
+        fail one after the other."""
+        running = self._running.pop(m.id)
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
         self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)
         try:
-            replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error)
+            replacement = self.groups.failed_trajectory(
+                m.id, m.group, m.domain, m.error, counts=not lost
+            )
         except control.TooManyFailures as error:
             raise RunFailed(str(error)) from None
         if replacement is not None:
             self._start([replacement])
+        self._clear(running)
 
 
 def _host_name(index: int) -> str:

@@ -102,10 +102,6 @@ class _Running:
         records = again.get(_key(request))
         return records.popleft() if records else None
 
-    def more(self, trajectory: str) -> bool:
-        """Whether `find` has any for it."""
-        return any(self._again.get(trajectory, {}).values())
-
     def turns(self, trajectory: str) -> int:
         return len(self._made.get(trajectory, ()))
 
@@ -124,6 +120,7 @@ class TurnLog:
         self._folder, self._behind = Path(folder), behind
         self._snapshots = self._folder.parent / "snapshots"  # of the environment hosts
         self._trained: dict[int, list[str]] = {}  # step -> trajectories
+        self._forgotten: list[str] = []  # since the last checkpoint
         self._known: Records = defaultdict(deque)  # by earlier attempts
         self.running = _Running()
         self._file: BinaryIO | None = None
@@ -200,6 +197,7 @@ class TurnLog:
     def forget(self, trajectory: str) -> None:
         """Nobody will ask for it again."""
         self.running.forget(trajectory)
+        self._forgotten.append(trajectory)
         shutil.rmtree(self._snapshots / trajectory, ignore_errors=True)
 
     def trained(self, step: int, trajectories: list[str]) -> None:
@@ -238,6 +236,9 @@ class TurnLog:
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` is on disk: a restart begins there or later."""
+        for late in self._forgotten:  # a host that died then may have written one more
+            shutil.rmtree(self._snapshots / late, ignore_errors=True)
+        self._forgotten.clear()
         for trained in [each for each in self._trained if each <= step]:
             for trajectory in self._trained.pop(trained):
                 self.forget(trajectory)

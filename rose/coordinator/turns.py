@@ -103,6 +103,8 @@ class TurnHub:
             0.0  # the last `begin_step`, and the last token since then
         )
         self._made: dict[str, int] = {}  # running trajectory -> tokens received for it
+        # running trajectory -> turns that its environment has, since it was last started
+        self._depth: dict[str, int] = {}
         self._left: set[str] = set()  # running trajectories whose host was lost
         self._resting: set[str] = set()  # workers that provisioning lets rest
         self._handlers: dict[type, Callable[[int, Any], None]] = {
@@ -189,12 +191,17 @@ class TurnHub:
     def _forget_trajectory(self, trajectory: str) -> int:
         self.log.running.forget(trajectory)
         self._left.discard(trajectory)
+        self._depth.pop(trajectory, None)
         return self._made.pop(trajectory, 0)
 
     def in_environment(self, trajectory: str) -> bool:
-        """Whether it has all its turns and waits for none."""
-        waits = self.log.running.more(trajectory) or self.ledger.of_trajectory(trajectory)
-        return not waits
+        """Whether its host, as it is now, waits for no turn of it."""
+        asked = set(self.ledger.of_trajectory(trajectory)) - set(self.ledger.left(trajectory))
+        return not asked
+
+    def depth(self, trajectory: str) -> int:
+        """How many turns it has had since it was last started, with those of a snapshot."""
+        return self._depth.get(trajectory, 0)
 
     def leaves_host(self, trajectory: str) -> None:
         """The trajectory starts again, on another host or a new process of it: its open turns go on
@@ -203,6 +210,7 @@ class TurnHub:
         self.log.running.start_again(trajectory)
         self.ledger.leave(trajectory)
         self._left.add(trajectory)
+        self._depth.pop(trajectory, None)
 
     def _drop_turns(self, trajectory: str) -> None:
         for turn in self.ledger.of_trajectory(trajectory):
@@ -270,7 +278,7 @@ class TurnHub:
             made = len(recorded.tokens) // 4
             self.progress_at = time.time()
             if recorded.finish is not p.FinishReason.ABORT:
-                self._send(source, recorded)
+                self._give(m.trajectory, source, recorded)
                 return
         self.ledger.open(m, source, recorded)
         self.feed(
@@ -292,6 +300,7 @@ class TurnHub:
         self.resumed_snapshots += 1
         self.progress_at = time.time()
         self.log.took_over(m.turns, m.tokens)
+        self._depth[m.id] = m.turns
         if self.log.running.resumed(m.id, m.turns, m.earlier):
             self._count_made(m.id, m.tokens)
 
@@ -364,7 +373,11 @@ class TurnHub:
         host, result = self.ledger.close(turn, finish)
         self.log.add(request, result, self.version, asked=host != NOBODY)
         if host != NOBODY:
-            self._send(host, result)
+            self._give(request.trajectory, host, result)
+
+    def _give(self, trajectory: str, host: int, result: p.TurnResult) -> None:
+        self._depth[trajectory] = self.depth(trajectory) + 1
+        self._send(host, result)
 
     def record_open_turns(self) -> None:
         """The run ends: what open turns have is where a restart goes on. Raises OSError."""

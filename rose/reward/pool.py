@@ -133,8 +133,12 @@ class Pool:
 
     async def score(self, trajectory: str, prompt: str, episode: bytes) -> Scored:
         """The score of an episode, which is asked for once however often this is called while it is
-        on its way. Raises `ScoringFailed`."""
+        on its way. Another episode of the trajectory, whose host has died, takes its place. Raises
+        `ScoringFailed`."""
         job = self._jobs.get(trajectory)
+        if job is not None and job.episode != episode:
+            self.cancel(trajectory)
+            job = None
         if job is None:
             future = asyncio.get_running_loop().create_future()
             job = _Job(next(self._numbers), trajectory, prompt, episode, future, time.monotonic())
@@ -309,7 +313,7 @@ class Pool:
         worker.free_since = time.monotonic()
         if answer.score is None:
             self._again(job, answer.error)
-        elif self._jobs.pop(job.trajectory, None) is not None:
+        elif self._forget(job):
             if answer.score.success and not answer.score.timed_out:
                 self._anchors.correct(job.prompt, answer.seconds)
             self.timeouts += answer.score.timed_out
@@ -319,7 +323,7 @@ class Pool:
 
     def _again(self, job: _Job, error: str) -> None:
         """Once more, by another worker; or it has failed."""
-        if job.trajectory not in self._jobs:
+        if self._jobs.get(job.trajectory) is not job:
             return  # cancelled
         job.error = error
         if len(job.tried) < TRIES:
@@ -330,9 +334,16 @@ class Pool:
 
     def _fail(self, job: _Job) -> None:
         self.failures += 1
-        self._jobs.pop(job.trajectory, None)
+        self._forget(job)
         if not job.future.done():
             job.future.set_exception(ScoringFailed(job.error))
+
+    def _forget(self, job: _Job) -> bool:
+        """Whether it was wanted."""
+        wanted = self._jobs.get(job.trajectory) is job
+        if wanted:
+            del self._jobs[job.trajectory]
+        return wanted
 
     def _lost(self, number: int, why: str, fault: bool = True) -> None:
         """`fault`: maybe of the answers that it held."""

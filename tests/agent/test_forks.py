@@ -13,6 +13,7 @@ from rose import protocol as p
 from rose.agent.envs.base import Start, Step
 from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
 from rose.agent.host import TrajectoryHost
+from rose.agent.snapshots import Snapshots
 from rose.coordinator.control import Groups, Task
 from rose.observe.recorder import NullRecorder
 
@@ -276,6 +277,51 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
     assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), (
         "one state for all"
     )
+
+
+@pytest.mark.parametrize("environment", [FrozenLake, Saved])
+def test_a_branch_goes_on_where_it_forked_off_when_its_host_is_gone_and_the_other_has_ended(
+    lake, monkeypatch, tmp_path, environment
+):
+    if environment is Saved:
+        monkeypatch.setattr("rose.agent.host.build", lambda env: Saved())
+    rollout = lake(group=4)
+
+    def host(words):
+        taken = Snapshots(tmp_path, 1, rollout.config, lambda snapshot: None)
+        rest = (words.put_nowait, asyncio.create_task, NullRecorder(), None, taken)
+        return TrajectoryHost(rollout.config, rollout.chat, *rest)
+
+    async def scene():
+        size = rollout.config.rollout.group_size
+        starts = rollout.groups.open("g0", p.Phase.TRAIN, rollout.task, size)
+        [branch] = [start for start in starts if start.id == "g0.2"]
+        assert (branch.follows, branch.fork) == ("g0.0", 2)
+        words = asyncio.Queue()
+        first = host(words)
+        for start in (starts[0], branch):
+            first.handle(start)
+        asked = await words.get()
+        while asked.trajectory != branch.id:
+            first.handle(rollout._made(asked))
+            asked = await words.get()
+        # what it forked off is all that there is of it
+        for path in (tmp_path / branch.id).iterdir():
+            assert path.name == "a001-t0002"
+        for task in (left := list(first._trajectories.values())):
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        words = asyncio.Queue()
+        second = host(words)
+        second.handle(branch)
+        again = await words.get()
+        assert (again.turn, again.tokens) == ("g0.2.t2", asked.tokens)
+        while isinstance(again, p.TurnRequest):
+            second.handle(rollout._made(again))
+            again = await words.get()
+        assert [tuple(each) for each in again.trajectory.inherited] == [("g0.0", 2)]
+
+    asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))
 
 
 def bash(command):

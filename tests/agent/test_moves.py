@@ -2,6 +2,7 @@
 the one that it goes to asks for the same turn, with the same tokens."""
 
 import asyncio
+import threading
 
 import msgspec
 import pytest
@@ -97,6 +98,54 @@ def test_it_stays_while_other_hosts_could_not_read_what_is_saved(
         assert host.words.empty()
         stored.set()
         await host.next(p.TrajectoryReleased)
+
+    asyncio.run(scene())
+
+
+def test_of_a_trajectory_that_is_cancelled_no_snapshot_is_left(
+    config, chats, tmp_path, monkeypatch
+):
+    """Though one is written after the coordinator has removed its folder."""
+    begins, goes_on, write = threading.Event(), threading.Event(), Snapshots._write
+
+    def late(self, snapshot):
+        begins.set()
+        assert goes_on.wait(DEADLINE_S)
+        write(self, snapshot)
+        assert (tmp_path / START.id).exists()
+
+    monkeypatch.setattr(Snapshots, "_write", late)
+
+    async def scene():
+        host = Host(config, chats["tiny"], tmp_path, 1)
+        host.host.handle(START)
+        host.answer(await host.next(p.TurnRequest))
+        await host.next(p.TurnRequest)
+        assert await asyncio.to_thread(begins.wait, DEADLINE_S)
+        host.host.handle(p.CancelTrajectory(START.id))
+        goes_on.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
+        assert not (tmp_path / START.id).exists()
+
+    asyncio.run(scene())
+
+
+def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(config, chats, tmp_path):
+    async def scene():
+        host = Host(config, chats["tiny"], tmp_path, 1)
+        host.host.handle(START)
+        host.answer(await host.next(p.TurnRequest))
+        await host.next(p.TurnRequest)
+        await host.next(p.TrajectorySaved)
+        host.moves.ask(START.id)
+        host.host.handle(p.CancelTrajectory(START.id))
+        host.host._release(START.id)
+        async with asyncio.timeout(DEADLINE_S):
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
+        assert host.words.empty()
 
     asyncio.run(scene())
 

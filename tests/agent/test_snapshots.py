@@ -121,6 +121,21 @@ def test_it_goes_on_before_the_turn_that_was_asked_for(world):
     assert sum(made.turn_rewards or [made.reward]) == made.reward
 
 
+def test_the_newest_that_other_hosts_can_resume_stays_however_slowly_states_get_there(world):
+    class Slow(Wander):
+        async def settled(self):
+            if self.steps > 2:
+                await asyncio.sleep(600)
+            return True
+
+    world.goes(stop=4, env=Slow(LENGTH))
+    assert [path.name for path in world.files()] == [f"a001-t000{n}" for n in (2, 3, 4)]
+    for path in world.files()[1:]:
+        path.write_bytes(b"of a state that is lost")
+    assert is_one_walk(world, world.goes())
+    assert [snapshot.turns for snapshot in world.resumed] == [2]
+
+
 def test_however_often_it_ends(world):
     for stop in (1, 1, 2, 4, 4):
         world.goes(stop)

@@ -7,6 +7,7 @@ import pytest
 
 from rose import protocol as p
 from rose.coordinator import journal, turn_log
+from rose.coordinator.groups import Rollouts
 from rose.coordinator.waiting import RunFailed
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
@@ -20,12 +21,15 @@ def started(world):
     return {m.id: rank for rank, m in world.taken(p.StartTrajectory)}
 
 
-def ask(world, host, turn, tokens=(1, 2, 3), seed=None, new=10):
+def request(turn, tokens=(1, 2, 3), seed=None, new=10):
     name = turn.rpartition(".")[0]
     sampling = p.Sampling(new, seed=seed)
     group = name.partition(".")[0]
-    asked = p.TurnRequest(turn, name, group, p.Phase.TRAIN, p.pack_tokens(tokens), sampling)
-    world.hub.handle(host, asked)
+    return p.TurnRequest(turn, name, group, p.Phase.TRAIN, p.pack_tokens(tokens), sampling)
+
+
+def ask(world, host, turn, *rest, **more):
+    world.hub.handle(host, request(turn, *rest, **more))
 
 
 def lose(rollouts, host, ready=True):
@@ -157,16 +161,99 @@ def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(
     assert rollouts.groups.failed == 1
 
 
+def plays(world, host, name, turns, life=0):
+    """It gets so many turns from there on, with contexts of its own in each `life`."""
+    for turn in range(turns):
+        ask(world, host, f"{name}.t{turn}", tokens=(life, *range(3 + turn)))
+        if f"{name}.t{turn}" in world.hub.ledger:
+            world.finish([7], turn=f"{name}.t{turn}")
+
+
+def started_in_order(rollouts, world, groups):
+    for group in range(groups):
+        rollouts.admit(group, f"g{group}", 0.0)
+    return started(world)
+
+
+@pytest.mark.parametrize("kills", [3, 40])
+def test_deaths_from_outside_fail_one_trajectory_each_at_most_and_never_the_run(
+    world, make_config, kills
+):
+    """However many trajectories are in one long step of theirs."""
+    more = ("env.max_failures_in_row=2", "rollout.host_restarts=1000")
+    made = make_config("rollout.group_size=2", "trainer.batch_size=8", *more)
+    rollouts = Rollouts(
+        made, world.hub, lambda rank, m: world.sent.append((rank, m)), {0: 1}, lambda *fault: None
+    )
+    rollouts.handle(p.HostReady(1))
+    started_in_order(rollouts, world, 16)
+    for _ in range(kills):
+        lose(rollouts, 1)
+    assert rollouts.groups.failed == kills - 2 and rollouts.groups.running == 32
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["the same contexts", "others in each life"])
+def test_the_trajectory_that_kills_its_hosts_is_found_among_others_in_the_same_step(
+    rollouts, world, alike
+):
+    at, poison = started_in_order(rollouts, world, 8), "g5.1"
+    host, deaths, done = at[poison], 0, set()
+    waiting = [name for name in at if at[name] == host]
+    assert len(waiting) > 4
+    for _ in range(2 * len(at)):
+        if not rollouts.runs(poison):
+            break
+        for name in waiting:
+            plays(world, at[name], name, 1, 0 if alike else deaths)
+        # the others' steps end only where it can't kill them
+        if poison in waiting:
+            deaths += 1
+            lose(rollouts, at[poison])
+        else:
+            for name in set(waiting) - done:
+                asked = request(f"{name}.t1", tokens=(9, 9))
+                assert not rollouts.handle(asked)
+                world.hub.handle(at[name], asked)
+                world.finish([8], turn=asked.turn)
+                done.add(name)
+        fresh = started(world)
+        at |= fresh
+        waiting = list(fresh)
+    assert deaths == 3 and rollouts.groups.failed == 1
+    assert [detail for what, detail in world.faults if what == "environment failed"] == [
+        f"{poison}: its host died 3 times in the same step of it, the last was killed by SIGKILL"
+    ]
+    assert {name for name in at if rollouts.runs(name)} == at.keys() - {poison}
+    assert rollouts._suspects.keys() <= set(HOSTS)
+
+
+def test_a_suspect_that_is_dropped_makes_way_for_the_next(rollouts, world):
+    started_in_order(rollouts, world, 2)
+    for _ in range(2):
+        for host in HOSTS:
+            lose(rollouts, host, ready=False)
+        for host in HOSTS:
+            rollouts.handle(p.HostReady(host))
+    first = started(world)
+    world.sent.clear()
+    rollouts.drop("g0")
+    rollouts.drop("g1")
+    assert {m.id for _, m in world.taken(p.CancelTrajectory)} <= first.keys() | set(
+        started(world)
+    ), "nobody is told of those that wait"
+    rollouts.admit(7, "g7", 0.0)
+    assert len(started(world)) == 2 and rollouts.groups.running == 2
+    assert not rollouts._suspects
+
+
 def test_a_host_that_dies_without_progress_ends_the_run_and_one_with_progress_does_not(
     rollouts, world
 ):
     rollouts.admit(0, "g0", 0.0)
     at = started(world)
-    for turn in range(9):
+    for turns in range(1, 10):
         for name in ("g0.0", "g0.1"):
-            context = tuple(range(3 + turn))
-            ask(world, at[name], f"{name}.t{turn}", tokens=context)
-            world.finish([7], turn=f"{name}.t{turn}")
+            plays(world, at[name], name, turns)
         lose(rollouts, at["g0.0"])
         at |= started(world)
     host = at["g0.0"]

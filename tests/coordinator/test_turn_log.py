@@ -96,6 +96,18 @@ def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002.turns", "v000003.turns"]
 
 
+def test_snapshots_that_a_host_wrote_after_its_trajectory_was_dropped_go_with_a_checkpoint(
+    tmp_path,
+):
+    log = opened(tmp_path / "turns", 0, 1)
+    late, runs = (tmp_path / "snapshots" / name for name in ("g0.0", "g0.1"))
+    log.forget(late.name)
+    late.mkdir(parents=True)
+    runs.mkdir()
+    log.saved(1)
+    assert not late.exists() and runs.exists()
+
+
 def test_a_torn_or_damaged_end_is_cut_off_and_the_file_grows_on(tmp_path):
     second = request("g0.1.t0")
     written(tmp_path, (request(), result()), (second, result(second.turn)))

@@ -56,21 +56,29 @@ def rolls(job: Job) -> bool:
 def everything(job: Job) -> list[tuple]:
     """All that is trained on, of each trajectory of each step."""
     return [
-        (t.id, t.tokens, t.mask, t.versions, t.reward, t.turns)
+        (t.id, t.tokens, t.mask, t.versions, t.reward, t.turns, t.inherited)
         for step in range(1, STEPS + 1)
         for group in replay.load(job.run, step)
         for t in group
     ]
 
 
-def test_trajectories_of_killed_hosts_have_the_tokens_of_a_run_in_which_nobody_dies(tmp_path):
-    whole = Job(tmp_path / "whole", *SIZE, "deterministic=true")
+TREES = ("algorithm=tree_grpo", "rollout/branch=tree", "rollout.group_size=8")
+
+
+@pytest.mark.parametrize("more, size", [((), 4), (TREES, 8)], ids=["", "trees"])
+def test_trajectories_of_killed_hosts_have_the_tokens_of_a_run_in_which_nobody_dies(
+    tmp_path, more, size
+):
+    whole = Job(tmp_path / "whole", *SIZE, *more, "deterministic=true")
     assert whole.wait() == 0, whole.said + whole.logs()
-    killed = Job(tmp_path, *SIZE, "deterministic=true")
+    killed = Job(tmp_path, *SIZE, *more, "deterministic=true")
     assert kill_hosts(killed, KILLS) == KILLS
     assert killed.wait() == 0, killed.said + killed.logs()
     assert everything(killed) == everything(whole)
-    assert trained_on(killed.run, STEPS) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
+    assert trained_on(killed.run, STEPS) == [
+        f"g{g}.{m}" for g in range(48 // size) for m in range(size)
+    ]
     what = [fault["what"] for fault in killed.faults()]
     assert what == ["environment host died"] * KILLS, killed.faults()
     assert "killed by SIGKILL" in killed.faults()[0]["detail"]

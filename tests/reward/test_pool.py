@@ -148,6 +148,26 @@ def test_a_worker_computes_as_many_plain_scores_at_once_as_it_is_given(world):
 
 
 @pytest.mark.slow
+def test_an_episode_that_was_played_otherwise_again_has_a_score_of_its_own(world):
+    w = world("reward.max_workers=1", "reward.per_worker=2")
+
+    async def body(pool):
+        first = w.score(pool, "a", "waits")
+        await until(lambda: w.tries("a"))
+        again = w.score(pool, "a", "holds")  # its host died meanwhile
+        await until(lambda: len(w.tries("a")) == 2)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        (w.folder / "go").touch()  # the first one's answer, which is for nobody
+        await w.score(pool, "b")
+        assert not again.done()
+        (w.folder / "a").touch()
+        await again
+
+    w.run(body)
+
+
+@pytest.mark.slow
 def test_an_answer_is_scored_once_and_survives_its_worker(world):
     w = world("reward.max_workers=2")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -36,6 +37,7 @@ from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward.episode import Episode
 
 REWARD_BYTES = 4096
+SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
 
@@ -60,7 +62,7 @@ async def run_agent(
     started = clock()
     try:
         with tempfile.TemporaryDirectory(
-            prefix="rose-agent-", ignore_cleanup_errors=True
+            prefix=f"{SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True
         ) as folder:
             run = _Run(start, agent, gateway, session, limits, key, chat.folder, Path(folder))
             reward, success = await run.go(required=scoring is None)
@@ -84,6 +86,14 @@ async def run_agent(
     return msgspec.structs.replace(
         made, reward=reward, success=success, stats=made.stats | stats, finished=clock()
     )
+
+
+def remove_stale() -> None:
+    """Folders of this user's hosts that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*"):
+        pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
+        if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Run:

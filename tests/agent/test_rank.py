@@ -1,0 +1,46 @@
+"""What a dead environment host leaves behind, and its rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.agent.gateway.run import SCRATCH, remove_stale
+
+# a process of root's that this one, which is nobody by then, can't end
+LEFT = """
+import os, subprocess
+from rose.agent import rank
+rank.ALONE_S = rank.END_S = 0.3
+left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+os.setresuid(65534, 65534, 65534)
+rank._end_descendants()
+print(left.pid, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's process is needed")
+def test_a_process_that_cant_be_ended_holds_up_no_new_host():
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=True
+    )
+    words, pid = done.stdout.splitlines()
+    try:
+        assert words == f"processes {pid} of a dead environment host can't be ended"
+    finally:
+        psutil.Process(int(pid)).kill()
+
+
+def test_folders_of_agents_whose_hosts_were_killed_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid in (gone.pid, os.getpid()):
+        (tmp_path / f"{SCRATCH}{pid}-x" / "in").mkdir(parents=True)
+    (tmp_path / f"{SCRATCH}other").mkdir()
+    remove_stale()
+    left = {path.name for path in Path(tmp_path).iterdir()}
+    assert left == {f"{SCRATCH}{os.getpid()}-x", f"{SCRATCH}other"}
