@@ -23,7 +23,7 @@ from rose.agent.envs import _ladder
 from rose.agent.envs.terminal import BASH
 from rose.sandbox import Sandbox, Spec
 
-TASKS, CALLS = 4, 3
+TASKS, CALLS = 2, 3
 COMMAND_S, OUTPUT_BYTES = 10.0, 200
 
 

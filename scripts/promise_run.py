@@ -45,7 +45,7 @@ STORM = ("n3", "host", "spare", "n4")  # a device's borrowed engine, an environm
 VICTIM_S, AWAY_S = 20.0, 30.0  # until a victim is skipped; of a more urgent job on the spare device
 TRACE_S = 1200.0  # of the users
 SOON_S, BURST_S = 240.0, 20.0  # a run has at least so long; a burst
-TASKS, CALLS = 4, 3  # of an episode, and of a task at most: as promise_agent.py
+TASKS, CALLS = 2, 3  # of an episode, and of a task at most: as promise_agent.py
 MODEL = ("+model.recipe.env=terminal", "+model.recipe.noise=0.5", "+model.recipe.steps=480")
 MODEL += ("+model.recipe.layers=4",)
 GROUP = 4
@@ -56,7 +56,7 @@ ALIKE = (
     f"env.max_turns={TASKS * CALLS}",
     "env.max_new_tokens=24",
     f"rollout.group_size={GROUP}",
-    "rollout.max_sequences=4",  # an engine's memory bounds what it can do at once
+    "rollout.max_sequences=2",  # an engine's memory bounds what it can do at once
     "rollout.kv_cache_gib=0.05",
     "rollout.threads=1",
     "trainer.threads=1",
