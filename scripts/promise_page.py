@@ -78,7 +78,7 @@ def _rewards(of: Of) -> list[Line]:
     equal = found.low <= 0 <= found.high and not apart(curves["borrowed"], curves["dedicated"])
     shown = f"{means['borrowed']:.3f}; {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
     least = (found.high - found.low) / 2
-    words = f"reward, all steps; difference, of which {least:.3f} would be seen"
+    words = f"reward, all steps; difference, where {least:.3f} would be seen"
     return [
         Line("reward, first and last fifth of the steps", *ends, "", None),
         Line(words, f"{means['dedicated']:.3f}", "", shown, "", equal),

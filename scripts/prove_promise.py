@@ -16,7 +16,7 @@ serving device, has the same CPU quota; trainer, environment hosts and clients h
 
 The simulator's forecast of all is made before them. Printed: a table with a verdict for each
 claim, and a figure, promise.svg. Users come as in a public trace (--trace), whose time is stretched
-to --rate: 17 times for Azure's conversations of 2023. That keeps the shape of its bursts and not
+to --rate: 18 times for Azure's conversations of 2023. That keeps the shape of its bursts and not
 their seconds; the windows of 20 minutes whose first minutes are the burstiest are taken. A request
 that isn't answered counts as infinitely late; those that come after a run's end aren't sent. A
 killed host's sandboxes are not restored: an agent that is a program of its own has no checkpoints,

@@ -228,7 +228,7 @@ def test_what_difference_of_rewards_would_be_seen_is_told():
         if run["side"] == "borrowed":
             run["rewards"] = [r + 0.1 * (run["seed"] - 2) for r in run["rewards"]]
     [line] = [one for one in lines(runs) if "would be seen" in one.what]
-    assert line.holds and "of which 0.248 would be seen" in line.what  # 4.303 x 0.1 / sqrt 3
+    assert line.holds and "where 0.248 would be seen" in line.what  # 4.303 x 0.1 / sqrt 3
 
 
 def test_the_figure_is_small_and_well_formed():
