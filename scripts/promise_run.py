@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import promise_count
 import psutil
 from bench_coserving_client import Request, replay
@@ -109,7 +110,7 @@ class Plan:
         slower = lengths.scaled(self.slower(whole))
         count = int(slower.seconds // TRACE_S)
         windows = [slower.slice(TRACE_S * at, TRACE_S) for at in range(count)]
-        windows.sort(key=lambda window: window.slice(0.0, SOON_S).peak(BURST_S), reverse=True)
+        windows.sort(key=_fullest, reverse=True)
         chosen = windows[(seed - 1) % len(windows)]
         return [chosen.part(slice(at, None, len(DEVICES))) for at in range(len(DEVICES))]
 
@@ -121,6 +122,12 @@ class Plan:
         """One engine alone is slow, and its reward is no claim: its steps end beyond the middle,
         with the one that the requeue befell."""
         return self.steps // 2 + 2 if side == "alone" else self.steps
+
+
+def _fullest(window: traces.Trace) -> int:
+    """Requests of its largest burst within the time that a run has at least."""
+    soon = window.at[window.at < SOON_S]
+    return int(np.bincount((soon / BURST_S).astype(np.int64), minlength=1).max())
 
 
 @dataclass

@@ -17,10 +17,11 @@ serving device, has the same CPU quota; trainer, environment hosts and clients h
 The simulator's forecast of all is made before them. Printed: a table with a verdict for each
 claim, and a figure, promise.svg. Users come as in a public trace (--trace), whose time is stretched
 to --rate: 18 times for Azure's conversations of 2023. That keeps the shape of its bursts and not
-their seconds; the windows of 20 minutes whose first minutes are the burstiest are taken. A request
-that isn't answered counts as infinitely late; those that come after a run's end aren't sent. A
-killed host's sandboxes are not restored: an agent that is a program of its own has no checkpoints,
-so it is run again, and gets the answers that its first run got until then.
+their seconds. Taken are the 20 minutes with the largest bursts in the first four, a seed each; they
+are busier than --rate. A request that isn't answered counts as infinitely late; what would come
+after a run's end isn't sent. A killed host's sandboxes are not restored: an agent that is a program
+of its own has no checkpoints, so it is run again, and gets the answers that its first run got until
+then.
 
 What is done is kept in --out: an interrupted proof goes on there. All that it starts it ends, also
 after Ctrl-C. Needs root, Slurm's packages (slurm/dev_cluster.sh install) and a machine that does

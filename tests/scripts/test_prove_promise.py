@@ -281,7 +281,7 @@ def test_a_victim_that_never_comes_is_skipped(monkeypatch):
     ]
 
 
-def test_the_burstiest_windows_of_a_trace_come_first(tmp_path):
+def test_the_windows_of_a_trace_with_the_largest_bursts_come_first(tmp_path):
     file = tmp_path / "trace.csv"
     rows = [f"{at},10,5" for at in range(0, 4000, 10)]
     rows += [f"{2450 + at / 10},10,5" for at in range(40)]
