@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -95,7 +96,7 @@ class Plan:
     overrides: list[str] = field(default_factory=list)
 
     def requests(self, seed: int) -> list[traces.Trace]:
-        """Of each device; the same on both sides."""
+        """Of each device; the same on all sides."""
         if self.trace is None:
             seeds = [1000 * seed + number for number in range(len(DEVICES))]
             made = [
@@ -133,8 +134,8 @@ def _fullest(window: traces.Trace) -> int:
 @dataclass
 class Storm:
     """What befalls the borrowed side, each in the midst of rollouts: every `every_s` seconds the
-    next of `STORM`, which is skipped if its victim isn't there within `VICTIM_S` more; and at half
-    of the steps the whole job is requeued."""
+    next of `STORM`, which is skipped if its victim isn't there for `VICTIM_S`; and at half of the
+    steps the whole job is requeued."""
 
     plan: Plan
     training: Training
@@ -143,6 +144,7 @@ class Storm:
     log: Callable[[str], None]
     done: list[str] = field(default_factory=list)
     _number: int = 0
+    _missing_since: float = math.inf
     _requeued: bool = False
 
     def __post_init__(self) -> None:
@@ -155,14 +157,15 @@ class Storm:
             command("scontrol", "requeue", self.training.id)
             self._note(f"requeued the training job after step {steps}")
         elif amid and now >= self._due:
-            what = self._strike(STORM[self._number % len(STORM)])
-            if not what and now < self._due + VICTIM_S:
-                return
-            if what:
+            victim = STORM[self._number % len(STORM)]
+            if what := self._strike(victim):
                 self._note(what)
             else:
-                self.log(f"skipped {STORM[self._number % len(STORM)]}: not there")
-            self._number += 1
+                self._missing_since = min(self._missing_since, now)
+                if now < self._missing_since + VICTIM_S:
+                    return
+                self.log(f"skipped {victim}: not there")
+            self._number, self._missing_since = self._number + 1, math.inf
             self._due = now + self.plan.every_s
 
     def _strike(self, victim: str) -> str:

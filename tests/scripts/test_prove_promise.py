@@ -1,6 +1,7 @@
 """What prove_promise.py counts in a run's folder, and what it makes of it."""
 
 import json
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from datetime import datetime
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.agent.envs import _ladder
 from rose.coordinator import replay
 from rose.coordinator.journal import Journal
 from rose.protocol import Phase, Trajectory
@@ -17,6 +19,7 @@ from rose.sim.study.gains import Interval
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+import promise_agent
 import promise_count
 import promise_page
 import promise_run
@@ -257,6 +260,22 @@ class Victims:
 
     def preempt(self, _seconds):
         return "preempted"
+
+
+def test_the_agents_tasks_lie_as_the_ladder_says_and_its_calls_are_those_that_a_run_allows(
+    tmp_path,
+):
+    assert (promise_agent.TASKS, promise_agent.CALLS) == (promise_run.TASKS, promise_run.CALLS)
+    for seed in range(8):
+        rung = _ladder.draw(seed)
+        folder = tmp_path / f"task{seed}"
+        words = promise_agent._laid_out(str(folder), rung.files)
+        subprocess.run(["bash", "-c", f"{words}\n{rung.command}"], check=True, capture_output=True)
+        for name, text in rung.files.items():
+            if name != rung.target:
+                assert (folder / name).read_text() == text
+        if rung.target:
+            assert (folder / rung.target).read_text() == rung.expected
 
 
 def test_a_victim_that_never_comes_is_skipped(monkeypatch):
