@@ -24,7 +24,7 @@ from rose.observe.status import read_status
 from rose.protocol import Role
 
 COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
-AMID_S = 2.0  # until trajectories are under way
+AMID_S, STALE_S = 2.0, 5.0  # until trajectories are under way; of the word of a killed attempt
 NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
 PORT = 19_000  # of the cluster's daemons, the first of 130
 
@@ -101,7 +101,8 @@ class Training(Job):
     def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float) -> None:
         self.run, self._cores = folder / name, cores
         self._quotas: dict[int, Quota] = {}  # by the rank's pid
-        self._begun = time.monotonic()  # the step's rollouts
+        self._step: tuple[float, int] | tuple[()] = ()  # whose rollouts go on
+        self._begun = 0.0  # of that
         words = ["cluster=dev", f"output_dir={folder}", f"name={name}", "fresh=true", *overrides]
         command(sys.executable, str(REPOSITORY / "launch.py"), *words)
         job = state.submitted(self.run)
@@ -113,11 +114,14 @@ class Training(Job):
         return status.phase if status else ""
 
     def amid(self) -> bool:
-        """The step's rollouts have run for `AMID_S`, and most are not in; looked at often."""
+        """This attempt's step has rolled out for `AMID_S`, and most is not in; looked at often."""
         status = read_status(self.run)
-        if status is None or status.phase != "rollout":
-            self._begun = time.monotonic()
+        if status is None or status.phase != "rollout" or time.time() > status.time + STALE_S:
+            self._step = ()
             return False
+        step = status.started, status.step
+        if step != self._step:
+            self._step, self._begun = step, time.monotonic()
         going = status.finished < 0.6 * max(1, status.total)
         return going and time.monotonic() > self._begun + AMID_S
 
