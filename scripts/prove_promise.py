@@ -1,7 +1,7 @@
 """The promise, shown on one machine: as good a policy with a quarter of the dedicated engines.
 
-    python scripts/prove_promise.py                                      # three seeds, about an hour
-    python scripts/prove_promise.py --seeds 1 --steps 8                  # a look
+    python scripts/prove_promise.py                                      # three seeds, 50 minutes
+    python scripts/prove_promise.py --seeds 1 --steps 8 --every 20       # a look
     python scripts/prove_promise.py --trace AzureLLMInferenceTrace_conv_2023.csv
 
 An agent that knows no trainer (promise_agent.py) learns in sandboxes, over the gateway, as a job of
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--quota", type=float, default=0.15, help="cores of each engine and device")
     parser.add_argument("--rate", type=float, default=0.15, help="online requests/s of a device")
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
-    parser.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
+    parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
     parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
     args, overrides = parser.parse_known_args()

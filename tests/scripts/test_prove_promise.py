@@ -289,13 +289,12 @@ def test_a_victim_that_never_comes_is_skipped(monkeypatch):
         now[0] = float(second)
         training.rows = [{}] * (second // 50)
         storm.look()
-    # n3 at 30 s, an environment host that isn't there, the spare, n4
     assert said == [
         "skipped n3: not there",
+        "preempted",
         "requeue",
         "requeued the training job after step 2",
         "skipped host: not there",
-        "preempted",
         "killed",
     ]
 
