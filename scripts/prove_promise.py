@@ -133,7 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--batch", type=int, default=16, help="trajectories of a step")
     parser.add_argument("--quota", type=float, default=0.15, help="cores of each engine and device")
     parser.add_argument("--rate", type=float, default=0.15, help="online requests/s of a device")
