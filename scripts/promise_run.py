@@ -153,7 +153,7 @@ class Storm:
     def look(self) -> None:
         steps, amid, now = len(self.training.steps()), self.training.amid(), time.monotonic()
         if amid and not self._requeued and steps >= self.plan.steps // 2:
-            self._requeued = True
+            self._requeued, self._due = True, max(self._due, now + VICTIM_S)  # it is going
             command("scontrol", "requeue", self.training.id)
             self._note(f"requeued the training job after step {steps}")
         elif amid and now >= self._due:
