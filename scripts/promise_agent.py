@@ -3,51 +3,65 @@
     python launch.py env=agent env.args.function=scripts/promise_agent.py:play ...
 
 It knows no trainer: it calls whatever answers at OPENAI_BASE_URL, as any program does. An episode
-is a task of env=terminal's ladder, `CALLS` calls at most; its reward is 1 over the number of calls
-that it took, 0 if it is not solved. Not a command.
+is `TASKS` tasks of env=terminal's ladder in one sandbox, each a chat of its own of `CALLS` calls at
+most; its reward is the mean of 1 over the number of calls that a task took, 0 if it is not solved.
+Not a command.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+from statistics import fmean
 from typing import Any
 
 from openai import AsyncOpenAI
+from promise_client import client
 
 from rose.agent.envs import _ladder
 from rose.agent.envs.terminal import BASH
 from rose.sandbox import Sandbox, Spec
 
-CALLS = 3
+TASKS, CALLS = 2, 3
 COMMAND_S, OUTPUT_BYTES = 10.0, 200
-
-# What the client imports at its first use is imported here, once: episodes are forked from this.
-_ = AsyncOpenAI(api_key="none", base_url="http://127.0.0.1/v1").chat.completions
 
 
 def play(task: dict[str, Any]) -> float:
-    return asyncio.run(_play(_ladder.draw(task["seed"])))
+    return asyncio.run(_play(task["seed"]))
 
 
-async def _play(rung: _ladder.Rung) -> float:
+async def _play(seed: int) -> float:
+    async with await Sandbox.start(Spec()) as box, client() as policy:
+        rungs = [_ladder.draw(seed * TASKS + number) for number in range(TASKS)]
+        return fmean([await _solve(box, policy, rung, f"task{n}") for n, rung in enumerate(rungs)])
+
+
+async def _solve(box: Sandbox, policy: AsyncOpenAI, rung: _ladder.Rung, name: str) -> float:
+    folder = f"{box.spec.workdir}/{name}"
+    await box.run(_laid_out(folder, rung.files), COMMAND_S, OUTPUT_BYTES)
     messages: list[dict[str, Any]] = [{"role": "system", "content": _ladder.SYSTEM}]
-    async with await Sandbox.start(Spec()) as box, AsyncOpenAI() as client:
-        for name, text in rung.files.items():
-            await box.write_file(f"{box.spec.workdir}/{name}", text.encode())
-        for number in range(1, CALLS + 1):
-            messages.append({"role": "user", "content": rung.instruction})
-            answer = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[BASH]
-            )
-            said = answer.choices[0].message
-            messages.append(said.model_dump(exclude_none=True))
-            for call in said.tool_calls or ():
-                output = await _run(box, call.function.arguments)
-                if await _solved(box, rung, output):
-                    return 1.0 / number
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
+    for number in range(1, CALLS + 1):
+        messages.append({"role": "user", "content": rung.instruction})
+        answer = await policy.chat.completions.create(
+            model="policy", messages=messages, tools=[BASH]
+        )
+        said = answer.choices[0].message
+        messages.append(said.model_dump(exclude_none=True))
+        for call in said.tool_calls or ():
+            output = await _run(box, call.function.arguments)
+            if await _solved(box, rung, output, folder):
+                return 1.0 / number
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
     return 0.0
+
+
+def _laid_out(folder: str, files: dict[str, str]) -> str:
+    """The command that makes them, and goes there."""
+    folders = sorted({name.rpartition("/")[0] or "." for name in files})
+    words = [f"mkdir -p {folder} && cd {folder} && mkdir -p {shlex.join(folders)}"]
+    words += [f"printf %s {shlex.quote(text)} > {name}" for name, text in files.items()]
+    return "\n".join(words)
 
 
 async def _run(box: Sandbox, arguments: str) -> str:
@@ -57,11 +71,11 @@ async def _run(box: Sandbox, arguments: str) -> str:
     return (await box.run(command, COMMAND_S, OUTPUT_BYTES)).words()
 
 
-async def _solved(box: Sandbox, rung: _ladder.Rung, output: str) -> bool:
+async def _solved(box: Sandbox, rung: _ladder.Rung, output: str, folder: str) -> bool:
     if not rung.target:
         return rung.expected in output
     try:
-        data = await box.read_file(f"{box.spec.workdir}/{rung.target}")
+        data = await box.read_file(f"{folder}/{rung.target}")
     except OSError:
         return False
     return data == rung.expected.encode()

@@ -24,6 +24,7 @@ from rose.observe.status import read_status
 from rose.protocol import Role
 
 COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
+AMID_S, STALE_S = 2.0, 5.0  # until trajectories are under way; of the word of a killed attempt
 NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
 PORT = 19_000  # of the cluster's daemons, the first of 130
 
@@ -100,6 +101,8 @@ class Training(Job):
     def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float) -> None:
         self.run, self._cores = folder / name, cores
         self._quotas: dict[int, Quota] = {}  # by the rank's pid
+        self._step: tuple[float, int] | tuple[()] = ()  # whose rollouts go on
+        self._begun = 0.0  # of that
         words = ["cluster=dev", f"output_dir={folder}", f"name={name}", "fresh=true", *overrides]
         command(sys.executable, str(REPOSITORY / "launch.py"), *words)
         job = state.submitted(self.run)
@@ -111,10 +114,16 @@ class Training(Job):
         return status.phase if status else ""
 
     def amid(self) -> bool:
-        """Some of the step's trajectories are in, and most are not."""
+        """This attempt's step has rolled out for `AMID_S`, and most is not in; looked at often."""
         status = read_status(self.run)
-        done = status.finished / max(1, status.total) if status else 0.0
-        return self.phase == "rollout" and 0.1 < done < 0.6
+        if status is None or status.phase != "rollout" or time.time() > status.time + STALE_S:
+            self._step = ()
+            return False
+        step = status.started, status.step
+        if step != self._step:
+            self._step, self._begun = step, time.monotonic()
+        going = status.finished < 0.6 * max(1, status.total)
+        return going and time.monotonic() > self._begun + AMID_S
 
     def steps(self) -> list[dict]:
         return rows_of(read_metrics(self.run), "step")
@@ -231,13 +240,13 @@ class Serving(Job):
                 process.kill()
         return f"killed {self.members()[-1][1]}"
 
-    def preempt(self) -> str:
-        """By a more urgent job on its node; the job is requeued and joins again."""
+    def preempt(self, seconds: float) -> str:
+        """By a more urgent job on its node, of so long; then the job is requeued and joins again."""
         member = self.member
         if member is None:
             return ""
         words = ("--partition=serve", f"--nodelist={self.node}", "--cpus-per-task=8")
-        command("sbatch", "--parsable", *words, "--output=/dev/null", "--wrap=sleep 3")
+        command("sbatch", "--parsable", *words, "--output=/dev/null", f"--wrap=sleep {seconds:g}")
         return f"preempted {self.members()[-1][1]}"
 
     def close(self) -> None:

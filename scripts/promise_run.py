@@ -1,52 +1,64 @@
 """One run of prove_promise.py, from its submission to its figures. Not a command.
 
-Both sides have the same serving jobs, users and trainer. `dedicated` has four dedicated engines and
-lends nothing; `borrowed` has one, takes what the serving devices leave idle and a spare engine, and
-is harmed all the while (`Storm`).
+All sides have the same serving jobs, users and trainer. `dedicated` has four dedicated engines and
+`alone` one, and nothing is lent; `borrowed` has one, takes what the serving devices leave idle and
+a spare engine, and is harmed all the while (`Storm`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import promise_count
 import psutil
-from bench_live import SERVED, SLO, users
+from bench_coserving_client import Request, replay
+from bench_live import SERVED, SLO
 from harness import REPOSITORY
-from live_runs import LOOK_S
+from live_runs import LOOK_S, Stolen
 from promise_cluster import Serving, Training, command
 
 from rose import config as cfg
 from rose.protocol import Role
 from rose.sim import traces
 
-SIDES = {"dedicated": 4, "borrowed": 1}  # dedicated engines
+SIDES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated engines
 POLICIES = {
     "dedicated": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
+    "alone": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
     "borrowed": ("scheduler/provisioning=rose", "scheduler/routing=rose"),
 }
 HOST = "rose.agent.process"  # an environment host's own process, below its rank
+HOSTS = 2
+REPEATED = ("trajectories_restarted", "resumed_turns")  # of metrics.jsonl
 DEVICES, SPARE = ("n3", "n4"), "n5"  # nodes that serve users, and a spare one; training has n1, n2
+PIECE_S, DRAIN_S = 5.0, 20.0  # of the users' traffic
 START_S, STEP_S = 600.0, 600.0  # deadlines: of all that starts, and of a training step
 PROMPT, OUTPUT = (64.0, 0.6), (24.0, 0.6)  # tokens of the made trace: median, sigma
 MOST_PROMPT, MOST_OUTPUT = 300, 100
-TRACE_S = 3600.0
+STORM = ("n3", "spare", "host", "n4")  # borrowed engines by node, an environment host
+VICTIM_S, AWAY_S = 20.0, 30.0  # until a victim is skipped; of a more urgent job on the spare device
+TRACE_S = 1200.0  # of the users
+SOON_S, BURST_S = 240.0, 20.0  # a run has at least so long; a burst
+TASKS, CALLS = 2, 3  # of an episode, and of a task at most: as promise_agent.py
 MODEL = ("+model.recipe.env=terminal", "+model.recipe.noise=0.5", "+model.recipe.steps=480")
 MODEL += ("+model.recipe.layers=4",)
-GROUP = 8
+GROUP = 4
 ALIKE = (
     *MODEL,
     "env=agent",
     f"env.args.function={REPOSITORY}/scripts/promise_agent.py:play",
-    "env.max_turns=3",
+    f"env.max_turns={TASKS * CALLS}",
     "env.max_new_tokens=24",
     f"rollout.group_size={GROUP}",
-    "rollout.max_sequences=8",  # an engine's memory bounds what it can do at once
+    "rollout.max_sequences=2",  # an engine's memory bounds what it can do at once
     "rollout.kv_cache_gib=0.05",
     "rollout.threads=1",
     "trainer.threads=1",
@@ -81,11 +93,10 @@ class Plan:
     rate: float  # online requests per second and device
     trace: Path | None
     every_s: float  # between two kills
-    kill_hosts: bool
     overrides: list[str] = field(default_factory=list)
 
     def requests(self, seed: int) -> list[traces.Trace]:
-        """Of each device; the same on both sides."""
+        """Of each device; the same on all sides."""
         if self.trace is None:
             seeds = [1000 * seed + number for number in range(len(DEVICES))]
             made = [
@@ -97,17 +108,34 @@ class Plan:
         lengths = whole.tokens_scaled(
             PROMPT[0] / whole.prompt_tokens.mean(), OUTPUT[0] / whole.output_tokens.mean()
         ).clipped(MOST_PROMPT, MOST_OUTPUT)
-        slower = lengths.scaled(len(whole) / whole.seconds / (self.rate * len(DEVICES)))
-        begin = (seed * TRACE_S / 3) % max(1.0, slower.seconds - TRACE_S)
-        part = slower.slice(begin, TRACE_S)
-        return [part.part(slice(at, None, len(DEVICES))) for at in range(len(DEVICES))]
+        slower = lengths.scaled(self.slower(whole))
+        count = int(slower.seconds // TRACE_S)
+        windows = [slower.slice(TRACE_S * at, TRACE_S) for at in range(count)]
+        windows.sort(key=_fullest, reverse=True)
+        chosen = windows[(seed - 1) % len(windows)]
+        return [chosen.part(slice(at, None, len(DEVICES))) for at in range(len(DEVICES))]
+
+    def slower(self, whole: traces.Trace) -> float:
+        """How many times as long its seconds are here."""
+        return len(whole) / whole.seconds / (self.rate * len(DEVICES))
+
+    def steps_of(self, side: str) -> int:
+        """One engine alone is slow, and its reward is no claim: its steps end beyond the middle,
+        with the one that the requeue befell."""
+        return self.steps // 2 + 2 if side == "alone" else self.steps
+
+
+def _fullest(window: traces.Trace) -> int:
+    """Requests of its largest burst within the time that a run has at least."""
+    soon = window.at[window.at < SOON_S]
+    return int(np.bincount((soon / BURST_S).astype(np.int64), minlength=1).max())
 
 
 @dataclass
 class Storm:
-    """What befalls the borrowed side: every `every_s` seconds the next of the borrowed engines is
-    killed or preempted, or an environment host is killed; at half of the steps the whole job is
-    requeued. Each in the midst of rollouts."""
+    """What befalls the borrowed side, each in the midst of rollouts: every `every_s` seconds the
+    next of `STORM`, which is skipped if its victim isn't there for `VICTIM_S`; and at half of the
+    steps the whole job is requeued."""
 
     plan: Plan
     training: Training
@@ -115,32 +143,38 @@ class Storm:
     spare: Serving
     log: Callable[[str], None]
     done: list[str] = field(default_factory=list)
+    _number: int = 0
+    _missing_since: float = math.inf
+    _requeued: bool = False
 
     def __post_init__(self) -> None:
-        self._turns = self._order()
-        self._next = next(self._turns)
         self._due = time.monotonic() + self.plan.every_s
-        self._requeued = False
-
-    def _order(self) -> Iterator[Callable[[], str]]:
-        while True:
-            yield self.lent[0].kill
-            yield self.spare.preempt
-            yield self.lent[1].kill
-            if self.plan.kill_hosts:
-                yield self._kill_host
 
     def look(self) -> None:
-        steps, amid = len(self.training.steps()), self.training.amid()
+        steps, amid, now = len(self.training.steps()), self.training.amid(), time.monotonic()
         if amid and not self._requeued and steps >= self.plan.steps // 2:
-            self._requeued = True
+            self._requeued, self._due = True, max(self._due, now + VICTIM_S)  # it is going
             command("scontrol", "requeue", self.training.id)
             self._note(f"requeued the training job after step {steps}")
-            return
-        if amid and time.monotonic() >= self._due and (what := self._next()):
-            self._note(what)
-            self._next = next(self._turns)
-            self._due = time.monotonic() + self.plan.every_s
+        elif amid and now >= self._due:
+            victim = STORM[self._number % len(STORM)]
+            if what := self._strike(victim):
+                self._note(what)
+            else:
+                self._missing_since = min(self._missing_since, now)
+                if now < self._missing_since + VICTIM_S:
+                    return
+                self.log(f"skipped {victim}: not there")
+            self._number, self._missing_since = self._number + 1, math.inf
+            self._due = now + self.plan.every_s
+
+    def _strike(self, victim: str) -> str:
+        """What was done; '' if it isn't there."""
+        if victim == "host":
+            return self._kill_host()
+        if victim == "spare":
+            return self.spare.preempt(AWAY_S)
+        return self.lent[DEVICES.index(victim)].kill()
 
     def _kill_host(self) -> str:
         """SIGKILL to the process that has the agents."""
@@ -166,7 +200,7 @@ async def run(plan: Plan, side: str, seed: int, log: Callable[[str], None]) -> d
         online.append(f"serving.lending.profile={plan.profile}")
     jobs: list[Serving] = []
     clients: list[asyncio.Task] = []
-    training, over = None, asyncio.Event()
+    training, over, before, load = None, asyncio.Event(), Stolen.now(), os.getloadavg()[0]
     try:
         jobs += [Serving(plan.folder, name, node, plan.quota, online) for node in DEVICES]
         await _until(lambda: all(job.url for job in jobs), "the online servers", jobs)
@@ -186,14 +220,16 @@ async def run(plan: Plan, side: str, seed: int, log: Callable[[str], None]) -> d
             for job, trace in zip(jobs, plan.requests(seed), strict=False)
         ]
         storm = Storm(plan, training, jobs[:2], jobs[2], log) if borrows else None
-        await _train(plan, training, jobs, storm, log)
+        await _train(plan.steps_of(side), training, jobs, storm, log)
         over.set()
         served = [request for found in await asyncio.gather(*clients) for request in found]
         return _figures(plan, training, side, seed, storm.done if storm else []) | {
+            "load": load,
+            "stolen": Stolen.now().share_since(before),
             "requests": len(served),
-            "answered": sum(request.done for request in served),
             "ttft_s": [request.ttft for request in served if request.done],
             "tpot_s": [request.tpot for request in served if request.tpot is not None],
+            "unanswered": sum(not request.done for request in served),
         }
     finally:
         for client in clients:
@@ -202,17 +238,33 @@ async def run(plan: Plan, side: str, seed: int, log: Callable[[str], None]) -> d
             one.close()
 
 
+async def users(
+    url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int
+) -> list[Request]:
+    """An open loop: what comes before `over`, each at its time, answered or not within `DRAIN_S`."""
+    start, pieces, at = time.monotonic(), [], 0.0
+    while not over.is_set() and at < trace.seconds:
+        piece, key = trace.slice(at, PIECE_S), 10_000 * seed + int(at)
+        asked = replay(url, SERVED, piece, key, DRAIN_S, start=start + at, words=words)
+        pieces.append((at, asyncio.create_task(asked)))
+        at += PIECE_S
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), max(0.0, start + at - time.monotonic()))
+    end = time.monotonic() - start
+    return [one for at, piece in pieces for one in await piece if at + one.at < end]
+
+
 def _overrides(plan: Plan, side: str, seed: int) -> list[str]:
     return [
         *ALIKE,
-        f"trainer.steps={plan.steps}",
+        f"trainer.steps={plan.steps_of(side)}",
         f"trainer.batch_size={plan.batch}",
         f"seed={seed}",
         f"rollout.workers={SIDES[side]}",
         "cluster.slurm.rollout.nodes=1",
         "cluster.slurm.trainer.sbatch=['--nodelist=n1']",
         "cluster.slurm.rollout.sbatch=['--nodelist=n2']",
-        f"rollout.environment_hosts={2 if plan.kill_hosts else 1}",
+        f"rollout.environment_hosts={HOSTS}",
         "trainer.checkpoint_every=1",
         *POLICIES[side],
         *(() if side == "borrowed" else ("serving=none",)),
@@ -241,7 +293,7 @@ def _look(jobs: list[Serving], training: Training | None) -> None:
 
 
 async def _train(
-    plan: Plan,
+    steps: int,
     training: Training,
     jobs: list[Serving],
     storm: Storm | None,
@@ -258,12 +310,12 @@ async def _train(
             known, end = len(rows), time.monotonic() + STEP_S
             row = rows[-1]
             log(
-                f"step {row['step']} of {plan.steps}: reward {row['reward_mean']:.2f}, "
+                f"step {row['step']} of {steps}: reward {row['reward_mean']:.2f}, "
                 f"{row['time_step']:.1f} s, {row.get('borrowed_workers', 0)} borrowed"
             )
         if time.monotonic() > end:
             raise SystemExit(f"no step within {STEP_S:g} s; see {training.run}/logs")
-        if storm is not None and known < plan.steps:
+        if storm is not None and known < steps:
             storm.look()
         await asyncio.sleep(LOOK_S)
     if not (training.run / "status" / "finished.json").exists():
@@ -281,8 +333,7 @@ def _figures(plan: Plan, training: Training, side: str, seed: int, harm: list[st
         "rewards": [row["reward_mean"] for row in rows],
         "step_s": [row["time_step"] for row in rows],
         "borrowed_share": [row.get("borrowed_token_share", 0.0) for row in rows],
-        "resumed_turns": sum(row.get("resumed_turns", 0) for row in rows),
-        "migrations": sum(row.get("migrations", 0) for row in rows),
+        "repeated": {key: sum(row.get(key, 0) for row in rows) for key in REPEATED},
         "harm": harm,
-        "counts": promise_count.count(training.run, plan.steps, plan.batch)._asdict(),
+        "counts": promise_count.count(training.run, plan.steps_of(side), plan.batch)._asdict(),
     }

@@ -1,22 +1,31 @@
 """The promise, shown on one machine: as good a policy with a quarter of the dedicated engines.
 
-    python scripts/prove_promise.py                                      # three seeds, about an hour
-    python scripts/prove_promise.py --seeds 1 --steps 8                  # a look
+    python scripts/prove_promise.py                                      # three seeds, 50 minutes
+    python scripts/prove_promise.py --seeds 1 --steps 8 --every 20       # a look
     python scripts/prove_promise.py --trace AzureLLMInferenceTrace_conv_2023.csv
 
 An agent that knows no trainer (promise_agent.py) learns in sandboxes, over the gateway, as a job of
 a real Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine, and each
-serving device, has the same CPU quota.
+serving device, has the same CPU quota; trainer, environment hosts and clients have none.
 
     dedicated  four dedicated engines; two devices serve users beside, and lend nothing
+    alone      one dedicated engine and the same devices, which lend nothing; half of the steps
     borrowed   one dedicated engine; the devices lend what serving leaves idle, a spare engine joins.
                Every --every seconds the next of them is killed or preempted, or an environment
                host is killed; at half of the steps Slurm requeues the training job
 
-The simulator's forecast of both is made before them. Printed: a table with a verdict for each
-line, and a figure, promise.svg. What is done is kept in --out: an interrupted proof goes on there.
-All that it starts it ends, also after Ctrl-C. Needs root, Slurm's packages (slurm/dev_cluster.sh
-install) and a machine that does nothing else: 4 x quota cores and two more.
+The simulator's forecast of all is made before them. Printed: a table with a verdict for each
+claim, and a figure, promise.svg. Users come as in a public trace (--trace), whose time is stretched
+to --rate: 18 times for Azure's conversations of 2023. That keeps the shape of its bursts and not
+their seconds. Taken are the 20 minutes with the largest bursts in the first four, a seed each; they
+are busier than --rate. A request that isn't answered counts as infinitely late; what would come
+after a run's end isn't sent. A killed host's sandboxes are not restored: an agent that is a program
+of its own has no checkpoints, so it is run again, and gets the answers that its first run got until
+then.
+
+What is done is kept in --out: an interrupted proof goes on there. All that it starts it ends, also
+after Ctrl-C. Needs root, Slurm's packages (slurm/dev_cluster.sh install) and a machine that does
+nothing else: 4 x quota cores and two more.
 """
 
 from __future__ import annotations
@@ -31,7 +40,7 @@ from pathlib import Path
 import promise_page
 from bench_live import profile
 from harness import REPOSITORY, configured
-from live_runs import Quota, end_in_order
+from live_runs import Quota, end_in_order, wait_for_calm
 from promise_cluster import cluster
 from promise_forecast import forecast
 from promise_run import GROUP, MODEL, SIDES, Plan, run
@@ -42,7 +51,7 @@ from rose.sandbox import SandboxError
 from rose.sandbox.probe import choose
 from rose.sim.traces import TraceError, read
 
-KEYS = ("steps", "batch", "quota", "rate", "trace", "every", "kill_hosts", "overrides")
+KEYS = ("steps", "batch", "quota", "rate", "trace", "every", "overrides")
 
 
 def checked(args: argparse.Namespace) -> None:
@@ -84,7 +93,6 @@ def planned(args: argparse.Namespace, overrides: list[str]) -> Plan:
         args.rate,
         args.trace,
         args.every,
-        args.kill_hosts,
         overrides,
     )
 
@@ -93,6 +101,7 @@ def prove(plan: Plan, args: argparse.Namespace) -> list[dict]:
     """What is not there yet, in order; the figures of all runs."""
     if not plan.profile.exists():
         _say("profile of a serving device")
+        wait_for_calm(_say)
         profile(plan.folder, args, plan.model)
     _say("forecast")
     _say(json.dumps(forecast(plan)))
@@ -107,6 +116,7 @@ def prove(plan: Plan, args: argparse.Namespace) -> list[dict]:
         with cluster(plan.folder / "slurm"):
             for side, seed in missing:
                 name = f"{side}, seed {seed}"
+                wait_for_calm(_say)
                 found = asyncio.run(
                     run(plan, side, seed, lambda words, name=name: _say(f"{name}: {words}"))
                 )
@@ -123,15 +133,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=32, help="trajectories of a step")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--batch", type=int, default=16, help="trajectories of a step")
     parser.add_argument("--quota", type=float, default=0.15, help="cores of each engine and device")
-    parser.add_argument("--rate", type=float, default=0.08, help="online requests/s of a device")
+    parser.add_argument("--rate", type=float, default=0.15, help="online requests/s of a device")
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
-    parser.add_argument("--every", type=float, default=45.0, help="seconds between two kills")
-    parser.add_argument(
-        "--kill-hosts", action=argparse.BooleanOptionalAction, default=True, help="those, too"
-    )
+    parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
     parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
     args, overrides = parser.parse_known_args()
