@@ -98,7 +98,9 @@ class CheckpointWeights:
             self.dtype = DTYPES[state["dtype"]]
         except (OSError, ValueError, KeyError) as error:
             raise Corrupted(f"{path}: {type(error).__name__}: {error}") from None
-        self.tensors, self._digests = versions.read_hashes(self.folder, self.ranks, self.step)
+        self.tensors, self._digests, self.base = versions.read_hashes(
+            self.folder, self.ranks, self.step
+        )
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
         wanted = {PREFIX + t.name: t for t in tensors}
