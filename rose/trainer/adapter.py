@@ -48,9 +48,21 @@ def stored_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(f".{NAME}.weight", ".weight")
 
 
+def parameter_name(stored: str) -> str:
+    """Inverse of `stored_name` for the adapter's own."""
+    for kind in "AB":
+        stored = stored.replace(f".lora_{kind}.weight", f".lora_{kind}.{NAME}.weight")
+    return stored
+
+
+def is_scaled(stored: str) -> bool:
+    """Whether a version has this tensor times alpha / rank."""
+    return stored.endswith(".lora_B.weight")
+
+
 def scales(lora: Lora, weights: list[tuple[str, nn.Parameter]]) -> dict[str, float]:
     """By what the values of a version are larger than the parameters."""
-    return {name: lora.scale for name, _ in weights if name.endswith(".lora_B.weight")}
+    return {name: lora.scale for name, _ in weights if is_scaled(name)}
 
 
 def base_of(

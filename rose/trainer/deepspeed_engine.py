@@ -314,8 +314,9 @@ class DeepSpeedEngine:
                 "ranks": self.world,
                 "zero_stage": self.settings.zero_stage,
                 "dtype": self.settings.dtype,
-                "base": self.base,
             }
+            if self.settings.lora is not None:
+                state |= {"base": self.base, "scale": self.settings.lora.scale}
             write_whole(folder / STATE, (json.dumps(state) + "\n").encode(), sync=True)
         torch.distributed.barrier()
         self.writer.finish(folder)
