@@ -84,6 +84,13 @@ def base_of(
     return measure(zip(tensors, reads, strict=True), cuts)
 
 
+def keep_own(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    """Hook of `state_dict`: a checkpoint has the adapter alone. DeepSpeed leaves frozen parameters
+    out, but not the second name of one that the head shares."""
+    for name in [name for name in state if ".lora_" not in name]:
+        del state[name]
+
+
 @contextmanager
 def left_out(hf: nn.Module) -> Iterator[None]:
     """The model is the base meanwhile. By a scale of 0, as PEFT's own switch would take the

@@ -64,6 +64,8 @@ class Policy(nn.Module):
         self.hf, self.lora = hf, lora
         self.flex = False  # whether trees are attended to by flex attention
         self.head = Head(hf.get_output_embeddings(), logit_elements)
+        if lora is not None:
+            self.register_state_dict_post_hook(adapter.keep_own)
 
     @property
     def vocabulary(self) -> int:
