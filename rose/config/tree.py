@@ -179,7 +179,7 @@ class Optimizer(Section):
     grad_clip: Positive
 
 
-# projections of a layer -> vLLM's layer that has them; an engine wraps all of a layer or none
+# projections of a layer, in vLLM's order -> vLLM's layer that has them, wrapped as a whole
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

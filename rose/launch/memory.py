@@ -113,14 +113,10 @@ def _trained(c: Config, shape: ModelShape) -> int:
     return shape.parameters if c.trainer.lora is None else c.trainer.lora.parameters(shape)
 
 
-def _adapter(c: Config, shape: ModelShape) -> int:
-    return 0 if c.trainer.lora is None else c.trainer.lora.parameters(shape)
-
-
 def _resting(c: Config, shape: ModelShape) -> Items:
     """Bytes, between two steps."""
     t, p, size = c.trainer, _trained(c, shape), BYTES[c.trainer.dtype]
-    held = shape.parameters + _adapter(c, shape)
+    held = shape.parameters + (p if t.lora else 0)
     state = 8 * p + (4 * p if size == 2 else 0)
     gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
     return {

@@ -15,7 +15,7 @@ from rose.trainer import adapter
 from rose.trainer.model import load
 from rose.transfer import TransferError
 from rose.transfer.store import edge_name
-from tests.engine.test_vllm_engine import PROMPTS, reference, settings, turn, turns
+from tests.engine.test_vllm_engine import PROMPTS, reference, settings, trainers, turn, turns
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
@@ -103,6 +103,15 @@ def test_logprobs_are_those_of_peft_before_and_after_new_versions(
     agrees(second, loop.run_until_complete(turns(engine)))
 
 
+def test_two_tensor_parallel_workers_take_their_parts(start, loop, folders, tmp_path):
+    engine = start("Qwen2", tensor_parallel=2, lora=ALL)
+    policy = policy_of(folders["Qwen2"], ALL, 1)
+    world = world_of(tmp_path / "store", folders["Qwen2"], policy)
+    world.publish(0)
+    loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+    agrees(policy, loop.run_until_complete(turns(engine)))
+
+
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in_flight):
     engine = start("Qwen3", lora=ALL)
@@ -154,6 +163,10 @@ def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
     before = loop.run_until_complete(engine.checksum())
     with pytest.raises(TransferError, match=r"another base model: 1 of \d+ .*1.mlp.up_proj.weight"):
         loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+    whole = trainers(tmp_path / "whole", folders["Qwen3"])
+    whole.publish(0)
+    with pytest.raises(TransferError, match="versions are whole models, and this .* with trainer"):
+        loop.run_until_complete(engine.load_version(0, str(whole.store), settings()))
     assert loop.run_until_complete(engine.checksum()) == before and engine.version == -1
     mine = world_of(tmp_path / "mine", folders["Qwen3"], policy_of(folders["Qwen3"], ALL, 1))
     mine.publish(0)
