@@ -436,6 +436,11 @@ ALL = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
             ("trainer.dtype=bfloat16", "trainer.zero_stage=2"),
             ["model.dtype='float32': bfloat16 with trainer.dtype=bfloat16"],
         ),
+        (
+            "rank: 8, alpha: 1, targets: [q_proj]",
+            ("cluster=gpus", "model.dtype=float32"),
+            ["model.dtype='float32': bfloat16: vLLM's LoRA kernels for GPUs"],
+        ),
     ],
 )
 def test_an_adapter_that_no_engine_could_serve_is_refused(make_config, lora, more, words):

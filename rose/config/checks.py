@@ -334,6 +334,11 @@ def _check_lora(c: Config, need: Need) -> None:
         need(target in FUSED, key, f"no projection of a layer; there are {', '.join(FUSED)}")
         need(target not in lora.targets[:at], key, "is named twice")
     need(
+        c.cluster.gpus == 0 or c.model.dtype == "bfloat16",
+        "model.dtype",
+        "bfloat16: vLLM's LoRA kernels for GPUs take no float32",
+    )
+    need(
         c.trainer.dtype == "float32" or c.model.dtype == "bfloat16",
         "model.dtype",
         "bfloat16 with trainer.dtype=bfloat16: engines read the base weights from their own disk, "
