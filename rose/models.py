@@ -81,6 +81,11 @@ def check_folder(folder: Path) -> Path:
             f"model.path={str(folder)!r}: no such folder; give that of a Hugging Face model, "
             "or model.source=hub with its id"
         )
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={str(folder)!r}: is an adapter; give the model with the adapter in it: "
+            "python -m rose.export RUN --merge"
+        )
     for name, what in (("config.json", "model"), ("tokenizer_config.json", "tokenizer")):
         if not (folder / name).is_file():
             raise ConfigError(

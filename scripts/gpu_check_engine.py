@@ -90,7 +90,10 @@ async def start(report: Report, config) -> Any:
     from rose.engine.vllm_engine import Engine
 
     began = time.monotonic()
-    engine = await Engine.start(folder(report), config.rollout, config.model, gpus=report.gpus)
+    lora = config.trainer.lora
+    engine = await Engine.start(
+        folder(report), config.rollout, config.model, gpus=report.gpus, lora=lora
+    )
     report.figure("start", time.monotonic() - began, "s")
     report.figure("KV cache", engine.kv_tokens, "tokens", least=config.model.max_context)
     return engine
@@ -218,11 +221,13 @@ async def _speed(report: Report, running) -> None:
     )
 
 
-async def flip_under_traffic(report: Report, running, config) -> tuple[int, int, Versions]:
+async def flip_under_traffic(
+    report: Report, running, config, versions: Versions | None = None
+) -> tuple[int, int, Versions]:
     """(tokens by the old weights, by the new ones) of turns that ran meanwhile, and the versions'
-    store."""
+    store, which is made if none is given."""
     sizes = report.sizes
-    versions = Versions(
+    versions = versions or Versions(
         folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
     )
     report.say("a store of versions is made")
@@ -278,7 +283,9 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
     pairs = [(one.prompt, one.tokens) for one in turns]
     engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
     new, old = (
-        np.abs(score(folder(report), sizes.dtype, device, pairs, tensors) - engine_says)
+        np.abs(
+            score(folder(report), sizes.dtype, device, pairs, tensors, versions.lora) - engine_says
+        )
         for tensors in (versions.tensors, None)
     )
     words = "a wrong kernel, or weights that are not the version's: the check precision tells which"

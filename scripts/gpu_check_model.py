@@ -105,6 +105,8 @@ class Versions(Whole):
     """A store whose versions are the model folder's weights with values changed; `tensors`: the
     newest, on the CPU."""
 
+    lora = None  # all weights change
+
     def __init__(self, model: Path, store: Path, dtype: str, device: str) -> None:
         import torch
         from safetensors.torch import load_file
@@ -148,14 +150,16 @@ def score(
     device: str,
     turns: list[tuple[list[int], list[int]]],
     tensors: dict[str, Any] | None,
+    lora: cfg.Lora | None = None,
 ) -> np.ndarray:
     """The trainer's log-probability of every new token of (prompt, new tokens), all turns in a row;
-    `tensors`: weights in place of the folder's."""
+    `tensors`: weights in place of the folder's, or the adapter's."""
     import torch
 
     from rose.trainer.model import load
 
-    policy = load(model, getattr(torch, dtype), gradient_checkpointing=False).to(device).eval()
+    policy = load(model, getattr(torch, dtype), gradient_checkpointing=False, lora=lora)
+    policy.to(device).eval()
     with torch.no_grad():
         if tensors is not None:
             for name, parameter in policy.named_weights():

@@ -178,9 +178,12 @@ class Alone:
 
 class Whole:
     """Publishes `tensors`, whole ones on the CPU that whoever holds this may replace; each rank
-    writes its blocks. `shape`: the model's, cut for engines of these tensor-parallel `degrees`."""
+    writes its blocks. `shape`: the model's, cut for engines of these tensor-parallel `degrees`;
+    `base`: what lies below them, if they are an adapter's."""
 
-    def __init__(self, store: Path, tensors: dict, shape, degrees=(1, 2), peers=None) -> None:
+    def __init__(
+        self, store: Path, tensors: dict, shape, degrees=(1, 2), peers=None, base=None
+    ) -> None:
         from rose.engine import layout
         from rose.transfer.blocks import Tensor, cut
         from rose.transfer.publish import Publisher
@@ -193,7 +196,7 @@ class Whole:
         ]
         cuts = {t.name: layout.cuts(t.name, t.shape, shape, degrees) for t in listed}
         blocks = cut(listed, cuts, None, peers.world)
-        self._plan = Plan(FORMAT, "", peers.world, listed, blocks)
+        self._plan = Plan(FORMAT, "", peers.world, listed, blocks, base)
         share = max(1, threads() // peers.world)
         args = (self._plan, peers, self._read, share, 10**9, 4, 600.0)
         self._publisher = Publisher(store, *args)

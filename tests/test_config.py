@@ -408,3 +408,61 @@ def test_every_key_is_known(tree):
                 yield from dotted(value, f"{prefix}{name}.")
 
     assert set(dotted(tree())) <= set(configuration.keys())
+
+
+ALL = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+
+
+@pytest.mark.parametrize(
+    "lora, more, words",
+    [
+        ("rank: 0, alpha: 1, targets: [q_proj]", (), ["trainer.lora.rank=0", ">= 1"]),
+        ("rank: 513, alpha: 1, targets: [q_proj]", (), ["trainer.lora.rank=513: at most 512"]),
+        ("rank: 8, alpha: 0, targets: [q_proj]", (), ["trainer.lora.alpha=0", "> 0"]),
+        ("rank: 8, alpha: 1, targets: []", (), ["trainer.lora.targets=[]: some of " + ALL]),
+        (
+            "rank: 8, alpha: 1, targets: [q_proj, c_attn]",
+            (),
+            ["trainer.lora.targets.1='c_attn'", "there are " + ALL],
+        ),
+        (
+            "rank: 8, alpha: 1, targets: [q_proj, q_proj]",
+            (),
+            ["trainer.lora.targets.1='q_proj': is named twice"],
+        ),
+        ("rank: 8, alpha: 1", (), ["trainer.lora.targets: missing"]),
+        (
+            "rank: 8, alpha: 1, targets: [q_proj]",
+            ("trainer.dtype=bfloat16", "trainer.zero_stage=2"),
+            ["model.dtype='float32': bfloat16 with trainer.dtype=bfloat16"],
+        ),
+        (
+            "rank: 8, alpha: 1, targets: [q_proj]",
+            ("cluster=gpus", "model.dtype=float32"),
+            ["model.dtype='float32': bfloat16: vLLM's LoRA kernels for GPUs"],
+        ),
+    ],
+)
+def test_an_adapter_that_no_engine_could_serve_is_refused(make_config, lora, more, words):
+    with pytest.raises(ConfigError) as refused:
+        make_config(f"trainer.lora={{{lora}}}", *more)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_an_adapter_is_no_larger_than_the_matrices(make_config):
+    c = make_config("+trainer/lora=attention", "trainer.lora.rank=128")
+    with pytest.raises(ConfigError, match="trainer.lora.rank=128: at most 64, .* of k_proj"):
+        check_model(c, shape(hidden=128, kv_heads=2, head_dim=32))
+
+
+def test_what_vllm_is_told_of_the_adapter_is_set_by_rose(make_config):
+    with pytest.raises(ConfigError, match="engine_args.max_lora_rank=64: is set by ROSE, from"):
+        make_config("+rollout.engine_args.max_lora_rank=64")
+
+
+def test_a_run_stored_before_there_were_adapters_is_one_without(make_config, tmp_path):
+    configuration.save(make_config(), tmp_path / "config.json")
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["trainer"].pop("lora") is None
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert configuration.load(tmp_path / "config.json").trainer.lora is None

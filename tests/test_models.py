@@ -121,3 +121,9 @@ def test_waiting_for_another_launch_has_a_deadline(tmp_path, monkeypatch):
 def test_a_failing_recipe_is_reported_with_its_command(counting_recipe):
     with pytest.raises(ConfigError, match="ended with code 2"):
         models.resolve(model("tiny", recipe={"no_such_option": 1}))
+
+
+def test_an_adapters_folder_is_no_model(tmp_path):
+    folder = fill(tmp_path / "adapter", "adapter_config.json", "tokenizer_config.json")
+    with pytest.raises(ConfigError, match="is an adapter; .* rose.export RUN --merge"):
+        models.check_folder(folder)

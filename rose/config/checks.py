@@ -13,7 +13,16 @@ import msgspec
 
 from rose.config import errors
 from rose.config.errors import ConfigError
-from rose.config.tree import Config, Container, ModelShape, Mpi, Serving, nodes_of
+from rose.config.tree import (
+    FUSED,
+    SLOT_RANKS,
+    Config,
+    Container,
+    ModelShape,
+    Mpi,
+    Serving,
+    nodes_of,
+)
 
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 
@@ -49,6 +58,7 @@ def check(c: Config) -> None:
     _check_sandbox(c, need)
     _check_batch(c, need)
     _check_branching(c, need)
+    _check_lora(c, need)
     _check_reward(c, need)
     _check_machine(c, need)
 
@@ -304,6 +314,36 @@ def _check_branching(c: Config, need: Need) -> None:
             f"rollout.branch.{key}",
             f"below {c.env.key_of(name)}.max_turns={member.max_turns}, whose turns count from 0",
         )
+
+
+def _check_lora(c: Config, need: Need) -> None:
+    """What vLLM can hold of an adapter, and that nobody sets its arguments twice."""
+    for name in c.rollout.engine_args:
+        need("lora" not in name, f"rollout.engine_args.{name}", "is set by ROSE, from trainer.lora")
+    lora = c.trainer.lora
+    if lora is None:
+        return
+    need(
+        lora.rank <= SLOT_RANKS[-1],
+        "trainer.lora.rank",
+        f"at most {SLOT_RANKS[-1]}, the largest that vLLM serves (max_lora_rank)",
+    )
+    need(len(lora.targets) > 0, "trainer.lora.targets", f"some of {', '.join(FUSED)}")
+    for at, target in enumerate(lora.targets):
+        key = f"trainer.lora.targets.{at}"
+        need(target in FUSED, key, f"no projection of a layer; there are {', '.join(FUSED)}")
+        need(target not in lora.targets[:at], key, "is named twice")
+    need(
+        c.cluster.gpus == 0 or c.model.dtype == "bfloat16",
+        "model.dtype",
+        "bfloat16: vLLM's LoRA kernels for GPUs take no float32",
+    )
+    need(
+        c.trainer.dtype == "float32" or c.model.dtype == "bfloat16",
+        "model.dtype",
+        "bfloat16 with trainer.dtype=bfloat16: engines read the base weights from their own disk, "
+        "and must have what the trainer has",
+    )
 
 
 def _check_reward(c: Config, need: Need) -> None:
@@ -566,6 +606,13 @@ def _check_container(container: Container | None, need: Need) -> None:
 
 def check_model(c: Config, shape: ModelShape) -> None:
     """Checks that need the model's shape. Raises `ConfigError`."""
+    lora = c.trainer.lora
+    for target in lora.targets if lora else ():
+        if lora.rank > (least := min(shape.projections[target])):
+            raise ConfigError(
+                f"trainer.lora.rank={lora.rank}: at most {least}, the smaller side of {target} in "
+                f"model {c.model.name}"
+            )
     if c.rollout.replay is not None:
         return  # no engines, and all of them are about engines
     tp = c.rollout.tensor_parallel

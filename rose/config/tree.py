@@ -34,6 +34,19 @@ class ModelShape(Section):
         return self.layers * block + embeddings + self.hidden
 
     @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of each matrix of a layer, by its Hugging Face name."""
+        h, i = self.hidden, self.intermediate
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = {"q_proj": (queries, h), "k_proj": (keys, h), "v_proj": (keys, h)}
+        return attention | {
+            "o_proj": (h, queries),
+            "gate_proj": (i, h),
+            "up_proj": (i, h),
+            "down_proj": (h, i),
+        }
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache per token at 2 bytes an element, all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
@@ -166,6 +179,55 @@ class Optimizer(Section):
     grad_clip: Positive
 
 
+# projections of a layer, in vLLM's order -> vLLM's layer that has them, wrapped as a whole
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "o_proj": "o_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM 0.32 (its MaxLoRARanks)
+
+
+class Lora(Section):
+    """An adapter (arXiv 2106.09685): beside each matrix W of the `targets` of all layers stand A
+    (rank, columns) and B (rows, rank), and W x becomes W x + scale B A x. W is frozen."""
+
+    rank: Count
+    alpha: Positive
+    targets: list[str]  # of `FUSED`
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def slot_rank(self) -> int:
+        """That of an engine's memory for the adapter. Raises `StopIteration` above vLLM's
+        largest, which checks.py refuses."""
+        return next(rank for rank in SLOT_RANKS if rank >= self.rank)
+
+    @property
+    def layers(self) -> list[str]:
+        """vLLM's layers that have targets."""
+        return sorted({FUSED[target] for target in self.targets})
+
+    def parameters(self, shape: ModelShape) -> int:
+        """Elements of the adapter."""
+        return self._elements(shape, self.targets, self.rank)
+
+    def slot_parameters(self, shape: ModelShape) -> int:
+        """Elements of an engine's memory for it."""
+        held = [name for name, layer in FUSED.items() if layer in self.layers]
+        return self._elements(shape, held, self.slot_rank)
+
+    def _elements(self, shape: ModelShape, projections: list[str], rank: int) -> int:
+        return shape.layers * rank * sum(sum(shape.projections[name]) for name in projections)
+
+
 class Trainer(Section):
     ranks: Count
     steps: Count
@@ -190,6 +252,7 @@ class Trainer(Section):
     export_every: Natural  # steps from one model's folder in exports/ to the next; 0: none
     export_keep: Count  # of these folders, the newest
     threads: Count | None
+    lora: Lora | None = None  # null: all weights; absent in what earlier releases stored
 
 
 class Branching(Section):

@@ -17,6 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
 from rose import memory
+from rose.engine import adapter
 from rose.engine.vmm import SPARE
 from rose.memory import give_back
 
@@ -69,9 +70,11 @@ class InactiveWorker:
             )
 
     def _read_folder(self) -> None:
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config), torch.no_grad(), adapter.detached(model):
             loader = get_model_loader(self.vllm_config.load_config)
-            loader.load_weights(self.model_runner.get_model(), self.model_config)
+            loader.load_weights(model, self.model_config)
+        adapter.clear(model)
 
     def rose_sleep(self) -> tuple[float, float, float]:
         """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory.

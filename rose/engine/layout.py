@@ -3,8 +3,9 @@
 Covers the decoder family that Qwen2, Qwen3 and Llama share: q, k, v fused into `qkv_proj` (with
 bias in Qwen2), gate and up fused into `gate_up_proj`, rows of fused layers and columns of `o_proj`
 and `down_proj` split over ranks, key-value heads replicated where there are fewer of them than
-ranks, the vocabulary padded to a multiple of 64 and split, norms on every rank. Mixture-of-experts
-and quantized layouts are not here.
+ranks, the vocabulary padded to a multiple of 64 and split, norms on every rank; and adapters, whose
+matrices an engine keeps apart for every projection. Mixture-of-experts and quantized layouts are
+not here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rose.config import ModelShape
 VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(self_attn|mlp)\.(\w+)\.(weight|bias)")
+_ADAPTER = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
 _NORM = re.compile(
     r"model\.norm\.weight|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|"
     r"self_attn\.q_norm|self_attn\.k_norm)\.weight"
@@ -72,6 +74,8 @@ def slices(
     if _NORM.fullmatch(name):
         whole = tuple(slice(0, size) for size in shape)
         return LocalSlice(name, whole, whole)
+    if match := _ADAPTER.fullmatch(name):
+        return _adapter(name, *match.groups(), shape, model, tp_rank, tp_size)
     match = _LAYER.fullmatch(name)
     if match is None:
         raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
@@ -96,6 +100,31 @@ def slices(
             (slice(0, model.hidden), slice(tp_rank * columns, (tp_rank + 1) * columns)),
         )
     raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
+
+
+def _adapter(
+    name: str,
+    matrix: str,
+    projection: str,
+    kind: str,
+    shape: tuple[int, ...],
+    model: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+) -> LocalSlice:
+    """Of A (rank, columns) the columns that the rank has of the matrix, of B (rows, rank) the rows;
+    from the first on in the engine's memory for this matrix, whose rank may be larger."""
+    whole = model.projections.get(projection)
+    if whole is None:
+        raise ValueError(f"tensor {name!r} is beside no projection of a layer")
+    rank = shape[0] if kind == "A" else shape[-1]
+    _expect(name, shape, (rank, whole[1]) if kind == "A" else (whole[0], rank))
+    rows, columns = slices(f"{matrix}.weight", whole, model, tp_rank, tp_size).source
+    if kind == "A":
+        source, local = (slice(0, rank), columns), columns.stop - columns.start
+        return LocalSlice(name, (slice(0, rank), slice(0, local)), source)
+    source, local = (rows, slice(0, rank)), rows.stop - rows.start
+    return LocalSlice(name, (slice(0, local), slice(0, rank)), source)
 
 
 def _vocabulary(name: str, model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice:

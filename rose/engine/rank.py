@@ -118,6 +118,7 @@ class RolloutWorker:
             deterministic=self.config.deterministic,
             gpus=self.config.cluster.gpus > 0,
             seed=seed_of(self.config.seed, self.name, self.incarnation),
+            lora=self.config.trainer.lora,
         )
         self.incarnation += 1
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rose import hub
-from rose.config import Model, Online, Rollout
+from rose.config import Lora, Model, Online, Rollout
 from rose.processes import importing
 
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
@@ -105,7 +105,13 @@ def stop_tokens(folder: Path) -> list[int]:
 
 
 def engine_args(
-    folder: Path, rollout: Rollout, model: Model, deterministic: bool, seed: int, gpus: bool = False
+    folder: Path,
+    rollout: Rollout,
+    model: Model,
+    deterministic: bool,
+    seed: int,
+    gpus: bool = False,
+    lora: Lora | None = None,
 ) -> dict:
     """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew."""
     args = dict(
@@ -129,6 +135,9 @@ def engine_args(
     if deterministic:
         # on CPU vLLM dies of a seeded prompt that is prefilled in parts
         args["enable_chunked_prefill"] = False
+    if lora is not None:
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.slot_rank}
+        args["lora_target_modules"] = lora.layers
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):

@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rose import protocol
-from rose.config import Model, Rollout, Transfer
+from rose.config import Lora, Model, Rollout, Transfer
 from rose.engine import plugin
 from rose.engine.activation import Activation
+from rose.engine.adapter import adapter_request
 from rose.engine.staging import Staging
 from rose.engine.start import (
     RPC_TIMEOUT_S,
@@ -120,6 +121,7 @@ class Engine(Activation, Staging):
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
+        self._adapter = adapter_request() if config.lora_config is not None else None
         self._takes_seeds = (
             config.device_config.device_type != "cpu"
             or not config.scheduler_config.enable_chunked_prefill
@@ -138,10 +140,12 @@ class Engine(Activation, Staging):
         deterministic: bool = False,
         gpus: bool = False,
         seed: int = 0,
+        lora: Lora | None = None,
     ) -> Engine:
         """Start the engine process and wait until it serves. `seed`, of turns without one, must
-        differ between engines, or they draw alike. Raises `EngineError` with the cause, or after
-        `rollout.engine_start_timeout_s`; no process is left then."""
+        differ between engines, or they draw alike. With `lora` versions are an adapter's. Raises
+        `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process is left
+        then."""
         folder = await asyncio.to_thread(local_folder, folder)
         stop_tokens(folder)
         threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
@@ -149,7 +153,10 @@ class Engine(Activation, Staging):
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
-            _starter, build, engine_args(folder, rollout, model, deterministic, seed, gpus), gpus
+            _starter,
+            build,
+            engine_args(folder, rollout, model, deterministic, seed, gpus, lora),
+            gpus,
         )
         try:
             async with asyncio.timeout(rollout.engine_start_timeout_s):
@@ -158,6 +165,8 @@ class Engine(Activation, Staging):
             # anything else, which `load_version` relies on.
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 await llm.get_supported_tasks()
+                if lora is not None:
+                    await llm.collective_rpc("rose_adapter")
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
@@ -263,7 +272,8 @@ class Engine(Activation, Staging):
         request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._activations}")
         self._prompted += len(prompt)
         try:
-            async for output in self._llm.generate(request, params, turn.request):
+            begun = self._llm.generate(request, params, turn.request, lora_request=self._adapter)
+            async for output in begun:
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
                 tokens = list(part.token_ids)
                 logprobs = list(part.logprobs.logprobs) if part.token_ids else []

@@ -22,9 +22,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.config import read_shape
-from rose.engine import plugin
-from rose.engine.layout import EMBEDDINGS, slices
+from rose.engine import adapter, plugin
+from rose.engine.layout import EMBEDDINGS, LocalSlice, slices
 from rose.transfer import codec
+from rose.transfer.base import compare
 from rose.transfer.changes import LEAST
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, check_type
@@ -152,7 +153,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         info, began = self._staging, time.perf_counter()
         try:
             if self._live is None:
-                self._live = Live(dict(self.model.named_parameters()))
+                self._live = Live(adapter.slots(self.model) or adapter.base(self.model))
             if self._receiver is None or self._receiver.where != (info.store, info.mirror):
                 if self._receiver is not None:
                     self._receiver.close()
@@ -218,12 +219,25 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status = {"state": "failed", "error": text, "mixture": mixture}
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
-        """Raises `TransferError` unless the blocks fill the engine's parameters exactly."""
+        """Raises `TransferError` unless the blocks fill the engine's parameters exactly; or, where
+        they are an adapter's, unless the engine has the weights below it."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
-        places, filled = place_blocks(
-            plan, lambda name, extent: slices(name, extent, shape, self._rank, tp_size), live
-        )
+
+        def local(name: str, extent: tuple[int, ...]) -> LocalSlice | None:
+            return slices(name, extent, shape, self._rank, tp_size)
+
+        if (plan.base is not None) != bool(adapter.slots(self.model)):
+            has, is_ = ("an adapter", "without") if plan.base else ("whole models", "with")
+            raise TransferError(
+                f"the store's versions are {has}, and this engine was started {is_} trainer.lora"
+            )
+        places, filled = place_blocks(plan, local, live)
+        if plan.base is not None:
+            below = Live(adapter.base(self.model))
+            of_base, _ = place_blocks(plan.base, local, below)
+            compare(plan.base, of_base, below, self._staging.threads, self.model_config.model)
+            return places
         for parameter, count in filled.items():
             wanted = live.matrices[parameter].numel()
             # their padding is nobody's

@@ -17,6 +17,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from rose.engine import adapter
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
@@ -55,8 +56,13 @@ class WorkerExtension(KvWorker, InactiveWorker):
         return self.weight_transfer_engine.status()
 
     def rose_checksum(self) -> dict[str, str]:
-        """xxh3-128 of every live parameter of this rank, padding included."""
+        """xxh3-128 of every live parameter of this rank, padding included, and an adapter's."""
+        model = self.model_runner.get_model()
         return {
             name: digest(p.detach().cpu().contiguous().view(torch.uint8).numpy())
-            for name, p in self.model_runner.get_model().named_parameters()
+            for name, p in (adapter.base(model) | adapter.slots(model)).items()
         }
+
+    def rose_adapter(self) -> None:
+        """Make the adapter that all turns use, of zeros."""
+        adapter.begin(self.model_runner)

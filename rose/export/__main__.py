@@ -1,8 +1,9 @@
 """Write a run's policy as a Hugging Face folder, which transformers and vLLM load, and from which
-another run may start.
+another run may start; of a LoRA run the adapter, as PEFT and vLLM load it, or the merged model.
 
     python -m rose.export outputs/NAME --out DIR              the newest step that can be had
     python -m rose.export outputs/NAME --step 40 --out DIR
+    python -m rose.export outputs/NAME --merge --out DIR      of a LoRA run: not the adapter alone
 
 While the run goes on or after it, on a machine without GPUs; memory is for one shard. The weights
 come from the run's weight store, which has the last versions, or from a checkpoint; which of them
@@ -50,6 +51,11 @@ def main(arguments: list[str]) -> int:
         type=Path,
         help="the base model's folder, if the run's own can't be seen from here",
     )
+    add(
+        "--merge",
+        action="store_true",
+        help="of a LoRA run: the whole model with the adapter in it, rather than the adapter",
+    )
     args = parser.parse_args(arguments)
     if not args.shard_gib > 0:
         parser.error(f"--shard-gib {args.shard_gib:g}: must be greater than 0")
@@ -69,9 +75,8 @@ def _export(args: argparse.Namespace) -> int:
 
     began = time.monotonic()
     try:
-        done = export(
-            args.run, args.step, args.out, int(args.shard_gib * 2**30), args.store, args.base
-        )
+        size = int(args.shard_gib * 2**30)
+        done = export(args.run, args.step, args.out, size, args.store, args.base, args.merge)
     except (TransferError, OSError) as error:
         print(*filter(None, (error, advice(None, str(error)))), sep="\n", file=sys.stderr)
         return 1

@@ -23,6 +23,7 @@ class Exported(NamedTuple):
     shards: int
     blocks: int  # that were compared
     nbytes: int  # of the weights
+    adapter: bool = False  # alone, without the model
 
 
 def text(config: Config, run_dir: Path, done: Exported) -> str:
@@ -34,14 +35,13 @@ def text(config: Config, run_dir: Path, done: Exported) -> str:
         f"({config.algorithm.name}) on {' + '.join(config.env.members)} with ROSE.",
         "## Results\n\n" + _results(rows),
         "## Made of\n\n" + _table(_facts(config, run_dir, done), ("", "")),
-        f"## Use\n\n```sh\nvllm serve {out}\n"
-        f"python launch.py model.source=folder model.path={out} name=NAME   # train on from it\n"
-        "```",
+        f"## Use\n\n```sh\n{_use(config, out, done.adapter)}\n```",
         f"## Trained by\n\n```sh\n{_command(run_dir)}\n```\n\n"
         "The run's folder has its whole configuration in `config.yaml`.",
     )
-    return f"---\n{yaml.safe_dump(_header(config), sort_keys=False)}---\n" + "\n\n".join(
-        (*sections, "")
+    return (
+        f"---\n{yaml.safe_dump(_header(config, done.adapter), sort_keys=False)}---\n"
+        + "\n\n".join((*sections, ""))
     )
 
 
@@ -60,10 +60,22 @@ def _command(run_dir: Path) -> str:
     return path.read_text().strip() if path.is_file() else "python launch.py"
 
 
-def _header(config: Config) -> dict[str, Any]:
+def _use(config: Config, out: str, adapter: bool) -> str:
+    if not adapter:
+        on = f"python launch.py model.source=folder model.path={out} name=NAME   # train on from it"
+        return f"vllm serve {out}\n{on}"
+    rank = config.trainer.lora.slot_rank
+    base = shlex.quote(str(config.model.path))
+    return (
+        f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={out}\n"
+        "# PEFT: PeftModel.from_pretrained(base, folder); to train on, export it with --merge"
+    )
+
+
+def _header(config: Config, adapter: bool = False) -> dict[str, Any]:
     base = {"base_model": config.model.path} if config.model.source == "hub" else {}
     return base | {
-        "library_name": "transformers",
+        "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["reinforcement-learning", "agent", "rose", config.algorithm.name],
     }
@@ -97,6 +109,7 @@ def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str
         ("base model", base_of(config)),
         ("weights from", done.where),
         ("dtype", config.model.dtype),
+        *_lora(config),
         (
             "checked",
             f"the xxh3-128 of all {done.blocks} blocks are those of what the engines had at this "
@@ -114,6 +127,13 @@ def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str
         ),
         ("export", f"python -m rose.export {run_dir} --step {done.step} --out {done.out}"),
     ]
+
+
+def _lora(config: Config) -> list[tuple[str, str]]:
+    lora = config.trainer.lora
+    if lora is None:
+        return []
+    return [("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, beside {', '.join(lora.targets)}")]
 
 
 def _table(rows: list[tuple], titles: tuple[str, ...]) -> str:

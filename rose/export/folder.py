@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from rose import config as configuration
 from rose import files, models
 from rose.config import Config, ConfigError
+from rose.export import adapter
 from rose.export.card import Exported, text
 from rose.export.weights import StoreWeights, Weights, places
 from rose.transfer import versions
@@ -36,7 +37,6 @@ KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTI
 LEFT_OUT = ("*.index.json", "recipe.json", "config.json")
 TEMPLATES = "additional_chat_templates"  # a folder of transformers'
 PATTERNS = {"bfloat16": torch.int16, "float32": torch.int32}
-INDEX = "model.safetensors.index.json"
 
 
 def export(
@@ -46,10 +46,11 @@ def export(
     shard_bytes: int,
     store: Path | None = None,
     base: Path | None = None,
+    merge: bool = False,
 ) -> Exported:
     """Write the weights of `step` (null: the newest) into the new folder `out`. `store`: take them
     from this weight store rather than from the run's; `base`: the model's folder, where the run's
-    own can't be seen.
+    own can't be seen; `merge`: the model with a LoRA run's adapter in it, rather than the adapter.
 
     Raises `ConfigError` for a folder that is no run or is not empty, `TransferError` when the step
     can't be had or none of its places is sound, `OSError`.
@@ -57,14 +58,21 @@ def export(
     out = out.resolve()  # "." has no name, and a link can't be replaced by a folder
     check_free(out)
     config = read_config(run_dir)
+    lora = config.trainer.lora is not None
+    if merge and not lora:
+        raise ConfigError("--merge: the run trained all weights, so there is no adapter to merge")
     source = models.check_folder(base) if base else models.resolve(config.model)
     step, found = places(run_dir, step, store)
     with whole_folder(out) as part, lasting(found, out, store is None):
-        weights, shards, blocks = _first_sound(found, part, shard_bytes)
-        copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
-        done = Exported(
-            out, step, weights.where, shards, blocks, sum(t.nbytes for t in weights.tensors)
-        )
+        asked = [adapter.Merged(weights, source) for weights in found] if merge else found
+        weights, shards, blocks = _first_sound(asked, part, shard_bytes)
+        if lora and not merge:
+            adapter.write_config(config, part)
+            _copy(source, part, ("LICENSE*", "NOTICE*"))
+        else:
+            copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
+        size = sum(t.nbytes for t in weights.tensors)
+        done = Exported(out, step, weights.where, shards, blocks, size, lora and not merge)
         (part / "README.md").write_text(text(config, run_dir, done))
     return done
 
@@ -150,18 +158,19 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 def write_shards(weights: Weights, folder: Path, shard_bytes: int) -> tuple[int, int]:
     """(shards, blocks compared); one shard has no index. Raises `TransferError`."""
-    shards = divide(weights.tensors, shard_bytes)
+    below = weights.base is not None
+    shards = [weights.tensors] if below else divide(weights.tensors, shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     if len(names) == 1:
-        names = ["model.safetensors"]
-    compared = 0
+        names = [adapter.FILE if below else adapter.WHOLE]
+    compared, prefix = 0, adapter.PREFIX if below else ""
     for name, tensors in zip(names, shards, strict=True):
-        compared += _write_shard(weights, tensors, folder / name)
+        compared += _write_shard(weights, tensors, folder / name, prefix)
     if len(names) > 1:
         shard_of = {t.name: name for name, ts in zip(names, shards, strict=True) for t in ts}
         total = {"total_size": sum(t.nbytes for t in weights.tensors)}
         index = {"metadata": total, "weight_map": shard_of}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / adapter.INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return len(shards), compared
 
 
@@ -178,17 +187,20 @@ def divide(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
     return shards
 
 
-def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path) -> int:
+def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path, prefix: str) -> int:
     values, digests = weights.read(tensors)
     try:
-        save_file(values, path, metadata={"format": "pt"})
+        named = {prefix + name: value for name, value in values.items()}
+        save_file(named, path, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{path}: {error}") from None
     path.chmod(0o666 & ~_umask())  # safetensors makes it the user's alone
-    del values
+    del values, named
     with safe_open(path, "pt") as written:
         for tensor in tensors:
-            patterns = written.get_tensor(tensor.name).reshape(-1).view(PATTERNS[tensor.dtype])
+            patterns = (
+                written.get_tensor(prefix + tensor.name).reshape(-1).view(PATTERNS[tensor.dtype])
+            )
             bad = versions.differing(patterns.numpy(), tensor, digests[tensor.name])
             if bad is not None:
                 raise Corrupted(
@@ -207,10 +219,7 @@ def _umask() -> int:
 def copy_rest(source: Path, folder: Path, dtype: str) -> None:
     """Configuration, tokenizer, chat template and licence of the base model; `dtype` is that of
     the weights now."""
-    for path in sorted(source.iterdir()):
-        wanted = any(fnmatch.fnmatch(path.name, name) for name in KEPT)
-        if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, n) for n in LEFT_OUT):
-            shutil.copyfile(path, folder / path.name)
+    _copy(source, folder, KEPT)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
     config = json.loads((source / "config.json").read_text())
@@ -219,6 +228,13 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if not (folder / "generation_config.json").exists():
         _make_generation_config(folder)
+
+
+def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
+    for path in sorted(source.iterdir()):
+        wanted = any(fnmatch.fnmatch(path.name, name) for name in names)
+        if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, n) for n in LEFT_OUT):
+            shutil.copyfile(path, folder / path.name)
 
 
 def _make_generation_config(folder: Path) -> None:

@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from rose.processes import usable_threads
-from rose.trainer import checkpoint
+from rose.trainer import adapter, checkpoint
 from rose.transfer import versions
+from rose.transfer.base import Base
 from rose.transfer.blocks import Block, Tensor
 from rose.transfer.edge import read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
@@ -37,6 +38,7 @@ class Weights(Protocol):
 
     where: str  # in words, for the reader
     tensors: list[Tensor]  # in the model's order, tied ones once
+    base: Base | None  # what lies below, where they are an adapter's
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
         """Values by name, contiguous in host memory, and the digests that they must have. Raises
@@ -53,7 +55,8 @@ class StoreWeights:
         self.store, self.step = Path(store), step
         self.files = self.store  # or a copy of it
         self.where = f"the weight store {store}"
-        self.tensors = list(read_plan(Folder(store))[0].tensors)
+        plan, _ = read_plan(Folder(store))
+        self.tensors, self.base = list(plan.tensors), plan.base
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
         values = {t.name: torch.zeros(t.shape, dtype=DTYPES[t.dtype]) for t in tensors}
@@ -95,19 +98,23 @@ class CheckpointWeights:
         try:
             state = json.loads(path.read_bytes())
             self.ranks, self.stage = state["ranks"], state["zero_stage"]
-            self.dtype = DTYPES[state["dtype"]]
+            self.dtype, self.scale = DTYPES[state["dtype"]], state.get("scale")
         except (OSError, ValueError, KeyError) as error:
             raise Corrupted(f"{path}: {type(error).__name__}: {error}") from None
-        self.tensors, self._digests = versions.read_hashes(self.folder, self.ranks, self.step)
+        self.tensors, self._digests, self.base = versions.read_hashes(
+            self.folder, self.ranks, self.step
+        )
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        wanted = {PREFIX + t.name: t for t in tensors}
+        wanted = {PREFIX + adapter.parameter_name(t.name): t for t in tensors}
         found = self._split(wanted) if self.stage == 3 else self._whole(wanted)
-        values = {
+        values = {}
+        for name, value in found:
             # first as it is in the trainer's parameter, then as it was published
-            wanted[name].name: value.to(self.dtype).to(DTYPES[wanted[name].dtype]).contiguous()
-            for name, value in found
-        }
+            tensor, held = wanted[name], value.to(self.dtype)
+            if adapter.is_scaled(tensor.name):
+                held = held.float() * self.scale
+            values[tensor.name] = held.to(DTYPES[tensor.dtype]).contiguous()
         return values, {t.name: self._digests[t.name] for t in tensors}
 
     def culprit(self, block: Block) -> str:

@@ -174,10 +174,14 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
             f"{bare}: a dictionary with a key that is not in {conf}; new ones are added with "
             f"'+{bare}'"
         )
+    section = key.rpartition(".")[0]
+    group = section.replace(".", "/")
+    if section and OmegaConf.select(composed, section) is None and (conf / group).is_dir():
+        options = " or ".join(f"+{group}={path.stem}" for path in sorted((conf / group).iterdir()))
+        return f"{bare}: {section} is null; choose its values first: {options}"
     beside = _keys_beside(key, composed)
     if beside is None:
         return f"{bare}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
-    section = key.rpartition(".")[0]
     there = f"{section} has {', '.join(beside)}" if beside else f"{section} is empty"
     new = f"; a new one is added with +{bare}" if value else ""
     return (

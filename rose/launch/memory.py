@@ -1,19 +1,19 @@
 """How much memory each role needs on one device, item by item, in GiB. Pure.
 
-P parameters, N trainer ranks, b bytes per element of the role's dtype, T =
-trainer.micro_batch_tokens, E = vocab x hidden, the largest parameter. What is said of DeepSpeed was
-read in 0.19.8 and measured by tests/trainer/allocated.py (with bfloat16; in float32 stages 1 and 2
-need up to 8 P more).
+P parameters, of which A are trained (all, or trainer.lora's), N trainer ranks, b bytes per element
+of the role's dtype, T = trainer.micro_batch_tokens, E = vocab x hidden, the largest parameter. What
+is said of DeepSpeed was read in 0.19.8 and measured by tests/trainer/allocated.py (with bfloat16,
+without an adapter; in float32 stages 1 and 2 need up to 8 A more).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
-- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 P, shared from stage 2 (which frees
+- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2 (which frees
   them after the update); on the host with offload_optimizer, from stage 2
-- optimizer: Adam's two fp32 moments, 8 P, and, when b = 2, the fp32 master weights, 4 P; shared
+- optimizer: Adam's two fp32 moments, 8 A, and, when b = 2, the fp32 master weights, 4 A; shared
   from stage 1; on the host with offload_optimizer
-- reduction bucket: in trainer.reduce_dtype, min(P, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
+- reduction bucket: in trainer.reduce_dtype, min(A, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
   stage 3 keeps it
-- reference of algorithm.kl_coef: b P, shared from stage 3
+- reference of algorithm.kl_coef: b P, shared from stage 3; an adapter's is the base, already there
 Trainer, at the worst moment of a pass, more:
 - gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's
   stage3_max_live_parameters)
@@ -24,12 +24,13 @@ Trainer, at the worst moment of a pass, more:
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
   reduced; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
   there three times), with the output matrix's gradient twice, since chunks are added up; that
-  gradient as it is reduced, in the dtype and in fp32
+  gradient as it is reduced, in the dtype and in fp32. An adapter leaves the output matrix alone,
+  and keeps its own products besides, rank elements per token and target, and one target's output
 Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9
 elements of this rank's. The larger of both moments counts. Prefix trees need nothing more: their
 mask is a table of blocks (flex attention). Rollout (vLLM), per device of a tensor-parallel group of
 size tp:
-- weights: b P / tp
+- weights: b P / tp; an adapter's memory, which tp is taken not to share (it shares A or B)
 - activations of max_batched_tokens: b T' (2 h + 3 i / tp) and logits of max_sequences, in the
   dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
@@ -81,7 +82,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     worst = max(
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
-    size, share = BYTES[c.trainer.dtype], shape.parameters / c.trainer.ranks
+    size, share = BYTES[c.trainer.dtype], _trained(c, shape) / c.trainer.ranks
     host = {"last published version": size * share, "offloaded optimizer": _offloaded(c, shape)}
     return Estimate(
         _gib(c, resting | worst),
@@ -107,19 +108,25 @@ def _shared(c: Config, stage: int) -> int:
     return c.trainer.ranks if c.trainer.zero_stage >= stage else 1
 
 
+def _trained(c: Config, shape: ModelShape) -> int:
+    """Parameters that have a gradient."""
+    return shape.parameters if c.trainer.lora is None else c.trainer.lora.parameters(shape)
+
+
 def _resting(c: Config, shape: ModelShape) -> Items:
     """Bytes, between two steps."""
-    t, p, size = c.trainer, shape.parameters, BYTES[c.trainer.dtype]
+    t, p, size = c.trainer, _trained(c, shape), BYTES[c.trainer.dtype]
+    held = shape.parameters + (p if t.lora else 0)
     state = 8 * p + (4 * p if size == 2 else 0)
     gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
     return {
-        "weights": size * p / _shared(c, 3),
+        "weights": size * held / _shared(c, 3),
         "gradients": 0.0 if t.offload_optimizer and t.zero_stage > 1 else gradients,
         "optimizer": 0.0 if t.offload_optimizer else state / _shared(c, 1),
         "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS))
         if t.zero_stage == 3
         else 0.0,
-        "reference": size * p / _shared(c, 3) if c.algorithm.kl_coef else 0.0,
+        "reference": size * p / _shared(c, 3) if c.algorithm.kl_coef and not t.lora else 0.0,
     }
 
 
@@ -129,23 +136,24 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
-    return (12 + (8 if t.zero_stage == 3 else 4)) * shape.parameters / _shared(c, 1)
+    return (12 + (8 if t.zero_stage == 3 else 4)) * _trained(c, shape) / _shared(c, 1)
 
 
 def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
-    tokens, largest = t.micro_batch_tokens, shape.vocab * shape.hidden
-    bucket = 4 * min(shape.parameters, BUCKET_ELEMENTS)
-    elements = _elements(shape, size)
+    tokens, largest = t.micro_batch_tokens, _largest(c, shape)
+    bucket = 4 * min(_trained(c, shape), BUCKET_ELEMENTS)
+    elements = _elements(shape, size) + (t.lora.rank * len(t.lora.targets) if t.lora else 0)
     kept = shape.hidden * shape.layers if t.gradient_checkpointing else elements * shape.layers
     layer = elements if t.gradient_checkpointing else 0
     logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
     chunk = min(tokens, max(1, logits // shape.vocab))
-    copies = 2 if chunk < tokens else 1
+    copies = (2 if chunk < tokens else 1) if t.lora is None else 0
+    beside = max(shape.projections[name][0] for name in t.lora.targets) if t.lora else 0
+    passing = 3 * shape.intermediate + 2 * shape.hidden + beside
     work = {
-        "a layer at work": size * tokens * (layer + 3 * shape.intermediate + 2 * shape.hidden)
-        + bucket,
+        "a layer at work": size * tokens * (layer + passing) + bucket,
         "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab + copies * size * largest,
         "largest gradient": size * largest + (4 * largest if largest > BUCKET_ELEMENTS else bucket),
     }
@@ -160,6 +168,14 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     }
 
 
+def _largest(c: Config, shape: ModelShape) -> int:
+    """Elements of the largest parameter that has a gradient."""
+    lora = c.trainer.lora
+    if lora is None:
+        return shape.vocab * shape.hidden
+    return lora.rank * max(max(shape.projections[name]) for name in lora.targets)
+
+
 def _elements(shape: ModelShape, size: int) -> int:
     """Of the dtype, kept for the backward pass by a layer, per token."""
     norms = 2 * shape.hidden * (2 + 4 // size)
@@ -171,7 +187,7 @@ def _at_the_update(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones while the optimizer steps."""
     if c.trainer.offload_optimizer:
         return {"copy of gradients": 0.0}
-    return {"copy of gradients": 4.0 * min(shape.parameters / _shared(c, 1), GROUP_PARAMETERS)}
+    return {"copy of gradients": 4.0 * min(_trained(c, shape) / _shared(c, 1), GROUP_PARAMETERS)}
 
 
 def rollout(c: Config, shape: ModelShape) -> Estimate:
@@ -179,8 +195,16 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     tp = r.tensor_parallel
     work = size * r.max_batched_tokens * (2 * shape.hidden + 3 * shape.intermediate // tp)
     logits = (size + 8) * r.max_sequences * shape.vocab
-    items = _gib(c, {"weights": size * shape.parameters / tp, "activations": float(work + logits)})
-    firm = items["weights"]
+    adapter = c.trainer.lora.slot_parameters(shape) if c.trainer.lora else 0
+    items = _gib(
+        c,
+        {
+            "weights": size * shape.parameters / tp,
+            "adapter": float(size * adapter),
+            "activations": float(work + logits),
+        },
+    )
+    firm = items["weights"] + items.get("adapter", 0.0)
     if c.cluster.gpus and not r.enforce_eager:
         items["CUDA graphs"] = GRAPHS_GIB
     second = RUNTIME_GIB if c.cluster.gpus and c.transfer.broadcast == "nccl" else 0.0
@@ -207,7 +231,7 @@ def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float,
     """Of all ranks together, in host memory where devices are shared: the trainer's states in the
     engines' turn, and the engines' weights in the trainer's; on CPUs these never move."""
     engines = c.rollout.workers * c.rollout.tensor_parallel if c.cluster.gpus else 0
-    return c.trainer.ranks * trainer.firm, engines * rollout.items["weights"]
+    return c.trainer.ranks * trainer.firm, engines * rollout.firm
 
 
 def _gib(c: Config, items: dict[str, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
-from rose.trainer.reference import Reference
+from rose.trainer.reference import BelowAdapter, Reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
@@ -173,7 +173,8 @@ class DeepSpeedEngine:
         )
         self.engine.train()
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
-        self.reference: Reference | None = None
+        self.reference: Reference | BelowAdapter | None = None
+        self.base = ""  # fingerprint of what an adapter is trained beside, for checkpoints
 
     @property
     def policy(self) -> Policy:
@@ -268,12 +269,24 @@ class DeepSpeedEngine:
             yield from self.reference.states()
 
     def hold_reference(self, folder: Path | str) -> None:
-        """Read the model of `folder` once more, as the frozen reference of the KL penalty."""
+        """Read the model of `folder` once more, as the frozen reference of the KL penalty. An
+        adapter's is the policy without it."""
+        if self.settings.lora is not None:
+            self.reference = BelowAdapter(self.policy, self)
+            return
         policy = _load_policy(self.settings, folder, self.policy.head.elements)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
         whole = self.settings.zero_stage != 3
         split = None if whole else _frozen_config(self.settings, policy.largest_layer())
         self.reference = Reference(policy, self.device, split)
+
+    def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """A copy of its values, also where ZeRO-3 has split them; all ranks ask together."""
+        import deepspeed
+
+        split = [parameter] if self.settings.zero_stage == 3 else []
+        with deepspeed.zero.GatheredParameters(split, enabled=bool(split)):
+            return parameter.detach().clone()
 
     def forget_gathered(self) -> None:
         """Give back what ZeRO-3 gathered of other ranks' shares."""
@@ -288,7 +301,12 @@ class DeepSpeedEngine:
         Raises as `saved` when the one before is still being written.
         """
         self.saved()
-        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        self.engine.save_checkpoint(
+            str(folder),
+            tag=TAG,
+            save_latest=False,
+            exclude_frozen_parameters=self.settings.lora is not None,
+        )
         self.writer.save(_random_states(self.device), str(folder / f"random-{self.rank}.pt"))
         if self.rank == 0:
             state = {
@@ -297,6 +315,8 @@ class DeepSpeedEngine:
                 "zero_stage": self.settings.zero_stage,
                 "dtype": self.settings.dtype,
             }
+            if self.settings.lora is not None:
+                state |= {"base": self.base, "scale": self.settings.lora.scale}
             write_whole(folder / STATE, (json.dumps(state) + "\n").encode(), sync=True)
         torch.distributed.barrier()
         self.writer.finish(folder)
@@ -313,7 +333,15 @@ class DeepSpeedEngine:
         """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another
         shape."""
         state = read_state(folder, self.settings, self.world)
-        path, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
+        if state.get("base", "") != self.base:
+            raise ValueError(
+                f"{folder / STATE}: the adapter is for another base model, of the hash "
+                f"{state.get('base', '')!r}; that of model.path is {self.base!r}: bring its files "
+                "back, or begin a run of another name"
+            )
+        path, _ = self.engine.load_checkpoint(
+            str(folder), tag=TAG, load_module_strict=self.settings.lora is None
+        )
         if path is None:
             raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
         self.updates = state["updates"]
@@ -342,7 +370,8 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
 
 
 def _load_policy(trainer: configuration.Trainer, folder: Path | str, logit_elements: int) -> Policy:
-    args = (folder, DTYPES[trainer.dtype], trainer.gradient_checkpointing, logit_elements)
+    dtype = DTYPES[trainer.dtype]
+    args = (folder, dtype, trainer.gradient_checkpointing, logit_elements, trainer.lora)
     if trainer.zero_stage != 3:
         return load(*args)
     from transformers.integrations import HfDeepSpeedConfig
@@ -363,14 +392,15 @@ def _frozen_config(trainer: configuration.Trainer, layer: int) -> dict[str, Any]
 
 def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Optimizer:
     o = trainer.optimizer
+    trained = [p for p in policy.parameters() if p.requires_grad]
     args = dict(lr=o.lr, betas=tuple(o.betas), eps=o.eps, weight_decay=o.weight_decay)
     if trainer.offload_optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         with _build_lock():  # it compiles as it is made
-            return DeepSpeedCPUAdam(policy.parameters(), **args)
+            return DeepSpeedCPUAdam(trained, **args)
     # torch's fused kernel: as fast as DeepSpeed's FusedAdam, and nothing to compile
-    return torch.optim.AdamW(policy.parameters(), fused=True, **args)
+    return torch.optim.AdamW(trained, fused=True, **args)
 
 
 @contextmanager

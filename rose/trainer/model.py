@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rose.trainer import tree_attention
+from rose.config import Lora
+from rose.trainer import adapter, tree_attention
 from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
 
@@ -56,11 +57,15 @@ class Head(nn.Module):
 
 
 class Policy(nn.Module):
-    def __init__(self, hf: nn.Module, logit_elements: int = LOGIT_ELEMENTS):
+    def __init__(
+        self, hf: nn.Module, logit_elements: int = LOGIT_ELEMENTS, lora: Lora | None = None
+    ):
         super().__init__()
-        self.hf = hf
+        self.hf, self.lora = hf, lora
         self.flex = False  # whether trees are attended to by flex attention
         self.head = Head(hf.get_output_embeddings(), logit_elements)
+        if lora is not None:
+            self.register_state_dict_post_hook(adapter.keep_own)
 
     @property
     def vocabulary(self) -> int:
@@ -112,8 +117,17 @@ class Policy(nn.Module):
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """(name in the model's folder, parameter), tied ones once."""
-        return [(name.removeprefix(HF_PREFIX), p) for name, p in self.named_parameters()]
+        """(name in the model's folder, parameter), tied ones once; with an adapter its own, named
+        after the matrices beside which they stand."""
+        return [(n, p) for n, p in self._named() if not self.lora or p.requires_grad]
+
+    def base_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """The same of the frozen ones below an adapter."""
+        return [(n, p) for n, p in self._named() if self.lora and not p.requires_grad]
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        parameters = self.named_parameters()
+        return [(adapter.stored_name(n.removeprefix(HF_PREFIX)), p) for n, p in parameters]
 
 
 def load(
@@ -121,11 +135,13 @@ def load(
     dtype: torch.dtype,
     gradient_checkpointing: bool,
     logit_elements: int = LOGIT_ELEMENTS,
+    lora: Lora | None = None,
 ) -> Policy:
-    """The model of an HF folder (or hub id), without dropout. Under an `HfDeepSpeedConfig` of
-    ZeRO-3 that the caller holds, the weights are split over the ranks as they are read.
+    """The model of an HF folder (or hub id), without dropout, with a new adapter if it is to have
+    one. Under an `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split over
+    the ranks as they are read.
 
-    Raises `ValueError` for a model whose logits are not a plain product.
+    Raises `ValueError` for a model whose logits are not a plain product, or as `adapter.attach`.
     """
     config = AutoConfig.from_pretrained(str(folder))
     for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
@@ -143,4 +159,6 @@ def load(
     )
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(hf, logit_elements)
+    if lora is not None:
+        adapter.attach(hf, lora, dtype)
+    return Policy(hf, logit_elements, lora)

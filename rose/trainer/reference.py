@@ -10,12 +10,13 @@ the policy is, else each rank holds all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rose.trainer import adapter
 from rose.trainer.importance import log_ratio
 from rose.trainer.model import Policy
 from rose.trainer.prefix_tree import PrefixTree
@@ -49,6 +50,26 @@ class Reference:
     def states(self) -> Iterator[Tensor]:
         """The reference's weights, which leave the device with the trainer's own."""
         yield from self.policy.parameters()
+
+
+class BelowAdapter:
+    """The reference where an adapter is trained: the policy itself without it. `forward`: the
+    trainer's own."""
+
+    def __init__(self, policy: Policy, forward: Callable[..., tuple[Tensor, Tensor]]):
+        self.policy, self._forward = policy, forward
+
+    @torch.no_grad()
+    def logprobs(
+        self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
+    ) -> Tensor:
+        """As `Reference.logprobs`."""
+        with adapter.left_out(self.policy.hf):
+            return self._forward(inputs, targets, mask, tree)[0]
+
+    def states(self) -> Iterator[Tensor]:
+        """None of its own."""
+        yield from ()
 
 
 def penalty(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ all-gather of these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -19,8 +21,15 @@ from rose.transfer.blocks import Block, Shards, Tensor, take
 PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
+def patterns_of(values: torch.Tensor) -> np.ndarray:
+    """(n,) bfloat16 or float32 -> (n,) uint16 or uint32 in host memory."""
+    array = values.view(PATTERNS[values.dtype]).cpu().numpy()
+    return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+
+
 class ShardReader:
-    """`weights`: (name, parameter) in the model's order; `dtype`: of what is read."""
+    """`weights`: (name, parameter) in the model's order; `dtype`: of what is read; `scales`: by
+    which values are multiplied, of the names that have one."""
 
     def __init__(
         self,
@@ -30,8 +39,9 @@ class ShardReader:
         dtype: torch.dtype,
         rank: int,
         world: int,
+        scales: Mapping[str, float] | None = None,
     ):
-        self._weights, self._dtype = weights, dtype
+        self._weights, self._dtype, self._scales = weights, dtype, scales or {}
         name = str(dtype).removeprefix("torch.")
         self.tensors = [Tensor(n, tuple(getattr(p, "ds_shape", p.shape)), name) for n, p in weights]
         self.shards: Shards | None = None
@@ -46,7 +56,7 @@ class ShardReader:
 
     def read(self, block: Block) -> np.ndarray:
         """(n,) uint16 or uint32: the block's patterns now, a copy."""
-        parameter = self._weights[block.tensor][1]
+        weight, parameter = self._weights[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
             values = self._flats[group].detach()[at:]
@@ -55,9 +65,10 @@ class ShardReader:
         found = take(values, first, block, self.tensors[block.tensor].columns)
         pieces = [piece.reshape(-1) for piece in found]
         whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
-        rounded = whole.to(parameter.dtype).to(self._dtype)  # as it is in the parameter
-        array = rounded.view(PATTERNS[self._dtype]).cpu().numpy()
-        return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+        held = whole.to(parameter.dtype)  # as it is in the parameter
+        if scale := self._scales.get(weight):
+            held = held.float() * scale
+        return patterns_of(held.to(self._dtype))
 
     def _split_evenly(self, optimizer, rank: int, world: int) -> None:
         self.shards = {}

@@ -25,6 +25,7 @@ from rose.config import Config, read_shape
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
+from rose.trainer import adapter
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.batching import flops
@@ -144,12 +145,20 @@ class Trainer:
         codec.compile_all()  # seconds to a minute, where it never ran before; else nothing
         c, dtype = self.config, DTYPES[self.config.model.dtype]
         weights, stage = self.engine.policy.named_weights(), c.trainer.zero_stage
-        shards = ShardReader(self.engine.engine, weights, stage, dtype, self.index, self.world)
+        scales = adapter.scales(c.trainer.lora, weights) if c.trainer.lora else None
+        shards = ShardReader(
+            self.engine.engine, weights, stage, dtype, self.index, self.world, scales
+        )
         at = {t.name: cuts(t.name, t.shape) for t in shards.tensors}
         blocks = cut(shards.tensors, at, shards.shards, self.world)
+        base = None
+        if c.trainer.lora:
+            below, whole = self.engine.policy.base_weights(), self.engine.whole
+            base = adapter.base_of(below, whole, dtype, cuts)
+            self.engine.base = base.fingerprint
         self._publisher = Publisher(
             folder,
-            Plan(FORMAT, "", self.world, shards.tensors, blocks),
+            Plan(FORMAT, "", self.world, shards.tensors, blocks, base),
             self._peers,
             shards.read,
             c.transfer.threads or c.trainer.threads or usable_threads(),

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from rose.transfer import codec
-from rose.transfer.blocks import Block
+from rose.transfer.blocks import Block, size
 from rose.transfer.edge import Edge, present, read_plan
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Folder
@@ -63,6 +63,7 @@ class Publisher:
     """Made on all ranks together; rank 0 creates the store.
 
     `read(block)`: the block's values now, (n,) uint16 or uint32 patterns that nobody will write to.
+    Readers begin with what it gives while this is made; with zeros, where the plan is an adapter's.
     """
 
     def __init__(
@@ -92,13 +93,14 @@ class Publisher:
         if msgspec.structs.replace(self.plan, lineage=plan.lineage) != plan:
             raise TransferError(
                 f"{self.store}: trainer rank {peers.rank} would cut the model in another way than "
-                "rank 0"
+                "rank 0, or has another base model"
             )
         self._begun: int | None = None  # version that is being encoded
         self._pool: ThreadPoolExecutor | None = None  # meanwhile
         self._encoding: list[Future[Part]] = []  # a block of `_mine` each
         with ThreadPoolExecutor(threads, "encode") as pool:  # block -> patterns, their digest
-            self._previous = dict(zip(self._mine, pool.map(self._now, self._mine), strict=True))
+            first = self._zeros if plan.base else self._now
+            self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
 
     def ahead(self, version: int) -> None:
         """Begin to encode `version`: this rank's values are final, though its peers may not have
@@ -162,8 +164,12 @@ class Publisher:
         return EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
 
     def _now(self, number: int) -> tuple[np.ndarray, bytes]:
-        values = self._read(self.plan.blocks[number])
-        return values, xxhash.xxh3_128_digest(values.data.cast("B"))
+        return _with_digest(self._read(self.plan.blocks[number]))
+
+    def _zeros(self, number: int) -> tuple[np.ndarray, bytes]:
+        block = self.plan.blocks[number]
+        count = size(block, self.plan.tensors[block.tensor].columns)
+        return _with_digest(np.zeros(count, self.plan.width(number)))
 
     def _part(self, number: int) -> Part:
         """Even of what is unchanged it is said: the reader checks that it has the same."""
@@ -259,6 +265,10 @@ class Publisher:
             print(f"trainer rank {self.peers.rank} left out: {error}", flush=True)
             return False
         return True
+
+
+def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
+    return values, xxhash.xxh3_128_digest(values.data.cast("B"))
 
 
 def collect(store: Path, keep: int) -> list[Step]:

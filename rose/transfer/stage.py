@@ -28,6 +28,7 @@ import torch
 import xxhash
 
 from rose.transfer import codec
+from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, at_once, budget
 from rose.transfer.edge import Edge
@@ -314,7 +315,7 @@ def _batches(plan: Plan, blocks: Iterable[int]) -> list[list[int]]:
 
 
 def place_blocks(
-    plan: Plan, slices: Callable[[str, tuple[int, ...]], object], live: Live
+    plan: Plan | Base, slices: Callable[[str, tuple[int, ...]], object], live: Live
 ) -> tuple[dict[int, Place], dict[str, int]]:
     """Where each block lies in the live parameters (those that other ranks hold are left out), and
     how many values of each parameter the blocks fill.

@@ -5,7 +5,7 @@
     <store>/v000012/from-000011/rank-00003.h5        one per trainer rank, complete once it has this name
     <store>/v000012/from-000011/manifest.json        written last: the edge exists when this file does
     <store>/v000012/full/...                         the same, from nothing
-    <store>/v000000/from-initial/...                 from the weights of the model's folder
+    <store>/v000000/from-initial/...                 from the weights of the model's folder; an adapter's from zeros
 
 Every file is written under a temporary name, synced and renamed, so a reader never sees half of
 one. Order for the trainer: rank 0 `create`, once; of each edge every rank
@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from rose.files import write_whole
+from rose.transfer.base import Base
 from rose.transfer.blocks import Block, Tensor
 from rose.transfer.errors import Corrupted, TransferError
 
@@ -51,15 +52,16 @@ ENTRY = np.dtype(
 )  # xxh3-128 of the block before (0 if it needs none) and after
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     """What stays the same for all versions of a store. `lineage` is unique: version numbers mean
-    nothing elsewhere."""
+    nothing elsewhere. With a `base` the tensors are an adapter's."""
 
     format: int
     lineage: str
     world: int  # trainer ranks
     tensors: list[Tensor]
     blocks: list[Block]
+    base: Base | None = None
 
     def width(self, block: int) -> np.dtype:
         return WIDTHS[self.tensors[self.blocks[block].tensor].dtype]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import xxhash
 
-from rose.transfer.blocks import Block, Tensor, size, take
+from rose.transfer.base import Base, digest_of
+from rose.transfer.blocks import Block, Tensor, size
 from rose.transfer.errors import Corrupted, Missing
 from rose.transfer.store import (
     FORMAT,
@@ -60,7 +60,7 @@ def linked(store: Path, folder: Path, version: int) -> Path:
     return folder if version in readable(folder) else store
 
 
-class Hashes(msgspec.Struct, frozen=True):
+class Hashes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the blocks that one trainer rank wrote of a version: xxh3-128, in hex, of each."""
 
     format: int
@@ -68,6 +68,7 @@ class Hashes(msgspec.Struct, frozen=True):
     tensors: list[Tensor]  # of the whole model
     blocks: list[Block]
     hashes: list[str]
+    base: Base | None = None  # below the tensors, if they are an adapter's
 
 
 def hashes_file(folder: Path, rank: int) -> Path:
@@ -80,14 +81,18 @@ def write_hashes(
     """`digests`: xxh3-128 of each of this rank's blocks, by its number in the plan. Raises
     `TransferError`."""
     blocks = [plan.blocks[number] for number in digests]
-    found = Hashes(FORMAT, version, plan.tensors, blocks, [d.hex() for d in digests.values()])
+    hashes = [d.hex() for d in digests.values()]
+    found = Hashes(FORMAT, version, plan.tensors, blocks, hashes, plan.base)
     write_file(hashes_file(folder, rank), seal(found))
 
 
-def read_hashes(folder: Path, ranks: int, version: int) -> tuple[list[Tensor], dict[str, Digests]]:
-    """The model's tensors, and each one's digests by name. Raises `Missing` for a rank's file that
-    is not there, `Corrupted` for a damaged one."""
+def read_hashes(
+    folder: Path, ranks: int, version: int
+) -> tuple[list[Tensor], dict[str, Digests], Base | None]:
+    """The published tensors, each one's digests by name, and the base if they are an adapter's.
+    Raises `Missing` for a rank's file that is not there, `Corrupted` for a damaged one."""
     tensors: list[Tensor] = []
+    below: Base | None = None
     digests: dict[str, Digests] = {}
     for rank in range(ranks):
         path = hashes_file(folder, rank)
@@ -99,7 +104,7 @@ def read_hashes(folder: Path, ranks: int, version: int) -> tuple[list[Tensor], d
             raise Missing(f"{path}: of version {found.version}, expected {version}")
         if any(block.owner != rank for block in found.blocks):
             raise Corrupted(f"{path}: has blocks of another rank than {rank}")
-        tensors = found.tensors
+        tensors, below = found.tensors, found.base
         for block, digest in zip(found.blocks, found.hashes, strict=True):
             digests.setdefault(tensors[block.tensor].name, []).append(
                 (block, bytes.fromhex(digest))
@@ -107,7 +112,7 @@ def read_hashes(folder: Path, ranks: int, version: int) -> tuple[list[Tensor], d
     for tensor in tensors:
         if sum(size(b, tensor.columns) for b, _ in digests.get(tensor.name, ())) != tensor.size:
             raise Corrupted(f"{folder}: the ranks' hashes don't cover {tensor.name} exactly once")
-    return tensors, digests
+    return tensors, digests, below
 
 
 def differing(
@@ -116,9 +121,6 @@ def differing(
     """The first block of `digests` whose hash is not that of the tensor's `patterns`, (size,)
     integers of its width; null if all are as they should be."""
     for block, digest in digests:
-        hasher = xxhash.xxh3_128()
-        for piece in take(patterns, 0, block, tensor.columns):
-            hasher.update(np.ascontiguousarray(piece).data.cast("B"))
-        if hasher.digest() != digest:
+        if digest_of(patterns, block, tensor.columns) != digest:
             return block
     return None

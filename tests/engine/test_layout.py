@@ -114,6 +114,40 @@ def test_every_rank_computes_its_part_of_the_layer(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_an_adapters_product_on_each_rank_is_what_stands_beside_the_ranks_weights(tp):
+    for name, (rows, columns) in hf_shapes_of_matrices().items():
+        a, b = torch.randn(3, columns), torch.randn(rows, 3)
+        for rank in range(tp):
+            live = {}
+            for kind, whole in (("A", a), ("B", b)):
+                at = name.replace(".weight", f".lora_{kind}.weight")
+                found = slices(at, tuple(whole.shape), SHAPE, rank, tp)
+                part = whole[found.source]
+                live[kind] = torch.zeros(*((5, part.shape[1]) if kind == "A" else (len(part), 5)))
+                live[kind][found.destination] = part  # a slot of rank 5
+                assert found.parameter == at
+            weight = slices(name, (rows, columns), SHAPE, rank, tp)
+            torch.testing.assert_close(live["B"] @ live["A"], (b @ a)[weight.source])
+
+
+def hf_shapes_of_matrices() -> dict[str, tuple[int, int]]:
+    return {name: shape for name, shape in hf_shapes().items() if "_proj.weight" in name}
+
+
+@pytest.mark.parametrize(
+    "name, shape, words",
+    [
+        (f"{LAYER}mlp.gate_proj.lora_A.weight", (3, 31), "has shape"),
+        (f"{LAYER}mlp.gate_proj.lora_B.weight", (47, 3), "has shape"),
+        (f"{LAYER}mlp.router.lora_B.weight", (48, 3), "beside no projection"),
+    ],
+)
+def test_an_adapter_for_another_model_is_refused(name, shape, words):
+    with pytest.raises(ValueError, match=words):
+        slices(name, shape, SHAPE, 0, 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_the_vocabulary_is_split_and_its_padding_stays_zero(tp):
     source, ranks = load(tp)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

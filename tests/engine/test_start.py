@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.config import Lora
 from rose.engine.start import engine_args, environment
 
 
@@ -21,3 +22,13 @@ def test_an_engine_that_shares_a_gpu_can_give_back_its_weights(
         is expected
     )
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)
+
+
+def test_an_engine_has_memory_for_one_adapter_of_the_next_rank_that_vllm_has(rollout, model_config):
+    lora = Lora(rank=17, alpha=32.0, targets=["q_proj", "v_proj", "down_proj"])
+    args = engine_args(Path("m"), rollout, model_config, False, 0, lora=lora)
+    assert args["enable_lora"] and (args["max_loras"], args["max_lora_rank"]) == (1, 32)
+    assert args["lora_target_modules"] == ["down_proj", "qkv_proj"]
+    assert not any(
+        "lora" in name for name in engine_args(Path("m"), rollout, model_config, False, 0)
+    )

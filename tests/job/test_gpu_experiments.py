@@ -84,6 +84,7 @@ def hub_home(tmp_path_factory):
     [
         ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2),
         ("qwen7b", "acme/tiny-qwen2", 1, 3),
+        ("qwen7b_lora", "acme/tiny-qwen2", 1, 2),
         ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3),
         ("qwen32b", "acme/tiny-qwen3", 2, 3),
     ],

@@ -105,6 +105,10 @@ def launch(tmp_path, monkeypatch, capsys):
     [
         (["trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
         (["+trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
+        (
+            ["trainer.lora.rank=8"],
+            ["trainer.lora.rank=8", "trainer.lora is null", "+trainer/lora=linear"],
+        ),
         (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
         (
             ["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],

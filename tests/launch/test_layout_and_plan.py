@@ -126,6 +126,46 @@ def test_a_reference_takes_its_weights_on_each_device(make_config, stage, share)
     assert more == pytest.approx(2 * p / share / GIB)
 
 
+LORA = ("+trainer/lora=linear", "trainer.lora.rank=12")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_alone_has_gradients_and_states_beside_a_frozen_base(make_config, stage):
+    c = make_config(*QWEN3_8B, *LORA, f"trainer.zero_stage={stage}", "algorithm.kl_coef=0.01")
+    shape, held = c.model.shape, 8 if stage == 3 else 1
+    # 12 (rows + columns) of each of the seven matrices of a layer
+    adapter = 36 * 12 * (2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (12288 + 4096))
+    assert c.trainer.lora.parameters(shape) == adapter
+    estimate = memory.trainer(c, shape)
+    assert estimate.items["weights"] == pytest.approx(2 * (shape.parameters + adapter) / held / GIB)
+    assert estimate.items["gradients"] == pytest.approx(4 * adapter / 8 / GIB)
+    assert estimate.items["optimizer"] == pytest.approx(12 * adapter / 8 / GIB)
+    assert "reference" not in estimate.items, "it is the base, which is there already"
+    assert estimate.host["last published version"] == pytest.approx(2 * adapter / 8 / GIB)
+    engine = memory.rollout(c, shape)  # vLLM's next rank is 16
+    assert engine.items["adapter"] == pytest.approx(2 * adapter / 12 * 16 / GIB)
+    whole = memory.rollout(make_config(*QWEN3_8B), shape)
+    assert engine.firm == pytest.approx(whole.firm + engine.items["adapter"])
+    assert engine.kv_tokens < whole.kv_tokens
+
+
+def test_an_engine_keeps_an_adapter_for_all_matrices_of_a_fused_layer(make_config):
+    c = make_config(*QWEN3_8B, "trainer.lora={rank: 16, alpha: 32.0, targets: [v_proj]}")
+    lora, shape = c.trainer.lora, c.model.shape
+    assert lora.layers == ["qkv_proj"]
+    assert lora.parameters(shape) == 36 * 16 * (1024 + 4096)
+    assert lora.slot_parameters(shape) == 36 * 16 * (4096 + 4096 + 2 * (1024 + 4096))
+
+
+def test_the_adapter_of_a_7b_model_trains_on_one_gpu_where_all_its_weights_do_not(make_config):
+    c = make_config("+experiment=qwen7b_lora")
+    trainer = memory.trainer(c, c.model.shape)
+    assert c.colocate and trainer.firm < 16 and trainer.total < 30
+    whole = make_config("+experiment=qwen7b_lora", "trainer.lora=null")
+    with pytest.raises(ConfigError, match="optimizer alone take 127.* GiB"):
+        plan.make(whole, whole.model.shape)
+
+
 def test_float32_needs_no_master_copy_and_offloading_moves_the_optimizer_away(make_config):
     c = make_config(*QWEN3_8B, "trainer.dtype=float32", "trainer.ranks=1", "trainer.zero_stage=1")
     assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(
@@ -295,6 +335,7 @@ def test_parameters_of_the_published_models(make_config):
         ("smollm", 5, 0, "134.52M"),
         ("qwen3_0_6b", 4, 1, "596.04M"),
         ("qwen7b", 10, 8, "7.62B"),
+        ("qwen7b_lora", 4, 1, "7.62B"),
         ("qwen8b_frozenlake", 18, 16, "8.19B"),
         ("qwen32b", 28, 48, "32.76B"),
         ("rose_8b", 18, 16, "8.19B"),

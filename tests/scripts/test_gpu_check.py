@@ -332,7 +332,17 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
 # `profile` is a command that tests/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
 # `colocated` with fewer words.
-TWINS = ("machine", "model", "transfer", "trainer", "engine", "sleep", "coserving", "colocated")
+TWINS = (
+    "machine",
+    "model",
+    "transfer",
+    "trainer",
+    "engine",
+    "sleep",
+    "lora",
+    "coserving",
+    "colocated",
+)
 PREDICTOR = {"predictor": Predictor((0.01, 1e-4, 0, 0, 0)).to_dict()}  # a step takes 10 ms
 PROFILE = {
     "online": PREDICTOR,
@@ -358,6 +368,8 @@ def twins(tmp_path_factory):
             str(folder),
             "--set",
             "engine.dtype=float32",
+            "--set",
+            "lora.dtype=float32",
             "--set",
             f"coserving.profile={folder / 'profile.json'}",
             *TWINS,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rose.transfer.base import Base
 from rose.transfer.blocks import Tensor, cut, take
 from rose.transfer.publish import Publisher
 from rose.transfer.store import FORMAT, Plan
@@ -46,6 +47,7 @@ class Model:
         cuts: dict | None = None,
         size: int = 2,
         largest: int = 100,
+        base: Base | None = None,
     ):
         self.size, self.weights = size, weights
         tensors = [
@@ -59,6 +61,7 @@ class Model:
             size,
             tensors,
             cut(tensors, CUTS if cuts is None else cuts, self.shards, size, largest),
+            base,
         )
 
     def _even(self, size: int) -> list[tuple[int, int, int]]:
@@ -100,6 +103,7 @@ class World(Model):
         full_every: int = 8,
         keep: int = 2,
         timeout_s: float = 10.0,
+        base: Base | None = None,
     ):
         self.generator = torch.Generator().manual_seed(seed)
         super().__init__(
@@ -111,6 +115,7 @@ class World(Model):
             cuts,
             size,
             largest,
+            base,
         )
         self.gate, self.values, self.store = threading.Barrier(size), [0] * size, Path(store)
         self.publishers = self.together(

@@ -1,0 +1,106 @@
+"""The adapter that is trained instead of the model's own weights: PEFT's LoRA layers.
+
+Versions have its matrices as vLLM keeps them: B already multiplied by alpha / rank. Their names are
+those of the matrices beside which they stand, with `lora_A` or `lora_B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from rose.config import Lora
+from rose.config.tree import FUSED
+from rose.trainer.shards import patterns_of
+from rose.transfer.base import Base, measure
+from rose.transfer.blocks import Tensor
+
+NAME = "default"  # PEFT's, of the only adapter
+
+
+def attach(hf: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
+    """Freeze the model and put new LoRA layers beside its targets: A random by torch's generator, B
+    zero, so that nothing changes yet. Raises `ValueError` for a target that it doesn't have."""
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+
+    modules = {name.rpartition(".")[2] for name, _ in hf.named_modules()}
+    if absent := sorted(set(lora.targets) - modules):
+        raise ValueError(
+            f"trainer.lora.targets={lora.targets}: the model has no module {absent[0]}; there are "
+            f"{', '.join(sorted(modules & set(FUSED)))}"
+        )
+    hf.requires_grad_(False)
+    inject_adapter_in_model(
+        LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets), hf
+    )
+    for parameter in hf.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def stored_name(name: str) -> str:
+    """A parameter's name in a store or the model's folder, from that in the model with PEFT's
+    layers."""
+    return name.replace(".base_layer.", ".").replace(f".{NAME}.weight", ".weight")
+
+
+def parameter_name(stored: str) -> str:
+    """Inverse of `stored_name` for the adapter's own."""
+    for kind in "AB":
+        stored = stored.replace(f".lora_{kind}.weight", f".lora_{kind}.{NAME}.weight")
+    return stored
+
+
+def is_scaled(stored: str) -> bool:
+    """Whether a version has this tensor times alpha / rank."""
+    return stored.endswith(".lora_B.weight")
+
+
+def scales(lora: Lora, weights: list[tuple[str, nn.Parameter]]) -> dict[str, float]:
+    """By what the values of a version are larger than the parameters."""
+    return {name: lora.scale for name, _ in weights if is_scaled(name)}
+
+
+def base_of(
+    weights: list[tuple[str, nn.Parameter]],
+    whole: Callable[[nn.Parameter], torch.Tensor],
+    dtype: torch.dtype,
+    cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
+) -> Base:
+    """The hashes of the weights below the adapter in the engines' `dtype`. `whole(parameter)`: its
+    values, which ranks that share it gather together; `cuts` as of `Trainer.open_store`."""
+    name = str(dtype).removeprefix("torch.")
+
+    def read(parameter: nn.Parameter) -> Callable[[], np.ndarray]:
+        return lambda: patterns_of(whole(parameter).to(dtype).reshape(-1))
+
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for _, p in weights]
+    tensors = [Tensor(n, shape, name) for (n, _), shape in zip(weights, shapes, strict=True)]
+    reads = [read(p) for _, p in weights]
+    return measure(zip(tensors, reads, strict=True), cuts)
+
+
+def keep_own(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    """Hook of `state_dict`: a checkpoint has the adapter alone. DeepSpeed leaves frozen parameters
+    out, but not the second name of one that the head shares."""
+    for name in [name for name in state if ".lora_" not in name]:
+        del state[name]
+
+
+@contextmanager
+def left_out(hf: nn.Module) -> Iterator[None]:
+    """The model is the base meanwhile. By a scale of 0, as PEFT's own switch would take the
+    adapter's parameters out of the optimizer's sight."""
+    layers = [layer for layer in hf.modules() if hasattr(layer, "lora_A")]
+    before = [layer.scaling[NAME] for layer in layers]
+    for layer in layers:
+        layer.scaling[NAME] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, before, strict=True):
+            layer.scaling[NAME] = scale

@@ -1,0 +1,80 @@
+"""The frozen weights below an adapter, of which versions have nothing: what every reader must have
+on its own disk, as hashes, in the plan of the adapter's store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import xxhash
+
+from rose.transfer.blocks import Block, Cuts, Tensor, cut, take
+from rose.transfer.errors import TransferError
+from rose.transfer.live import Live, Place
+
+
+class Base(msgspec.Struct, frozen=True):
+    tensors: list[Tensor]  # tied ones once
+    blocks: list[Block]
+    hashes: list[str]  # xxh3-128 of each block's patterns, in hex
+    fingerprint: str  # of all tensors' patterns, one after the other, however they are cut
+
+    def of(self, name: str) -> list[tuple[Block, bytes]]:
+        """The blocks of one tensor, and their digests."""
+        return [
+            (block, bytes.fromhex(digest))
+            for block, digest in zip(self.blocks, self.hashes, strict=True)
+            if self.tensors[block.tensor].name == name
+        ]
+
+
+def measure(
+    weights: Iterable[tuple[Tensor, Callable[[], np.ndarray]]],
+    cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
+) -> Base:
+    """Of each tensor, and a function that gives its patterns, (size,) uint16 or uint32. One is in
+    memory at a time."""
+    tensors: list[Tensor] = []
+    blocks: list[Block] = []
+    hashes: list[str] = []
+    everything = xxhash.xxh3_128()
+    for number, (tensor, read) in enumerate(weights):
+        at: Cuts = {tensor.name: cuts(tensor.name, tensor.shape)}
+        patterns = read()
+        everything.update(patterns.data.cast("B"))
+        tensors.append(tensor)
+        for block in cut([tensor], at, None, 1):
+            hashes.append(digest_of(patterns, block, tensor.columns).hex())
+            blocks.append(msgspec.structs.replace(block, tensor=number))
+    return Base(tensors, blocks, hashes, everything.hexdigest())
+
+
+def digest_of(patterns: np.ndarray, block: Block, columns: int) -> bytes:
+    """xxh3-128 of one block of a tensor's patterns (size,)."""
+    hasher = xxhash.xxh3_128()
+    for piece in take(patterns, 0, block, columns):
+        hasher.update(np.ascontiguousarray(piece).data.cast("B"))
+    return hasher.digest()
+
+
+def compare(base: Base, places: Mapping[int, Place], live: Live, threads: int, folder: str) -> None:
+    """Raises `TransferError` unless the live parameters, read from `folder`, are these weights."""
+
+    def same(number: int) -> bool:
+        with live.aside():
+            found = xxhash.xxh3_128_hexdigest(live.read(places[number]).data.cast("B"))
+        return found == base.hashes[number]
+
+    with ThreadPoolExecutor(threads, "compare") as pool:
+        equal = dict(zip(places, pool.map(same, places), strict=True))
+    wrong = [number for number, found in equal.items() if not found]
+    if wrong:
+        name = base.tensors[base.blocks[wrong[0]].tensor].name
+        raise TransferError(
+            f"the adapter is for another base model: {len(wrong)} of {len(equal)} blocks of "
+            f"{folder} are not the trainer's, first one of {name}; give this engine the model's "
+            "folder that the trainer has"
+        )

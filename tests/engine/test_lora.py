@@ -1,0 +1,174 @@
+"""vLLM's own LoRA under ROSE's versions: exact against PEFT, in place, only beside its own base."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rose import protocol
+from rose.config import Lora, read_shape
+from rose.config.tree import FUSED, SLOT_RANKS
+from rose.engine import layout
+from rose.trainer import adapter
+from rose.trainer.model import load
+from rose.transfer import TransferError
+from rose.transfer.store import edge_name
+from tests.engine.test_vllm_engine import PROMPTS, reference, settings, trainers, turn, turns
+from tests.transfer.worlds import World
+
+pytestmark = pytest.mark.slow
+ALL = Lora(rank=4, alpha=6.0, targets=list(FUSED))  # 4: less than a slot has; 6/4: no power of two
+SOME = Lora(rank=8, alpha=8.0, targets=["v_proj", "down_proj"])
+
+
+def policy_of(folder, lora: Lora, seed: int):
+    """A policy whose adapter says something."""
+    torch.manual_seed(seed)
+    policy = load(folder, torch.float32, False, lora=lora).eval()
+    with torch.no_grad():
+        for _, parameter in policy.named_weights():
+            parameter.normal_(std=0.2)
+    return policy
+
+
+def published(policy) -> dict[str, torch.Tensor]:
+    scales = adapter.scales(policy.lora, policy.named_weights())
+    return {n: p.detach() * scales.get(n, 1.0) for n, p in policy.named_weights()}
+
+
+def world_of(store, folder, policy) -> World:
+    """Two trainer ranks with the policy's adapter."""
+    shape = read_shape(folder)
+
+    def cuts(name, extent):
+        return layout.cuts(name, extent, shape, (1, 2))
+
+    base = adapter.base_of(policy.base_weights(), lambda p: p.detach().clone(), torch.float32, cuts)
+    weights = published(policy)
+    at = {name: cuts(name, tuple(tensor.shape)) for name, tensor in weights.items()}
+    return World(store, weights, at, largest=500, dtype=torch.float32, base=base)
+
+
+def agrees(policy, results) -> None:
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        tokens, logprobs = reference(policy.hf, prompt, result["tokens"])
+        assert result["tokens"] == tokens
+        np.testing.assert_allclose(result["logprobs"], logprobs, atol=1e-4)
+
+
+def test_ranks_are_those_that_vllm_has():
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == SLOT_RANKS
+
+
+@pytest.mark.parametrize(
+    "architecture, lora", [("Qwen3", ALL), ("Qwen2", ALL), ("Llama", SOME)], ids=["3", "2", "some"]
+)
+def test_logprobs_are_those_of_peft_before_and_after_new_versions(
+    start, loop, folders, tmp_path, architecture, lora
+):
+    folder = folders[architecture]
+    engine = start(architecture, lora=lora)
+    before = loop.run_until_complete(engine.checksum())
+    base = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    results = loop.run_until_complete(turns(engine))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        np.testing.assert_allclose(
+            result["logprobs"], reference(base, prompt, result["tokens"])[1], atol=1e-4
+        )
+    first, second = (policy_of(folder, lora, seed) for seed in (1, 2))
+    world = world_of(tmp_path / "store", folder, first)
+    world.publish(0)
+    loaded = loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+    assert loaded.route == [edge_name(0, -1)], "from zeros, which the engine begins with"
+    agrees(first, loop.run_until_complete(turns(engine)))
+    world.weights = published(second)
+    world.publish(1)
+    loaded = loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
+    assert loaded.route == [edge_name(1, 0)]
+    results = loop.run_until_complete(turns(engine))  # the same prompts: caches are of version 0
+    agrees(second, results)
+    assert all(set(result["versions"]) == {1} for result in results)
+    size = sum(p.numel() for _, p in second.named_weights())
+    assert loaded.changed == size, "a version is the adapter, and no value of the base"
+    loop.run_until_complete(engine.deactivate())
+    loop.run_until_complete(engine.activate())
+    assert loop.run_until_complete(engine.checksum()) == before
+    loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
+    agrees(second, loop.run_until_complete(turns(engine)))
+
+
+def test_two_tensor_parallel_workers_take_their_parts(start, loop, folders, tmp_path):
+    engine = start("Qwen2", tensor_parallel=2, lora=ALL)
+    policy = policy_of(folders["Qwen2"], ALL, 1)
+    world = world_of(tmp_path / "store", folders["Qwen2"], policy)
+    world.publish(0)
+    loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+    agrees(policy, loop.run_until_complete(turns(engine)))
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in_flight):
+    engine = start("Qwen3", lora=ALL)
+    first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
+    world = world_of(tmp_path / "store", folders["Qwen3"], first)
+    world.publish(0)
+    world.weights = published(second)
+    world.publish(1)
+    load = engine.load_version
+    loop.run_until_complete(load(0, str(world.store), settings()))
+
+    async def flipped() -> tuple[list, list, list]:
+        sampling = protocol.Sampling(max_new_tokens=150, temperature=1.0, seed=None)
+        tokens, logprobs, versions, loading = [], [], [], None
+        async for chunk in engine.generate("t", protocol.pack_tokens(PROMPTS[0]), sampling):
+            tokens += chunk.tokens
+            logprobs += chunk.logprobs
+            versions += [chunk.version] * len(chunk.tokens)
+            if loading is None and tokens:
+                loading = asyncio.ensure_future(
+                    load(1, str(world.store), settings(in_flight=in_flight))
+                )
+        await loading
+        return tokens, logprobs, versions
+
+    tokens, logprobs, versions = loop.run_until_complete(flipped())
+    assert versions == sorted(versions) and versions[0] == 0
+    old = versions.count(0)
+    wanted = reference(first.hf, PROMPTS[0], tokens)[1][:old]
+    np.testing.assert_allclose(logprobs[:old], wanted, atol=1e-4)
+    if in_flight == "recompute" and old < len(tokens):
+        wanted = reference(second.hf, PROMPTS[0], tokens)[1][old:]
+        np.testing.assert_allclose(logprobs[old:], wanted, atol=1e-4)
+    after = loop.run_until_complete(turn(engine, "after", PROMPTS[1]))
+    assert after["tokens"] == reference(second.hf, PROMPTS[1], after["tokens"])[0]
+
+
+def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
+    start, loop, folders, tmp_path
+):
+    engine = start("Qwen3", lora=ALL)
+    other = AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    other.save_pretrained(tmp_path / "other")
+    policy = policy_of(tmp_path / "other", ALL, 1)
+    world = world_of(tmp_path / "store", tmp_path / "other", policy)
+    world.publish(0)
+    before = loop.run_until_complete(engine.checksum())
+    with pytest.raises(TransferError, match=r"another base model: 1 of \d+ .*1.mlp.up_proj.weight"):
+        loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+    whole = trainers(tmp_path / "whole", folders["Qwen3"])
+    whole.publish(0)
+    with pytest.raises(TransferError, match="versions are whole models, and this .* with trainer"):
+        loop.run_until_complete(engine.load_version(0, str(whole.store), settings()))
+    assert loop.run_until_complete(engine.checksum()) == before and engine.version == -1
+    mine = world_of(tmp_path / "mine", folders["Qwen3"], policy_of(folders["Qwen3"], ALL, 1))
+    mine.publish(0)
+    loop.run_until_complete(engine.load_version(0, str(mine.store), settings()))
+    assert engine.version == 0

@@ -1,0 +1,126 @@
+"""A LoRA run through a power failure and a dead engine: it learns bit for bit what an uninterrupted
+run learns, its engines agree with its trainer, only the adapter travels, and what is exported
+computes what the engines recorded."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rose import protocol as p
+from rose.coordinator import replay
+from rose.transfer.edge import read_plan
+from rose.transfer.receive import materialise
+from rose.transfer.source import Folder
+from tests.job.job import Job
+from tests.job.test_export_job import exported
+from tests.job.test_interrupted_job import EXACT, STEPS, assert_same, in_phase, saved
+from tests.transfer.worlds import same
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+LORA = (
+    *EXACT,
+    "+trainer/lora=linear",
+    "trainer.lora.rank=4",
+    "trainer.optimizer.lr=5e-3",
+    "trainer.checkpoint_every=2",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    made = Job(tmp_path_factory.mktemp("lora"), *LORA)
+    assert made.wait() == 0, made.said + made.logs()
+    return made
+
+
+def base_of(job: Job) -> Path:
+    return Path(json.loads((job.run / "config.json").read_text())["model"]["path"])
+
+
+def recorded(job: Job, version: int):
+    """(tokens (1, T), where that version made them (T - 1,), their log-probabilities)."""
+    for trajectory in (t for group in replay.load(job.run, version + 1) for t in group):
+        tokens = torch.tensor(p.unpack_tokens(trajectory.tokens).astype(np.int64))[None]
+        made = np.frombuffer(trajectory.versions, "<i4") == version
+        yield tokens, made[1:], p.unpack_floats(trajectory.logprobs)[1:]
+
+
+def agrees(job: Job, model: torch.nn.Module, version: int) -> None:
+    compared = 0
+    for tokens, made, logprobs in recorded(job, version):
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits[0].log_softmax(-1)
+        found = logits[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(found[made], logprobs[made], atol=1e-4)
+        compared += int(made.sum())
+    assert compared > 100
+
+
+def test_engines_agree_with_the_trainer_and_only_the_adapter_travels(whole):
+    (store,) = (whole.run / "weights").iterdir()
+    plan, _ = read_plan(Folder(store))
+    size = sum(t.nbytes for t in plan.tensors)
+    stored = load_file(base_of(whole) / "model.safetensors")
+    assert {t.name for t in plan.base.tensors} == stored.keys()
+    assert size < sum(t.nbytes for t in stored.values()) / 5
+    for row in whole.steps():
+        assert row["grad_norm"] > 0 and row["publish_bytes"] < 1.1 * size
+        assert row["mismatch_max_ratio"] - 1 < 1e-4 and row["mismatch_abs"] < 1e-5
+
+
+def test_peft_and_the_merged_model_compute_what_the_engine_recorded(whole, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    before = STEPS - 1  # the last step's trajectories are of the version before
+    done = exported(whole, "--step", before, "--out", tmp_path / "adapter")
+    assert done.returncode == 0, done.stderr
+    base = AutoModelForCausalLM.from_pretrained(base_of(whole))
+    agrees(whole, PeftModel.from_pretrained(base, tmp_path / "adapter"), before)
+    (store,) = (whole.run / "weights").iterdir()
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    names = {name.removeprefix("base_model.model."): t for name, t in written.items()}
+    assert same(names, materialise(store, before))
+    done = exported(whole, "--step", before, "--merge", "--out", tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    agrees(whole, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), before)
+
+
+def test_store_and_checkpoint_give_the_same_bits_and_another_base_is_refused(whole, tmp_path):
+    weights, at = whole.run / "weights", ("--step", STEPS - 1, "--out")
+    for kind, more in (("adapter", ()), ("merged", ("--merge",))):
+        assert exported(whole, *at, tmp_path / kind, *more).returncode == 0
+        weights.rename(whole.run / "weights.away")
+        try:
+            done = exported(whole, *at, tmp_path / f"{kind}-2", *more)
+        finally:
+            (whole.run / "weights.away").rename(weights)
+        assert done.returncode == 0 and "from the checkpoint" in done.stdout, done.stderr
+        files = [next((tmp_path / name).glob("*.safetensors")) for name in (kind, f"{kind}-2")]
+        assert same(*map(load_file, files))
+    other = exported(whole, *at, tmp_path / "no", "--merge", "--base", tmp_path / "merged")
+    assert other.returncode == 1 and "it is for another base model" in other.stderr
+    assert not (tmp_path / "no").exists()
+
+
+def test_it_learns_the_same_through_a_power_failure_and_a_dead_engine(whole, tmp_path):
+    """An engine that is started late reads the base from its disk, and the adapter from zeros."""
+    powerless = Job(tmp_path, *LORA)
+    powerless.until(
+        lambda: saved(powerless) > 1 and powerless.phase()[1] > saved(powerless),
+        "another step's checkpoint",
+    )
+    powerless.kill_everything()
+    before = saved(powerless)
+    assert before < STEPS - 1, "killed before it was done"
+    last = Job(tmp_path, *LORA)
+    last.until(lambda: in_phase(last, "train", before), "the next step's training")
+    last.engine().kill()
+    assert last.wait() == 0, last.said + last.logs()
+    assert last.steps()[-1]["engine_restarts"] == 1 and last.orphans() == []
+    assert_same(whole, last)

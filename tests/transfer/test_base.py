@@ -1,0 +1,75 @@
+"""An adapter's store: hashes of the base below it, and versions that begin with zeros."""
+
+import pytest
+import torch
+
+from rose.trainer.adapter import base_of
+from rose.transfer import TransferError
+from rose.transfer.base import compare
+from rose.transfer.edge import read_plan
+from rose.transfer.live import Live
+from rose.transfer.receive import Receiver, materialise, whole
+from rose.transfer.source import Folder
+from rose.transfer.store import FORMAT, INITIAL, Plan, edge_name, seal
+from tests.transfer.worlds import CUTS, SHAPES, World, same
+
+GENERATOR = torch.Generator().manual_seed(3)
+BELOW = {name: torch.randn(shape, generator=GENERATOR) for name, shape in SHAPES.items()}
+
+
+def measured(weights, dtype=torch.bfloat16, cuts=CUTS):
+    parameters = [(name, torch.nn.Parameter(values)) for name, values in weights.items()]
+    return base_of(
+        parameters, lambda p: p.detach().clone(), dtype, lambda n, _: cuts.get(n, ((), ()))
+    )
+
+
+def compared(base, weights) -> None:
+    live = Live({name: values.to(torch.bfloat16) for name, values in weights.items()})
+    plan = Plan(FORMAT, "", 1, base.tensors, base.blocks)
+    compare(base, whole(plan, live), live, 2, "/models/mine")
+
+
+def test_a_base_is_known_by_its_bits_in_the_engines_dtype():
+    base = measured(BELOW)
+    compared(base, BELOW)
+    compared(base, {name: values.to(torch.bfloat16).float() for name, values in BELOW.items()})
+    for name, values in BELOW.items():
+        other = BELOW | {name: values.clone()}
+        other[name].reshape(-1)[-1] += 1.0
+        with pytest.raises(
+            TransferError, match=f"another base model: 1 of .*/models/mine.* {name}"
+        ):
+            compared(base, other)
+
+
+def test_its_fingerprint_is_the_same_however_it_is_cut():
+    base, uncut = measured(BELOW), measured(BELOW, cuts={})
+    assert base.fingerprint == uncut.fingerprint and len(base.blocks) > len(uncut.blocks)
+    changed = BELOW | {"norm": BELOW["norm"] + 1}
+    assert measured(changed).fingerprint != base.fingerprint
+    assert [block.tensor for block, _ in base.of("layer.weight")] == [1, 1]
+
+
+def test_readers_of_an_adapter_begin_with_zeros(tmp_path):
+    world = World(tmp_path / "store", base=measured(BELOW))
+    world.publish(0)
+    first = dict(world.weights)
+    world.step()
+    world.publish(1)
+    plan, _ = read_plan(Folder(world.store))
+    assert plan.base == measured(BELOW)
+    live = {name: torch.zeros_like(values) for name, values in world.weights.items()}
+    receiver = Receiver(str(world.store), None, None, whole, Live(live))
+    staged = receiver.stage(INITIAL, 0, 1, 2**30, 30.0)
+    assert staged.route == [edge_name(0, INITIAL)]
+    staged.flip()
+    assert same(live, first)
+    receiver.stage(0, 1, 1, 2**30, 30.0).flip()
+    receiver.close()
+    assert same(live, world.weights) and same(materialise(world.store, 1), world.weights)
+
+
+def test_the_plan_of_whole_models_is_as_it_was(tmp_path):
+    world = World(tmp_path / "store")
+    assert b'"base"' not in seal(world.plan)
