@@ -4,7 +4,6 @@ ZeRO stage, real ranks."""
 import numpy as np
 import pytest
 
-from rose.transfer.receive import materialise
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow
