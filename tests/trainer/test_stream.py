@@ -41,6 +41,8 @@ def test_a_step_in_rounds_has_the_gradient_of_the_step_at_once(stage, ranks, cli
         for way, rounds in (("once", WHOLE), ("rounds", ROUNDS[kind])):
             step = ["rounds", name, args, seed, kind, rounds, LIMIT, f"{way}{number}"]
             actions += [["load"], step]
+    rounds = ["rounds", *ALGORITHMS[0], ROUNDS["pairs"], LIMIT]
+    actions += [["load"], [*rounds, "saves1"], ["load", "between"], [*rounds, "saves2"]]
     job = {
         "name": "run",
         "settings": [
@@ -50,18 +52,32 @@ def test_a_step_in_rounds_has_the_gradient_of_the_step_at_once(stage, ranks, cli
         ],
         "actions": actions,
     }
-    metrics = tiny_world.run_world(job, tmp_path, ranks)[0]["metrics"]
+    *metrics, _, _ = tiny_world.run_world(job, tmp_path, ranks)[0]["metrics"]
     pairs = zip(metrics[::2], metrics[1::2], strict=True)
     for number, (once, rounds) in enumerate(pairs):
         case = ALGORITHMS[number]
-        for rank in range(ranks):
-            whole = np.load(tmp_path / f"once{number}-{rank}.npz")
-            parts = np.load(tmp_path / f"rounds{number}-{rank}.npz")
-            size = np.sqrt(sum(np.square(whole[name]).sum() for name in whole.files))
-            apart = np.sqrt(sum(np.square(whole[n] - parts[n]).sum() for n in whole.files))
-            print(case[0], apart / size)
-            assert size > 1e-3 and apart <= 1e-6 * size, (case, apart / size)
+        size = compare(tmp_path, ranks, f"once{number}", f"rounds{number}")
         assert once["grad_norm"] == pytest.approx(size, rel=1e-5), case
         for name, value in once.items():
             if not name.startswith("seconds_"):
                 assert rounds[name] == pytest.approx(value, rel=1e-5, abs=1e-7), (case, name)
+    # a checkpoint between rounds changes nothing, and holds nothing of them
+    for saved in ("saves1", "saves2"):
+        compare(tmp_path, ranks, "once0", saved)
+
+
+def compare(folder, ranks: int, once: str, rounds: str) -> float:
+    """The norm of the gradient, which is the same on every rank and in both files; so are the
+    weights after its update."""
+    for rank in range(ranks):
+        whole, parts = (np.load(folder / f"{name}-{rank}.npz") for name in (once, rounds))
+        names = [name for name in whole.files if not name.endswith(" after")]
+        size = np.sqrt(sum(np.square(whole[name]).sum() for name in names))
+        apart = np.sqrt(sum(np.square(whole[name] - parts[name]).sum() for name in names))
+        assert size > 1e-3 and apart <= 1e-6 * size, (rounds, apart / size)
+        for name in names:
+            after = f"{name} after"
+            np.testing.assert_allclose(
+                parts[after], whole[after], rtol=0, atol=1e-5, err_msg=rounds
+            )
+    return size

@@ -183,6 +183,16 @@ def stream_rounds(seed: int, kind: str, rounds: list[list[int]], ranks: int, lim
     return found
 
 
+def weights(trainer) -> dict:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    zero = trainer.engine.settings.zero_stage
+    return {
+        name: (safe_get_full_fp32_param(p) if zero else p).detach().clone().numpy()
+        for name, p in trainer.engine.policy.named_weights()
+    }
+
+
 def watch_gradients(trainer, found: list) -> None:
     """Each update's whole gradient, as it is applied but for clipping: parameter -> array."""
     from deepspeed.utils import safe_get_full_grad
@@ -381,10 +391,11 @@ def main(job: dict, rank: int) -> None:
             *first, last = stream_rounds(seed, kind, rounds, job["ranks"], limit)
             for steps, rows in first:
                 trainer.train_ahead(steps[rank], rows)
-                if kept == "saves":
+                if kept.startswith("saves"):
                     save(trainer, folder / "between")
             report["metrics"].append(trainer.train(last[0][rank], last[1]))
             del trainer.engine._update
+            gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
             np.savez(folder / f"{kept}-{rank}.npz", **gradients[0])
         elif action == "publish":
             trainer.publish(args[0])
@@ -397,6 +408,6 @@ def main(job: dict, rank: int) -> None:
         elif action == "save":
             save(trainer, folder / "checkpoint")
         elif action == "load":
-            trainer.load(folder / "checkpoint")
+            trainer.load(folder / (args[0] if args else "checkpoint"))
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()
