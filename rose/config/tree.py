@@ -184,8 +184,9 @@ class Trainer(Section):
         bool  # compute what rows have in common at their beginning once, where that is cheaper
     )
     gradient_checkpointing: bool
-    # compute gradients of the step's finished groups while others still run
-    stream: bool
+    # compute gradients of the step's finished groups while others still run; absent in what
+    # earlier releases stored
+    stream: bool = False
     step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
     checkpoint_every: Count
     checkpoint_keep: Count

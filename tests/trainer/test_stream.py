@@ -81,3 +81,23 @@ def compare(folder, ranks: int, once: str, rounds: str) -> float:
                 parts[after], whole[after], rtol=0, atol=1e-5, err_msg=rounds
             )
     return size
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bfloat16_is_scaled_where_it_is_summed(stage, tmp_path):
+    """Its gradients differ by rounding; a scale left out would be a factor of four."""
+    tiny_world.save_model(tmp_path / "model")
+    args = ["dapo", DAPO | {"overlong_filtering": False}, 1, "pairs"]
+    steps = [["rounds", *args, r, LIMIT, f"{len(r)}"] for r in (WHOLE, ROUNDS["pairs"])]
+    job = {
+        "name": "run",
+        "settings": [
+            f"trainer.zero_stage={stage}",
+            "trainer.dtype=bfloat16",
+            "trainer.optimizer.grad_clip=1e6",
+        ],
+        "actions": [["publish", 0], ["save"], steps[0], ["load"], steps[1]],
+    }
+    once, rounds = tiny_world.run_world(job, tmp_path, 1)[0]["metrics"]
+    for name in ("grad_norm", "loss"):
+        assert rounds[name] == pytest.approx(once[name], rel=0.05), name

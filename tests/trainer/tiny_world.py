@@ -188,7 +188,7 @@ def weights(trainer) -> dict:
 
     zero = trainer.engine.settings.zero_stage
     return {
-        name: (safe_get_full_fp32_param(p) if zero else p).detach().clone().numpy()
+        name: (safe_get_full_fp32_param(p) if zero else p).detach().clone().float().numpy()
         for name, p in trainer.engine.policy.named_weights()
     }
 
