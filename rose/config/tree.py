@@ -184,15 +184,15 @@ class Trainer(Section):
         bool  # compute what rows have in common at their beginning once, where that is cheaper
     )
     gradient_checkpointing: bool
-    # compute gradients of the step's finished groups while others still run; absent in what
-    # earlier releases stored
-    stream: bool = False
     step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
     checkpoint_every: Count
     checkpoint_keep: Count
     export_every: Natural  # steps from one model's folder in exports/ to the next; 0: none
     export_keep: Count  # of these folders, the newest
     threads: Count | None
+    # compute gradients of the step's finished groups while others still run; absent in what
+    # earlier releases stored
+    stream: bool = False
 
 
 class Branching(Section):
