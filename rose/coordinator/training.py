@@ -1,9 +1,9 @@
 """Gives the trainer ranks a step's groups: all at once, or with `trainer.stream` those that are
 certain to be in the batch while others still run.
 
-Whenever every rank has done its part of what was sent, all groups that have become certain since
-then follow as one round, planned over the ranks like a batch. So the trainer has work as long as
-there is any, and rounds grow while it is the slower side. What is left when the batch is complete
+Whenever every rank has done its part of what was sent, groups that have become certain since then
+follow as one round, planned over the ranks like a batch. So the trainer has work as long as there
+is any, and rounds grow while it is the slower side. What is left when the batch is complete
 is the last round; only then anything is applied (rose/trainer/growing.py). Left out: waiting for
 fuller micro-batches, whose tokens would then be computed when everybody waits for them.
 """
@@ -22,6 +22,9 @@ from rose.trainer import algorithms, segments
 from rose.trainer.batching import plan_batch, train_messages
 
 Group = list[p.Trajectory]
+# Micro-batches of a rank in a round, about: a stop saves the last step, and waits for the round
+# before. Smaller rounds would fill their micro-batches less.
+ROUND = 4
 
 
 class Training:
@@ -100,9 +103,20 @@ class Training:
 
     def _go_on(self) -> None:
         if self._waiting and not self._at_work:
-            ready, self._waiting = self._waiting, {}
             self._since, self._at_work = time.time(), set(self._ranks)
-            self._round(ready, more=True)
+            self._round(self._next(), more=True)
+
+    def _next(self) -> dict[str, Group]:
+        """Of the groups that wait, those of a round: one at least."""
+        c, taken, tokens = self._config.trainer, {}, 0
+        for name, group in self._waiting.items():
+            if taken and tokens >= ROUND * c.ranks * c.micro_batch_tokens:
+                break
+            taken[name] = group
+            tokens += sum(len(sample.mask) for t in group for sample in t.samples())
+        for name in taken:
+            del self._waiting[name]
+        return taken
 
     def _round(self, groups: dict[str, Group], more: bool) -> None:
         part = more or bool(self._sent)

@@ -164,7 +164,7 @@ class Simulation:
             self._next_round(None, 0)
 
     def _next_round(self, _what: None, _ticket: int) -> None:
-        """All that waits, as rose.coordinator.training does."""
+        """All that waits, as rose.coordinator.training does, whose rounds have a limit."""
         if not self._waiting or self._batch is not None:
             return
         groups, self._waiting = self._waiting, []

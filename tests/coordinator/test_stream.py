@@ -109,6 +109,21 @@ def test_groups_that_come_meanwhile_are_one_round_which_waits_for_every_rank(tra
     assert len(orders(training, 5)) == 3
 
 
+def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch):
+    monkeypatch.setattr("rose.coordinator.training.ROUND", 0)
+    groups = [[trajectory(f"g{i}.{j}") for j in range(2)] for i in range(4)]
+    for group in groups:
+        training.add(group[0].group, group)
+    for done in range(3):
+        assert orders(training, 5)[-1] == ([[[2 * done]]], True)
+        for rank in range(2):
+            training.received(p.TrainedAhead(1, rank))
+    assert orders(training, 5)[-1] == ([[[6]]], True)
+    training.received(p.TrainedAhead(1, 0))
+    training.received(p.TrainedAhead(1, 1))
+    assert len(orders(training, 5)) == 4, "nothing waits"
+
+
 def test_a_rank_may_have_nothing_to_do_in_a_round(training):
     training.add("g0", [trajectory("g0.0")])
     assert orders(training, 6) == [([[[]]], True)]
