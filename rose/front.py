@@ -182,6 +182,12 @@ def check(tree: dict) -> plan.Plan:
     staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.trainer.stream and getattr(algorithm, "advantages_of_batch", False):
+        raise ConfigError(
+            f"trainer.stream=True: algorithm={c.algorithm.name} normalises advantages over the "
+            "whole batch, which is not known before its last group is in; set it to false, or "
+            "take an algorithm that compares within groups"
+        )
     if c.reward.pools:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:

@@ -571,6 +571,10 @@ class TrainStep(Message):
     parts: int
     # (rows,): which of the N trajectories of `summary`; empty: as many rows, in their order
     owners: list[int] = []
+    # with `trainer.stream`: the batch grows by further messages of the step. `summary` and `owners`
+    # are those of all groups so far, `micro_batches` of the new ones; the gradient is kept, and
+    # nothing is applied.
+    more: bool = False
 
 
 class TrainPart(Message):
@@ -578,6 +582,13 @@ class TrainPart(Message):
     part: int
     indices: list[int]
     trajectories: list[Trajectory]
+
+
+class TrainedAhead(Message):
+    """Every trainer rank -> coordinator: it holds the gradient of a `TrainStep` with `more`."""
+
+    step: int
+    index: int
 
 
 class TrainDone(Message):
@@ -687,6 +698,7 @@ AnyMessage = (
     | WorkerLeft
     | TrainStep
     | TrainPart
+    | TrainedAhead
     | TrainDone
     | SaveCheckpoint
     | TrainerReady

@@ -175,6 +175,18 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("cluster.gpu_memory_gib=0", ["cluster.gpu_memory_gib=0"]),
         ("deterministic=true", ["rollout.workers=2", "deterministic=true"]),
         (
+            "trainer.stream=true deterministic=true rollout.workers=1",
+            ["trainer.stream=True", "in which groups finish"],
+        ),
+        (
+            "trainer.stream=true trainer.updates_per_step=2",
+            ["trainer.stream=True", "trainer.updates_per_step=1, not 2"],
+        ),
+        (
+            "trainer.stream=true colocate=true cluster.gpus=2 cluster.slots=5",
+            ["trainer.stream=True", "colocate=false"],
+        ),
+        (
             "env=prompts env.max_new_tokens=8 env.args.data=x env.args.reward=null",
             ["env.args.reward=null", "reward="],
         ),

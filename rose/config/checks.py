@@ -57,6 +57,7 @@ def check(c: Config) -> None:
     _check_env(c, need)
     _check_sandbox(c, need)
     _check_batch(c, need)
+    _check_stream(c, need)
     _check_branching(c, need)
     _check_lora(c, need)
     _check_reward(c, need)
@@ -280,6 +281,29 @@ def _check_batch(c: Config, need: Need) -> None:
         c.trainer.micro_batch_tokens >= c.model.max_context,
         "trainer.micro_batch_tokens",
         f"must hold one trajectory of model.max_context={c.model.max_context} tokens",
+    )
+
+
+def _check_stream(c: Config, need: Need) -> None:
+    """What the parts of a batch must not know of the rest, nor the trainer share with rollouts."""
+    if not c.trainer.stream:
+        return
+    key = "trainer.stream"
+    need(
+        c.trainer.updates_per_step == 1,
+        key,
+        f"needs trainer.updates_per_step=1, not {c.trainer.updates_per_step}: which groups belong "
+        "to an update is known when all are in",
+    )
+    need(
+        not c.deterministic,
+        key,
+        "deterministic=true needs false: gradients are summed in the order in which groups finish",
+    )
+    need(
+        not c.shares_devices,
+        key,
+        "the trainer's devices are the engines' while trajectories run: colocate=false",
     )
 
 

@@ -161,6 +161,7 @@ class SimSystem(Section):
     executor: Literal["gate", "memory_only", "none"]  # beside online serving
     dynamic_sampling: bool
     in_flight: Literal["recompute", "keep", "finish"]
+    stream: bool = False  # as trainer.stream
     # of sim.sandboxes; null: as there
     recovery: Literal["none", "replay", "full", "classified"] | None = None
 

@@ -253,6 +253,9 @@ class Trainer(Section):
     export_keep: Count  # of these folders, the newest
     threads: Count | None
     lora: Lora | None = None  # null: all weights; absent in what earlier releases stored
+    # compute gradients of the step's finished groups while others still run; absent in what
+    # earlier releases stored
+    stream: bool = False
 
 
 class Branching(Section):

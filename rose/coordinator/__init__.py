@@ -4,6 +4,7 @@
          | waits for states, which one task changes as messages arrive:
     groups.py        TrajectoryFinished | TrajectoryFailed  -> groups; the scheduler takes batches
     turns.py         TurnRequest -> scheduler -> worker; TurnProgress ... TurnFinished -> host
+    training.py      the batch -> trainer ranks; with trainer.stream group by group
     borrowed.py      ranks that join, fall silent and leave; device_turns.py: whose turn a GPU is
     provisioner.py   jobs that the scheduler asks for, and reward_jobs.py
          | every event goes to the scheduler, and every action comes back, through one queue

@@ -37,6 +37,7 @@ from rose.coordinator.step_metrics import (
     reward_row,
     step_row,
 )
+from rose.coordinator.training import Training
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
@@ -49,8 +50,7 @@ from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.policies import build
 from rose.scheduler import events as ev
-from rose.trainer import algorithms, checkpoint, segments
-from rose.trainer.batching import plan_batch, train_messages
+from rose.trainer import checkpoint
 
 SAVED_S = 0.25  # between two looks at whether the trainer ranks have written a checkpoint
 TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
@@ -109,12 +109,7 @@ class Coordinator:
         )
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
         self.trainers: dict[int, p.TrainerReady] = {}
-        self._costs: p.Costs | None = (
-            None  # of prefix trees, once the trainer reports that its model can have some
-        )
-        algorithm = algorithms.build(config.algorithm.name, config.algorithm.args)
-        # whether what trajectories share is trained in the first of them alone
-        self._once: bool = getattr(algorithm, "trains_segments", False)
+        self.training = Training(config, self.ranks[p.Role.TRAINER], mailbox.send, recorder)
         self.trained: dict[int, p.TrainDone] = {}
         self.saving: checkpoint.Save | None = None  # what the trainer ranks were ordered to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
@@ -238,7 +233,9 @@ class Coordinator:
                 f"the trainer resumed at step {first.step}, the coordinator at {self.step}; "
                 "the checkpoint folder changed while the job started"
             )
-        self._costs = first.costs if c.trainer.share_prefixes and not first.no_trees else None
+        self.training.costs = (
+            first.costs if c.trainer.share_prefixes and not first.no_trees else None
+        )
         if c.trainer.share_prefixes and first.no_trees:
             print(
                 f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True
@@ -254,9 +251,13 @@ class Coordinator:
         self.batch = None
         self.rollouts.begin_step(wanted * self.config.rollout.group_size)
         self.hub.begin_step()
+        self.training.begin_step(self.step + 1)
         self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
         with self.recorder.timed("rollout", step=self.step + 1):
-            self.hub.feed(ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted))
+            stream = self.config.trainer.stream
+            self.hub.feed(
+                ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted, stream=stream)
+            )
             await self._rollouts_until(lambda: self.batch is not None)
         groups = self.rollouts.take(self.batch)
         self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
@@ -264,28 +265,13 @@ class Coordinator:
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
-        trajectories = [t for group in groups for t in group]
-        summary = replay.summarise(groups)
-        shared = summary.segments if self._once else []
-        samples, owners = map(list, zip(*segments.samples(trajectories, shared), strict=True))
         c = self.config.trainer
-        plan, trees = plan_batch(
-            [p.unpack_tokens(s.tokens) for s in samples],
-            c.ranks,
-            c.micro_batch_tokens,
-            c.updates_per_step,
-            self._costs,
-        )
         self.at_boundary = False
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         await self.device.to(p.Role.TRAINER)
         with self.recorder.timed("train", step=self.step + 1):
-            for index in range(c.ranks):
-                for message in train_messages(
-                    self.step + 1, summary, plan[index], trees, samples, owners
-                ):
-                    self.mailbox.send(self.ranks[p.Role.TRAINER][index], message)
+            self.training.complete(self.step + 1, groups)
             await self._changed.until(
                 lambda: len(self.trained) == c.ranks,
                 c.step_timeout_s,
@@ -422,6 +408,7 @@ class Coordinator:
             self.step,
             step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
             | (self._reward_row(groups, times) if rewarded else {})
+            | self.training.take_figures(times["train"])
             | checkpoint_row(groups)
             | by_member(self.members, [t for group in groups for t in group]),
         )
@@ -514,6 +501,8 @@ class Coordinator:
                 self.ranks[message.role][message.index] = source
             case p.TrainerReady():
                 self.trainers[message.index] = message
+            case p.TrainedAhead():
+                self.training.received(message)
             case p.TrainDone():
                 self.trained[message.index] = message
             case p.DeviceChanged():
@@ -563,6 +552,8 @@ class Coordinator:
                 self.rollouts.admit(index, name, spare)
             case ev.DropGroup(name):
                 self.rollouts.drop(name)
+            case ev.TrainGroup(_, name):
+                self.training.add(name, self.rollouts.finished[name])
             case ev.StartTraining(_, groups):
                 self.batch = groups
             case ev.RequestCapacity() | ev.ReleaseCapacity():

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "trainer.threads",
     "trainer.checkpoint_*",
     "trainer.export_*",
+    "trainer.stream",
     "observe.*",
     "cluster.*",
     "eval.episodes",

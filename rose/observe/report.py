@@ -56,7 +56,7 @@ def build_report(run_dir: Path | str) -> Path:
         "lengths": series.length_histogram(steps),
         "timeline": timeline,
     }
-    times = figure("phases") + figure("timeline") + figure("throughput")
+    times = figure("phases") + _hidden(steps) + figure("timeline") + figure("throughput")
     sections = {
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
         "Learning": figures("success", "reward"),
@@ -103,6 +103,17 @@ def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:
         f"{waited_s / max(rollout_s, 1e-9):.1%} of the rollouts' time. Episodes without a score, "
         f"which were replaced: {failed:,}. Answers that used their time up: {late:,}.{joined}</p>"
     }
+
+
+def _hidden(steps: list[dict[str, Any]]) -> str:
+    """A line where the trainer works before batches are complete."""
+    hidden = series.mean_of(steps, "stream_hidden")
+    if hidden is None:
+        return ""
+    return (
+        f"<p>{hidden:.0%} of the trainer's time on a step was before its batch was complete "
+        "(trainer.stream).</p>"
+    )
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:

@@ -99,6 +99,14 @@ class Asynchronous:
         self._wanted, self._replaced, self._training = False, 0, len(taken)
         return [*dropped, StartTraining(self._step, sorted(taken, key=group_index))]
 
+    def certain(self) -> list[str]:
+        """A step takes the accepted groups that were admitted first, so those with fewer than a
+        batch before them, running or accepted."""
+        if not self._wanted:
+            return []
+        first = [g for g in self._admitted if g not in self._refused][: self._groups]
+        return [g for g in first if g in self._accepted]
+
     def _must_wait(self) -> bool:
         """Whether a batch that could train has to wait for an older group."""
         return False

@@ -84,6 +84,11 @@ class Round:
         return sorted([*self._open, *self._accepted, *self._refused], key=group_index)
 
     @property
+    def certain(self) -> list[str]:
+        """Those that `close` takes in any case: refused groups only fill up."""
+        return self._accepted[: self.size]
+
+    @property
     def complete(self) -> bool:
         return len(self._accepted) >= self.size or not self._open
 

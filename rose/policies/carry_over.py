@@ -108,6 +108,21 @@ class CarryOver:
         left = [o.version for g, o in state.open.items() if g not in taken]
         return batch if self._feasible(left, state.version + 1) else []
 
+    def certain(self) -> list[str]:
+        """A step takes the finished groups of the oldest versions, so those with fewer than a batch
+        before them: of an older version, or of theirs and finished sooner."""
+        state = self._state
+        if state.step is None:
+            return []
+        found = []
+        for place, group in enumerate(state.done):
+            version = state.open[group].version
+            older = sum(each.version < version for each in state.open.values())
+            sooner = sum(state.open[g].version == version for g in state.done[:place])
+            if older + sooner < state.step.groups:
+                found.append(group)
+        return found
+
     def _feasible(self, versions: list[int], first: int) -> bool:
         """Whether groups admitted at these versions can all be trained in time, the first batch at
         version `first`."""

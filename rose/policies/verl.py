@@ -43,6 +43,9 @@ class Synchronous:
         self._over(done)
         return actions + done.close(self._step)
 
+    def certain(self) -> list[str]:
+        return self._round.certain if self._round else []
+
     def _over(self, done: Round) -> None:
         """What becomes of the groups that `done` leaves open: nothing, they are cancelled."""
 
@@ -91,6 +94,9 @@ class OneStepOff:
         if self._wanted is None or not self._round.complete:
             return actions
         return actions + self._train(self._round.size)
+
+    def certain(self) -> list[str]:
+        return self._round.certain if self._round and self._wanted is not None else []
 
     def _start(self, groups: int) -> list[Action]:
         self._round = Round(groups, self._stream.admit, 1.0, self.max_admitted)

@@ -86,6 +86,8 @@ class Scheduler:
         ]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
         self._published = optional(batching, "published", lambda version: [])
+        self._certain = optional(batching, "certain", lambda: [])
+        self._early: set[str] | None = None  # of a step that streams: given to its trainer
         self._batching_trajectory_ended = optional(
             batching, "trajectory_ended", lambda trajectory, group: []
         )
@@ -159,7 +161,7 @@ class Scheduler:
             done.append(action)
             match action:
                 case ev.StartTraining():
-                    self.cluster.training = True
+                    self.cluster.training, self._early = True, None
                 case ev.RequestCapacity(request):
                     self.cluster.requests[request] = False
                 case ev.ReleaseCapacity(request):
@@ -406,13 +408,21 @@ class Scheduler:
 
     def _step_begun(self, e: ev.StepBegun) -> list[Action]:
         self.cluster.step = e.step
-        return self._carry_out(self._batching.begin(e.step, e.groups))
+        self._early = set() if e.stream else None
+        return self._carry_out(self._batching.begin(e.step, e.groups)) + self._train_early()
 
     def _group_finished(self, e: ev.GroupFinished) -> list[Action]:
         home = self.cluster.group_home.pop(e.group, None)
         if home in self.cluster.workers:
             self.cluster.workers[home].cached.pop(e.group, None)
-        return self._carry_out(self._batching.finished(e.group, e.accepted))
+        return self._carry_out(self._batching.finished(e.group, e.accepted)) + self._train_early()
+
+    def _train_early(self) -> list[Action]:
+        if self._early is None:
+            return []
+        found = [group for group in self._certain() if group not in self._early]
+        self._early.update(found)
+        return [ev.TrainGroup(self.cluster.step, group) for group in found]
 
     def _tick(self, e: ev.Tick) -> list[Action]:
         actions = self._unstick(e.at)

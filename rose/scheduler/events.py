@@ -161,10 +161,12 @@ class TrajectorySaved(Event):
 
 
 class StepBegun(Event):
-    """A training step wants `groups` groups."""
+    """A training step wants `groups` groups. `stream`: and takes each as soon as it is certain to
+    be among them (`TrainGroup`)."""
 
     step: int
     groups: int
+    stream: bool = False
 
 
 class GroupFinished(Event):
@@ -248,6 +250,14 @@ class DropGroup(Action):
     group: str
 
 
+class TrainGroup(Action):
+    """The finished group will be one of the step's, whatever else comes: its gradient may be
+    computed now. `StartTraining` names it again."""
+
+    step: int
+    group: str
+
+
 class StartTraining(Action):
     step: int
     groups: list[str]
@@ -299,6 +309,7 @@ AnyAction = (
     | LoadWeights
     | AdmitGroup
     | DropGroup
+    | TrainGroup
     | StartTraining
     | RequestCapacity
     | ReleaseCapacity

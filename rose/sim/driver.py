@@ -65,6 +65,9 @@ class Simulation:
         self._batch: tuple[int, float, list] | None = (
             None  # (step, since when, its groups) in training
         )
+        self._waiting: list[Group] = []  # certain to be in the step's batch, not trained
+        self._ahead: set[str] = set()  # of the step: trained, or being trained
+        self._free_at = self._ahead_s = 0.0  # when the trainer's round ends; sum of its rounds
         self._trained_at = self._published_at = 0.0
         self._syncing = False  # the step's version is out, and not with all dedicated workers yet
         self._version = 0
@@ -74,6 +77,7 @@ class Simulation:
             ev.LoadWeights: self._workers.load,
             ev.AdmitGroup: self._admit,
             ev.DropGroup: self._drop,
+            ev.TrainGroup: self._train_group,
             ev.StartTraining: self._start_training,
             ev.RequestCapacity: self._workers.request,
             ev.ReleaseCapacity: self._workers.release,
@@ -148,20 +152,49 @@ class Simulation:
     def _begin_step(self, step: int, _ticket: int) -> None:
         self._began = self._loop.now
         self._workers.step_begins()
-        self.feed(ev.StepBegun(at=self._loop.now, step=step, groups=self._spec.batch.groups))
+        self._waiting.clear()
+        self._ahead.clear()
+        self._ahead_s = 0.0
+        stream, groups = self._spec.stream, self._spec.batch.groups
+        self.feed(ev.StepBegun(at=self._loop.now, step=step, groups=groups, stream=stream))
+
+    def _train_group(self, action: ev.TrainGroup) -> None:
+        self._waiting.append(self._groups.finished[action.group])
+        if self._loop.now >= self._free_at:
+            self._next_round(None, 0)
+
+    def _next_round(self, _what: None, _ticket: int) -> None:
+        """All that waits, as rose.coordinator.training does, whose rounds have a limit."""
+        if not self._waiting or self._batch is not None:
+            return
+        groups, self._waiting = self._waiting, []
+        seconds = self._computing_s(groups)
+        self._ahead.update(group.name for group in groups)
+        self._ahead_s += seconds
+        self._free_at = self._loop.now + seconds
+        self._loop.at(self._free_at, self._next_round, None)
 
     def _start_training(self, action: ev.StartTraining) -> None:
-        now, trainer = self._loop.now, self._spec.trainer
+        now = self._loop.now
         groups = [self._groups.finished.pop(name) for name in action.groups]
         self._batch = action.step, now, groups
+        running_s = max(0.0, self._free_at - now)
+        self._ahead_s -= running_s
+        left = [group for group in groups if group.name not in self._ahead]
+        seconds = running_s + self._spec.trainer.step_s + self._computing_s(left)
+        seconds += self._workers.to_training(seconds)
+        self._loop.at(now + seconds, self._trained, None)
+
+    def _computing_s(self, groups: list[Group]) -> float:
+        """Forward and backward. Left out: that smaller rounds fill their micro-batches less."""
+        trainer = self._spec.trainer
         tokens = sum(group.context for group in groups)
-        seconds = trainer.step_s + trainer.token_s * tokens
+        seconds = trainer.token_s * tokens
         if trainer.gpus:
             pairs = sum(group.pairs for group in groups)
             flops = tokens * trainer.flops_per_token + pairs * trainer.flops_per_pair
             seconds += flops / (self._trains() * trainer.gpu.flops * trainer.mfu)
-        seconds += self._workers.to_training(seconds)
-        self._loop.at(now + seconds, self._trained, None)
+        return seconds
 
     def _trains(self) -> int:
         """GPUs that train from now on: without those that roll out meanwhile."""
@@ -209,6 +242,7 @@ class Simulation:
                 len(rewards),
                 float(np.mean(rewards)) if rewards else float("nan"),
                 staleness,
+                self._ahead_s,
             )
         )
         if len(self._steps) < self._spec.steps:

@@ -25,6 +25,7 @@ class Step:
     trajectories: int
     reward: float  # mean of the batch
     staleness: tuple[int, ...]  # of each group of the batch, versions
+    ahead_s: float = 0.0  # in which the trainer worked on it before training_at
 
     @property
     def seconds(self) -> float:

@@ -326,6 +326,7 @@ class Spec:
     )
     # environments (live: env.max_failures_in_row)
     max_failures_in_row: int = 1000  # ours: ends a run whose every environment crashes, no other
+    stream: bool = False  # groups are trained as soon as a step is certain of them (trainer.stream)
     sandboxes: Sandboxes | None = None  # None: they cost nothing, and no host fails
     horizon_s: float = math.inf  # a run that takes longer is an error
     # field -> where its number is from, for reports

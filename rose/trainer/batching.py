@@ -98,19 +98,24 @@ def size_of(rows: list[int], packing: Packing) -> int:
 
 
 def plan_batch(
-    rows: list[np.ndarray], ranks: int, micro_batch_tokens: int, updates: int, costs: Costs | None
+    rows: list[np.ndarray],
+    ranks: int,
+    micro_batch_tokens: int,
+    updates: int,
+    costs: Costs | None,
+    part: bool = False,
 ) -> tuple[Plan, bool]:
     """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees
-    without `costs`.
+    without `costs`. `part`: the rows are a part of a batch, which may be too few for all ranks.
 
     Raises what `plan_micro_batches` raises.
     """
     padded = Padded([len(row) for row in rows])
-    plain = plan_micro_batches(padded, ranks, micro_batch_tokens, updates)
+    plain = plan_micro_batches(padded, ranks, micro_batch_tokens, updates, part)
     if costs is None:
         return plain, False
     shared = Shared(rows)
-    trees = plan_micro_batches(shared, ranks, micro_batch_tokens, updates)
+    trees = plan_micro_batches(shared, ranks, micro_batch_tokens, updates, part)
     plain_cost = sum(
         costs.token * size_of(m, padded) + costs.causal * len(m) * padded.lengths[m[0]] ** 2 / 2
         for m in _micro_batches(plain)
@@ -135,7 +140,9 @@ def flops(shape: ModelShape, flex: bool = False) -> Costs:
     return Costs(2.0 * weights, 4.0 * attention, tree, not flex)
 
 
-def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, updates: int) -> Plan:
+def plan_micro_batches(
+    packing: Packing, ranks: int, micro_batch_tokens: int, updates: int, part: bool = False
+) -> Plan:
     """plan[rank][update][micro-batch] -> rows of the batch; every row once, the same plan for the
     same input.
 
@@ -144,7 +151,8 @@ def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, up
     ranks. Each update gets a like share of rows from all along the packing's order. A rank's
     largest micro-batch comes first: if memory is short, it shows at once.
 
-    Raises `ValueError` for a row that is too long and for fewer rows than ranks x updates.
+    Raises `ValueError` for a row that is too long and, unless they are a `part` of a batch, for
+    fewer rows than ranks x updates.
     """
     for row, length in enumerate(packing.lengths):
         if not 0 < length <= micro_batch_tokens:
@@ -152,7 +160,7 @@ def plan_micro_batches(packing: Packing, ranks: int, micro_batch_tokens: int, up
                 f"row {row} has {length} tokens; a row must have 1 to trainer.micro_batch_tokens="
                 f"{micro_batch_tokens}"
             )
-    if len(packing.lengths) < ranks * updates:
+    if len(packing.lengths) < ranks * updates and not part:
         raise ValueError(
             f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks "
             f"one in each of trainer.updates_per_step={updates} updates; {ranks * updates} are "
@@ -232,6 +240,7 @@ def train_messages(
     trees: bool,
     samples: list[p.Trajectory],
     owners: Sequence[int] = (),
+    more: bool = False,
 ) -> list[p.Message]:
     """`TrainStep`, then the samples of the rank's rows in `TrainPart`s of bounded size."""
     rows = [row for update in micro_batches for batch in update for row in batch]
@@ -245,7 +254,7 @@ def train_messages(
         parts[-1].append(row)
         size += nbytes
     messages: list[p.Message] = [
-        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners))
+        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners), more)
     ]
     for at, part in enumerate(parts):
         messages.append(p.TrainPart(step, at, part, [samples[row] for row in part]))

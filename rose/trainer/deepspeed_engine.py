@@ -205,13 +205,39 @@ class DeepSpeedEngine:
         """Add the gradient of `loss`; an update's is the sum over micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
 
-    def update(self, stepped: Callable[[], None] | None = None) -> tuple[float, float]:
-        """Apply the gradient; returns (its norm before clipping, the learning rate). Under ZeRO
-        `stepped` is called once this rank's partition is final, before the ranks gather each
-        other's.
+    def update(
+        self, stepped: Callable[[], None] | None = None, scale: float = 1.0
+    ) -> tuple[float, float]:
+        """Apply the gradient, times `scale`; returns (its norm before clipping, the learning rate).
+        Under ZeRO `stepped` is called once this rank's partition is final, before the ranks gather
+        each other's.
 
         Raises `NonFiniteGradient` on every rank, with nothing applied.
         """
+        with self._scaled(scale):
+            return self._update(stepped)
+
+    @contextmanager
+    def _scaled(self, by: float) -> Iterator[None]:
+        """ZeRO divides gradients by a loss scale, at any stage and wherever they are, as it takes
+        their norm and clips them. Without ZeRO they are scaled where they lie."""
+        optimizer = self.engine.optimizer
+        if self.settings.zero_stage:
+            before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / by
+            try:
+                yield
+            finally:
+                optimizer.loss_scale = before
+            return
+        if by != 1.0:
+            # bfloat16 has DeepSpeed's float32 sums
+            sums = getattr(optimizer, "fp32_groups_gradients_flat", None)
+            own = (p.grad for p in self.policy.parameters() if p.grad is not None)
+            for gradient in sums if sums is not None else own:
+                gradient.mul_(by)
+        yield
+
+    def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:
         if stepped is not None and self.settings.zero_stage:
             return self._update_and_signal(stepped)
         lr = self._learning_rate()
@@ -237,7 +263,7 @@ class DeepSpeedEngine:
 
         hook = zero.optimizer.register_step_post_hook(count)
         try:
-            return self.update()
+            return self._update(None)
         finally:
             hook.remove()
 

@@ -89,7 +89,14 @@ def run(
                 return
             case _:
                 raise ValueError(f"a trainer rank has no use for {type(message).__name__}")
-        if incoming is not None and parts == incoming.parts:
+        if incoming is None or parts < incoming.parts:
+            continue
+        if incoming.more:
+            trainer.train_ahead(incoming, rows)
+            mailbox.send(COORDINATOR, p.TrainedAhead(incoming.step, index))
+            mailbox.flush(FLUSH_S)
+            incoming = None
+        else:
             metrics = trainer.train(incoming, rows, publish_as=incoming.step)
             published = trainer.publish(incoming.step, send)
             metrics |= {

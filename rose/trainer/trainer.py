@@ -4,7 +4,9 @@ and no MPI.
 A step is: advantages and weights from the batch's summary; the proximal log-probabilities that no
 forward pass of the step will give anyway; then, per update, the loss of `algorithms.base`
 micro-batch by micro-batch. With several updates per step each one's loss is scaled by their number,
-so that it is of the size of the whole batch's and gradient clipping means the same.
+so that it is of the size of the whole batch's and gradient clipping means the same. With
+`trainer.stream` a step's groups come in rounds, of which only the last applies anything; how that
+is the same is said in rose/trainer/growing.py.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from rose.trainer.deepspeed_engine import (
     make_deterministic,
     use_device,
 )
+from rose.trainer.growing import Growing
 from rose.trainer.importance import importance_weights, mismatch
 from rose.trainer.offload import Offload
 from rose.trainer.prefix_tree import obstacle
@@ -85,6 +88,7 @@ class Trainer:
         if config.algorithm.kl_coef:
             self.engine.hold_reference(folder)
         self._publisher: Publisher | None = None
+        self._ahead: _Step | None = None  # whose gradient is not whole yet
         self.no_trees, self.costs = self._prepare_trees(folder)
 
     def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
@@ -134,7 +138,19 @@ class Trainer:
         """
         with self.recorder.timed("train_step", step=step.step):
             stepped = None if publish_as is None else lambda: self._publisher.ahead(publish_as)
-            return _Step(self, step, trajectories, stepped).run()
+            current, self._ahead = self._ahead or _Step(self, step.step), None
+            current.extend(step, trajectories)
+            return current.run(stepped)
+
+    def train_ahead(
+        self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]
+    ) -> None:
+        """Gradient of a part of the step's groups, kept until `train` gets the last of them; no
+        weight changes before, and a rank that ends before leaves nothing. Raises as `train`."""
+        with self.recorder.timed("train_ahead", step=step.step):
+            self._ahead = self._ahead or _Step(self, step.step)
+            self._ahead.extend(step, trajectories)
+            self._ahead.run_ahead()
 
     def open_store(
         self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]
@@ -233,18 +249,21 @@ class _Peers:
 class _Step:
     """One training step's data and running sums."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        step: protocol.TrainStep,
-        trajectories: dict[int, protocol.Trajectory],
-        stepped: Callable[[], None] | None,
-    ):
-        self.stepped = stepped  # after the last update
-        self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, step.step
+    def __init__(self, trainer: Trainer, number: int):
+        self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number
         self.device, self.recorder = trainer.device, trainer.recorder
         self.cap = trainer.config.algorithm.importance_cap
         self.kl_coef = trainer.config.algorithm.kl_coef
+        self.growing = Growing(self.algorithm)
+        self.updates: list[list[MicroBatch]] = []
+        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
+        self.ratio_max = torch.zeros((), device=self.device)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def extend(
+        self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]
+    ) -> None:
+        """The batch so far, and what of it is to be trained now."""
         summary = Summary(
             torch.tensor(step.summary.rewards, dtype=torch.float32),
             torch.tensor(step.summary.groups),
@@ -253,26 +272,29 @@ class _Step:
             _padded(step.summary.turn_rewards, torch.float64, math.nan),
             _padded(step.summary.segments, torch.int64, -1),
         )
-        self.advantages = self.algorithm.advantages(summary)  # (N,), or (N, turns)
-        self.weights = self.algorithm.token_weights(summary)  # (N,), or (N, turns)
+        # each (N,), or (N, turns)
+        self.advantages, self.weights = self.growing.extend(summary)
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
         vocabulary = self.engine.policy.vocabulary
         self.updates = [
             [collate(rows, trajectories, vocabulary, step.trees) for rows in update]
             for update in step.micro_batches
         ]
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
-        self.ratio_max = torch.zeros((), device=self.device)
-        self.seconds = dict.fromkeys(PHASES, 0.0)
 
-    def run(self) -> dict[str, float]:
+    def run_ahead(self) -> None:
+        with self._phase("forward_backward"):
+            for micro_batches in self.updates:
+                self._accumulate(0, micro_batches, {}, more=True)
+
+    def run(self, stepped: Callable[[], None] | None) -> dict[str, float]:
+        """`stepped` is called after the last update."""
         proximal = self._proximal()
         norms, lr = [], 0.0
         for number, micro_batches in enumerate(self.updates):
             with self._phase("forward_backward"):
                 self._accumulate(number, micro_batches, proximal)
             with self._phase("optimizer"):
-                norm, lr = self._apply(number)
+                norm, lr = self._apply(number, stepped if number == len(self.updates) - 1 else None)
             norms.append(norm)
         return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
 
@@ -290,13 +312,17 @@ class _Step:
             }
 
     def _accumulate(
-        self, update: int, micro_batches: list[MicroBatch], proximal: dict[tuple[int, int], Tensor]
+        self,
+        update: int,
+        micro_batches: list[MicroBatch],
+        proximal: dict[tuple[int, int], Tensor],
+        more: bool = False,
     ) -> None:
-        """Gradient of one update. Raises `TrainingDiverged`, on every rank, if any rank's loss is
-        not finite."""
+        """Gradient of one update, or of a part to which `more` will be added. Raises
+        `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
         bad = torch.tensor(NEVER, device=self.device)
         for m, batch in enumerate(micro_batches):
-            self.engine.begin_micro_batch(last=m == len(micro_batches) - 1)
+            self.engine.begin_micro_batch(last=m == len(micro_batches) - 1 and not more)
             loss = self._loss(batch, proximal.get((update, m)))
             bad = torch.where(loss.detach().isfinite(), bad, bad.clamp(max=m))
             self.engine.backward(loss * len(self.updates))
@@ -351,9 +377,9 @@ class _Step:
         for name, value in (statistics | named).items():
             self.sums[name] += value
 
-    def _apply(self, update: int) -> tuple[float, float]:
+    def _apply(self, update: int, stepped: Callable[[], None] | None) -> tuple[float, float]:
         try:
-            return self.engine.update(self.stepped if update == len(self.updates) - 1 else None)
+            return self.engine.update(stepped, self.growing.scale)
         except NonFiniteGradient as error:
             raise TrainingDiverged(
                 f"step {self.number}, update {update}, after its last micro-batch: {error}; "
@@ -372,7 +398,7 @@ class _Step:
         totals = dict(zip(names, sums.tolist(), strict=True))
         tokens = totals.pop("tokens")
         per_token = {
-            name: value if name == "loss" else value / max(1, tokens)
+            name: value * self.growing.scale if name == "loss" else value / max(1, tokens)
             for name, value in totals.items()
         }
         times = {f"seconds_{phase}": s for phase, s in zip(self.seconds, seconds, strict=True)}

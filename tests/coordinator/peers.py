@@ -48,6 +48,7 @@ class Peers:
         self.made = Counter()  # turn -> tokens that engines have sent of it
         self.received = {}  # trajectory -> tokens of its turns
         self.trained = {}  # step -> [trajectory]
+        self.begun, self.rounds = set(), 0  # steps; rounds of them before their last
         self.seed_of_group = {}
         self.domain_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
@@ -303,10 +304,21 @@ class Peers:
 
     def _TrainStep(self, rank, m):
         assert self.awake is None or rank in self.awake
-        self.training, self.trained[m.step] = True, []
+        assert m.step == self.step + 1, "a step is trained once"
+        self.training, self.ahead = not m.more, m.more
+        rows = self.trained.setdefault(m.step, []) if m.step in self.begun else []
+        self.trained[m.step] = rows
+        self.begun.add(m.step)
+        new = sorted(row for update in m.micro_batches for batch in update for row in batch)
+        assert new == list(range(len(rows), len(m.summary.rewards))), "each row comes once"
 
     def _TrainPart(self, rank, m):
-        self.trained[m.step] += m.trajectories
+        rows = dict(zip(m.indices, m.trajectories, strict=True))
+        self.trained[m.step] += [rows[index] for index in sorted(rows)]
+        if self.ahead:
+            self.rounds += 1
+            self.say(rank, p.TrainedAhead(m.step, 0))
+            return
 
         def done():
             self.training, self.step = False, m.step

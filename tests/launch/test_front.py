@@ -86,6 +86,13 @@ def test_rewards_of_turns_may_be_part_of_a_sum(make_config):
     assert Scoring(replaced, [1], lambda *_: None).turn_rewards([1.0, 0.0], 3.0) == []
 
 
+def test_training_ahead_needs_advantages_of_groups(tmp_path):
+    from tests.conftest import compose_tree
+
+    with pytest.raises(ConfigError, match=r"trainer\.stream=True: algorithm=reinforce_pp norm"):
+        front.check(compose_tree("trainer.stream=true", "algorithm=reinforce_pp"))
+
+
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
     """launch("a=b", ...) -> (exit code, stdout, stderr), run in an empty folder."""

@@ -27,6 +27,8 @@ class Trainer:
         self.dropped: list[str] = []
         self.fate: dict[int, str] = {}  # index of the stream -> out, trained, dropped or lost
         self.waits = False
+        self.promised: dict[str, None] = {}  # to the step that waits
+        self.early = 0  # groups that were promised before their step was complete
         self.publish(0)
 
     def do(self, actions: list[ev.Action]) -> None:
@@ -47,6 +49,9 @@ class Trainer:
                 case ev.StartTraining(step, groups):
                     assert self.waits and step == self.step, "one batch per step"
                     assert len(groups) == self.groups and groups == sorted(groups, key=group_index)
+                    assert self.promised.keys() <= set(groups), "a step breaks its word"
+                    self.early += len(self.promised)
+                    self.promised.clear()
                     for group in groups:
                         self.held.remove(group)
                         self.fate[group_index(group)] = "trained"
@@ -57,11 +62,19 @@ class Trainer:
         self.step += 1
         self.waits = True
         self.do(self.policy.begin(self.step, self.groups))
+        self.promise()
 
     def finish(self, group: str, accepted: bool = True) -> None:
         self.running.remove(group)
         self.held.append(group)
         self.do(self.policy.finished(group, accepted))
+        self.promise()
+
+    def promise(self) -> None:
+        certain = self.policy.certain()
+        assert set(certain) <= set(self.held) and (self.waits or not certain)
+        assert self.promised.keys() <= set(certain) or not self.waits, "what is certain remains so"
+        self.promised |= dict.fromkeys(certain)
 
     def publish(self, version: int) -> None:
         self.version = version

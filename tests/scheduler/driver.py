@@ -75,6 +75,7 @@ class Driver:
         self.journal: list[Entry] = []
         self.at, self.version, self.step, self.serial, self.stalls = 0.0, 0, 0, 0, 0
         self.trainer = "free"  # wants a batch, trains
+        self.early = []  # groups that the step takes in any case
         self.over = False  # the scheduler gave up
         self.workers: dict[str, Worker] = {}
         self.turns: dict[str, Turn] = {}
@@ -145,8 +146,15 @@ class Driver:
         for trajectory in list(group.left):
             self.cancel(trajectory)
 
+    def do_TrainGroup(self, a):
+        assert (self.trainer, a.step) == ("wants a batch", self.step)
+        assert self.groups[a.group].state == "finished" and a.group not in self.early
+        self.early.append(a.group)
+
     def do_StartTraining(self, a):
         assert (self.trainer, a.step) == ("wants a batch", self.step) and len(a.groups) == GROUPS
+        assert set(self.early) <= set(a.groups), "what was trained ahead is trained"
+        self.early = []
         for name in a.groups:
             group = self.groups[name]
             assert group.state == "finished", "every group is trained once, when it is finished"
@@ -354,7 +362,7 @@ class Driver:
         if self.trainer == "free":
             self.step += 1
             self.trainer = "wants a batch"
-            self.feed(ev.StepBegun, step=self.step, groups=GROUPS)
+            self.feed(ev.StepBegun, step=self.step, groups=GROUPS, stream=self.step % 2 == 0)
         elif self.trainer == "trains":
             self.version += 1
             self.trainer = "free"

@@ -387,3 +387,23 @@ def test_a_simulation_carries_actions_out_in_the_order_of_the_journal(monkeypatc
     simulate(cluster(), oversampled, 1, memory)
     said = [action for _, actions in memory.entries for action in actions]
     assert said == done and any(isinstance(action, ev.DropGroup) for action in done)
+
+
+def test_certain_groups_are_trained_while_others_run():
+    slow = dataclasses.replace(clusters.TRAINER, flops_per_token=1e11)
+    whole, ahead = (
+        run(cluster(groups=6, trainer=slow, stream=stream))[0].steps for stream in (False, True)
+    )
+    for before, step in zip(whole, ahead, strict=True):
+        assert step.tokens == before.tokens and step.rollout_s == pytest.approx(before.rollout_s)
+        training_s = step.trained_at - step.training_at
+        assert training_s + step.ahead_s == pytest.approx(before.trained_at - before.training_at)
+        assert before.ahead_s == 0.0 and step.ahead_s > 0.1 * training_s
+
+
+def test_a_trainer_that_is_slower_than_rollouts_begins_with_the_first_group_and_never_rests():
+    slow = dataclasses.replace(clusters.TRAINER, flops_per_token=1e13)
+    result, memory = run(cluster(trainer=slow, stream=True, steps=1))
+    first = memory.actions(ev.TrainGroup)[0][0]
+    [step] = result.steps
+    assert step.ahead_s == pytest.approx(step.training_at - first)

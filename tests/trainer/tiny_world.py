@@ -99,7 +99,7 @@ def make_batch(seed: int):
     return rows, summary
 
 
-def plan(seed: int, rows, ranks: int, limit: int, updates: int):
+def plan(seed: int, rows, ranks: int, limit: int, updates: int, part: bool = False):
     """(plan of a batch's micro-batches, whether they are prefix trees: every other seed's are)."""
     from rose.protocol import unpack_tokens
     from rose.trainer.batching import Padded, Shared, plan_micro_batches
@@ -107,21 +107,22 @@ def plan(seed: int, rows, ranks: int, limit: int, updates: int):
     trees = seed % 2 == 0
     tokens = [unpack_tokens(t.tokens) for t in rows.values()]
     packing = Shared(tokens) if trees else Padded([len(row) for row in tokens])
-    return plan_micro_batches(packing, ranks, limit, updates), trees
+    return plan_micro_batches(packing, ranks, limit, updates, part), trees
 
 
 FORKS = {0: 1, 2: 1, 6: 4, 7: 5}  # row of `make_forked` -> whose first turn it has, too
+LATE_FORKS = {6: 4, 7: 5}  # the same of the second group alone
 SHARES = [1 / 3, 1 / 3, 1 / 3, 1.0, 0.5, 0.5, 0.5, 0.5]  # of each row in its tree
 
 
-def make_forked(seed: int):
+def make_forked(seed: int, forks: dict[int, int] = FORKS):
     """`make_batch`, whose trajectories fork off each other behind the first turn."""
     import msgspec
 
     from rose.trainer import segments
 
     rows, summary = make_batch(seed)
-    for row, other in FORKS.items():
+    for row, other in forks.items():
         t, of = rows[row], rows[other]
         made = of.turn_tokens[0][1]
         end = int(np.flatnonzero(np.frombuffer(of.mask, np.uint8))[made - 1]) + 1
@@ -143,6 +144,71 @@ def make_forked(seed: int):
         turn_rewards=[],
         segments=segments.find(list(rows.values())),
     )
+
+
+def stream_rounds(seed: int, kind: str, rounds: list[list[int]], ranks: int, limit: int):
+    """For each round, (each rank's `TrainStep`, the rows of all). `kind`: "pairs" is a batch of
+    four groups of two, the first cut off, the others "forked" or "late": `LATE_FORKS`."""
+    import msgspec
+
+    from rose import protocol as p
+    from rose.trainer import segments
+
+    if kind == "pairs":
+        rows, whole = make_batch(seed)
+        pairs, cut = [row // 2 for row in rows], [row < 2 for row in rows]
+        whole = msgspec.structs.replace(whole, groups=pairs, truncated=cut)
+    else:
+        rows, whole = make_forked(seed, FORKS if kind == "forked" else LATE_FORKS)
+    found = []
+    for number, new in enumerate(rounds):
+        end = new[-1] + 1
+        summary = p.BatchSummary(
+            *(
+                getattr(whole, field)[:end]
+                for field in ("rewards", "groups", "response_tokens", "truncated", "turn_rewards")
+            ),
+            segments.find(list(rows.values())[:end]) if kind != "pairs" else [],
+        )
+        known = segments.samples([rows[row] for row in range(end)], summary.segments)
+        samples = {row: sample for row, (sample, _) in enumerate(known) if row in new}
+        everyone, trees = plan(seed, samples, ranks, limit, 1, part=True)
+        mine = [
+            [[[new[row] for row in micro] for micro in update] for update in each]
+            for each in everyone
+        ]
+        more = number < len(rounds) - 1
+        steps = [p.TrainStep(seed, summary, each, trees, 1, [], more) for each in mine]
+        found.append((steps, samples))
+    return found
+
+
+def weights(trainer) -> dict:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    zero = trainer.engine.settings.zero_stage
+    return {
+        name: (safe_get_full_fp32_param(p) if zero else p).detach().clone().float().numpy()
+        for name, p in trainer.engine.policy.named_weights()
+    }
+
+
+def watch_gradients(trainer, found: list) -> None:
+    """Each update's whole gradient, as it is applied but for clipping: parameter -> array."""
+    from deepspeed.utils import safe_get_full_grad
+
+    update, zero = trainer.engine._update, trainer.engine.settings.zero_stage
+
+    def watched(stepped):
+        scale = trainer.engine.engine.optimizer.loss_scale if zero else 1.0
+        gradient = {
+            name: ((safe_get_full_grad(p) if zero else p.grad) / scale).float().numpy()
+            for name, p in trainer.engine.policy.named_weights()
+        }
+        found.append(gradient)
+        return update(stepped)
+
+    trainer.engine._update = watched
 
 
 def in_halves(t):
@@ -246,18 +312,26 @@ def settings(job: dict):
     )
 
 
+def save(trainer, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    trainer.save(folder)
+    assert trainer.engine.writer.wait(120), "the checkpoint is still being written"
+
+
 def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
     ["publish", version], ["save"], ["load"], ["turn"]: the device is given
-    back and taken again."""
+    back and taken again. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`,
+    limit, gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
     from rose import protocol as p
     from rose.comm.address import local_place
     from rose.config import read_shape
     from rose.engine import layout
     from rose.observe.recorder import NullRecorder
     from rose.trainer import segments
+    from rose.trainer.algorithms import build
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
@@ -309,6 +383,20 @@ def main(job: dict, rank: int) -> None:
             owners = [owner for _, owner in split]
             step = p.TrainStep(number, summary, everyone[rank], trees, 1, owners)
             report["metrics"].append(trainer.train(step, rows))
+        elif action == "rounds":
+            name, arguments, seed, kind, rounds, limit, kept = args
+            trainer.algorithm = build(name, arguments)
+            gradients: list = []
+            watch_gradients(trainer, gradients)
+            *first, last = stream_rounds(seed, kind, rounds, job["ranks"], limit)
+            for steps, rows in first:
+                trainer.train_ahead(steps[rank], rows)
+                if kept.startswith("saves"):
+                    save(trainer, folder / "between")
+            report["metrics"].append(trainer.train(last[0][rank], last[1]))
+            del trainer.engine._update
+            gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
+            np.savez(folder / f"{kept}-{rank}.npz", **gradients[0])
         elif action == "publish":
             trainer.publish(args[0])
             trainer.tidy()
@@ -318,10 +406,8 @@ def main(job: dict, rank: int) -> None:
             report.setdefault("gone", []).append(trainer._offload.nbytes)
             trainer.take_device()
         elif action == "save":
-            (folder / "checkpoint").mkdir(exist_ok=True)
-            trainer.save(folder / "checkpoint")
-            assert trainer.engine.writer.wait(120), "the checkpoint is still being written"
+            save(trainer, folder / "checkpoint")
         elif action == "load":
-            trainer.load(folder / "checkpoint")
+            trainer.load(folder / (args[0] if args else "checkpoint"))
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()

@@ -37,6 +37,7 @@ def ours(c: Config) -> SimSystem:
         executor=c.sim.executor,
         dynamic_sampling=c.algorithm.dynamic_sampling,
         in_flight=c.transfer.in_flight,
+        stream=c.trainer.stream,
     )
 
 
@@ -63,6 +64,13 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
             )
     if not system.pools or len(set(system.pools)) < len(system.pools):
         raise ConfigError(f"{pools}: one or more different ones of {', '.join(s.pool)}")
+    rolls = [n for n in system.pools if s.pool[n].kind == "hybrid" and not s.pool[n].split]
+    if system.stream and rolls:
+        where = "trainer" if name == s.label else f"sim.systems.{name}"
+        raise ConfigError(
+            f"{where}.stream=True: the trainer's GPUs roll out until the batch is complete "
+            f"({pools}: {', '.join(rolls)}); leave the pool out, or set it to false"
+        )
     if system.dynamic_sampling and c.rollout.group_size < 2:
         where = "algorithm" if name == s.label else f"sim.systems.{name}"
         raise ConfigError(
@@ -96,6 +104,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         dispatch_s=s.dispatch_s,
         answer_s=s.dispatch_s,
         in_flight=system.in_flight,
+        stream=system.stream,
         sandboxes=_sandboxes(s.sandboxes, system.recovery),
     )
 

@@ -63,6 +63,7 @@ class Outcome(msgspec.Struct, frozen=True):
     )
     migrations: float  # turns a step that went on elsewhere
     wall_s: float  # that the simulation took
+    hidden: float = math.nan  # share of the training's time before batches were complete
     serving_busy: float = math.nan  # share of the time in which online serving alone computes
     serving_lent: float = math.nan  # share of its devices' compute that rollouts get
     # with sandboxes
@@ -92,6 +93,7 @@ METRICS = (
     Metric("attainment", "SLO kept", "{:.2%}", 1),
     Metric("allocation", "Allocation", "{:.2%}", -1),
 )
+STREAM = (Metric("hidden", "Hidden", "{:.0%}", 0),)
 SANDBOXES = (
     Metric("remade", "Made twice", "{:.2%}", -1),
     Metric("saved_mb", "Saved, MB/step", "{:,.0f}", -1),
@@ -108,11 +110,12 @@ EVERY = tuple(
 
 def metrics(outcomes: Sequence[Outcome]) -> tuple[Metric, ...]:
     """The columns of a table of these."""
+    stream = STREAM if any(o.hidden > 0 for o in outcomes) else ()
     if not any(o.lost_hosts >= 0 for o in outcomes):
-        return METRICS
+        return (*METRICS, *stream)
     return tuple(
         metric
-        for metric in (*METRICS, *SANDBOXES)
+        for metric in (*METRICS, *stream, *SANDBOXES)
         if not all(math.isnan(value) for value in values(outcomes, metric.key))
     )
 
@@ -148,6 +151,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         allocation=_allocation(result),
         migrations=counts.migrations / len(result.steps),
         wall_s=wall_s,
+        hidden=_hidden(steps),
         **(_sandboxes(result, made) if result.sandboxes else {}),
         picture=_picture(result) if drawn else None,
     )
@@ -156,6 +160,12 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
 def _tail(seconds: np.ndarray) -> float:
     late = 99  # definition: the column p99/p50
     return float(np.percentile(seconds, late) / np.median(seconds)) if len(seconds) else math.nan
+
+
+def _hidden(steps: Sequence[Step]) -> float:
+    ahead_s = sum(step.ahead_s for step in steps)
+    after_s = sum(step.trained_at - step.training_at for step in steps)
+    return ahead_s / (ahead_s + after_s) if after_s else math.nan
 
 
 def _attainment(serving: Sequence[ServingUse]) -> float:

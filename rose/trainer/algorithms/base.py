@@ -53,7 +53,9 @@ class Algorithm(Protocol):
 
     def advantages(self, summary: Summary) -> Tensor:
         """(N,) float32, or (N, K) with one for each turn; whose algorithm says so by
-        `needs_turn_rewards = True`, so that a run without them is refused."""
+        `needs_turn_rewards = True`, so that a run without them is refused. With
+        `advantages_of_batch = True` they depend on more than the trajectory's group, so that
+        `trainer.stream` is refused."""
 
     def token_weights(self, summary: Summary) -> Tensor:
         """(N,) float32: the weight of each response token of trajectory i in the batch's loss; or

@@ -33,6 +33,7 @@ class ReinforcePP:
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
+    advantages_of_batch: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
         """(A - mean) / std over the tokens of the batch, where a trajectory's tokens share its A:

@@ -61,6 +61,10 @@ def answer(tree, tmp_path, monkeypatch):
         ),
         ("sim.seeds=[1,1]", ["sim.seeds=[1, 1]", "different"]),
         ("sim.warmup=8", ["sim.warmup=8", "below sim.steps=2"]),
+        (
+            "sim.systems.roll_grpo={pools: [hybrid], stream: true}",
+            ["sim.systems.roll_grpo.stream=True", "roll out until the batch is complete", "hybrid"],
+        ),
         ("sim.pools=[dedicated,cloud]", ["cloud", "dedicated, cooperative, spot, lend, hybrid"]),
         ("sim.pools=[]", ["sim.pools=[]: one or more different ones of dedicated, cooperative"]),
         (

@@ -1,0 +1,79 @@
+"""Advantages and weights of a batch that grows by whole groups (`trainer.stream`).
+
+Gradients are taken of groups while others of the step still run, so before the batch's size and
+tokens are known. An advantage needs its group only. A weight that is normalised over the batch
+(1 / trajectories, 1 / tokens, 1 / trees) needs all of it, but for one factor that rows have in
+common: as groups come, all weights shrink alike. So each round's rows get their weights in the unit
+of the first round, whose weights are the algorithm's own for the groups that it had; the sum of
+gradients is in that unit, too; and `scale` turns it into the whole batch's, once, before it is
+clipped and applied. That is the gradient of the batch at once, up to the order of the sum. An
+algorithm of which it isn't true is found out by its numbers, in each round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rose.trainer.algorithms.base import Algorithm, Summary
+
+ROUNDING = 1e-5  # relative: float32 sums over a batch in another order differ by less
+
+
+class Growing:
+    """Of one training step. A batch that comes at once has the algorithm's own numbers, bit for
+    bit, and a scale of 1."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self.scale = 1.0  # gradients so far times this are the batch's so far
+        self._unit: tuple[tuple[int, ...], float] | None = (
+            None  # a place in the weights, its weight at first
+        )
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, summary: Summary) -> tuple[Tensor, Tensor]:
+        """(advantages, weights in the unit of the first round), each (N,) or (N, turns), of the
+        groups so far: those of the last call, and more behind them.
+
+        Raises `ValueError` where those of the last call changed by more than a common factor.
+        """
+        advantages = self._algorithm.advantages(summary)
+        weights = self._algorithm.token_weights(summary)
+        spoke = summary.response_tokens > 0  # the others have no gradient
+        if self._unit is None:
+            if len(found := (_first(weights) * spoke).nonzero()):
+                row = int(found[0])
+                self._unit = row, float(_first(weights)[row])
+        else:
+            row, first = self._unit
+            self.scale = float(_first(weights)[row]) / first
+            weights = (weights.double() / self.scale).float()
+        if self._before is not None:
+            self._check(self._before, (advantages, weights), spoke)
+        self._before = advantages, weights
+        return advantages, weights
+
+    def _check(
+        self, before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor], spoke: Tensor
+    ) -> None:
+        for what, old, new in zip(("advantages", "weights"), before, now, strict=True):
+            if old.dim() < new.dim():  # the first groups had nothing of turns
+                new = _first(new)
+            kept = spoke[: len(old)]
+            old, new = old[kept], new[tuple(slice(n) for n in old.shape)][kept]
+            if not torch.allclose(new, old, rtol=ROUNDING, atol=ROUNDING * _most(old)):
+                raise ValueError(
+                    f"{type(self._algorithm).__qualname__}: the {what} of groups that were trained "
+                    "changed with the groups that came after them, by more than a common factor; "
+                    "set trainer.stream=false"
+                )
+
+
+def _first(values: Tensor) -> Tensor:
+    """(N,), or of each row's first turn."""
+    return values if values.dim() == 1 else values[:, 0]
+
+
+def _most(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0

@@ -1,0 +1,137 @@
+"""What training before the tail ends gains, live on this machine: steps with and without
+trainer.stream.
+
+    python scripts/bench_tail.py                 # ten minutes
+    python scripts/bench_tail.py --pairs 3       # a look
+    python scripts/bench_tail.py --csv docs/results/bench_tail.csv
+
+The tiny model plays FrozenLake, whose first move takes seconds, drawn by the task: log-normal with
+a median of --median s, so that of a step's 32 groups the slowest takes three times as long. That
+time costs no CPU, as tools that run elsewhere; the engine and the trainer have a core each, the
+engine by a quota (live_runs.py), so that neither makes the other slower on two cores or more.
+
+Every other step of one run streams: the batching policy is `synchronous`, which is certain of no
+group before its time in the others, so these train whole batches. Printed: medians of both kinds of
+steps; the ratio of neighbouring steps, its median and quartiles; and `stream_hidden`, the share of
+the trainer's time before the batch was complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from csv_tables import shown, write_csv
+from live_runs import REPOSITORY, Live, end_in_order
+from rich.console import Console
+
+from rose.agent.envs.base import Action, Start, Step
+from rose.agent.envs.frozen_lake import FrozenLake
+from rose.policies.verl import Synchronous
+
+DEADLINE_S = 1800.0
+SKIPPED = 2  # steps: kernels are compiled, quotas set
+SIGMA = 0.5  # of the logarithm: the largest of 32 draws is three times the median
+GROUPS, SIZE = 32, 8
+
+
+class EveryOther(Synchronous):
+    """The batching policy of the run: even steps stream."""
+
+    def certain(self) -> list[str]:
+        return [] if self._step % 2 else super().certain()
+
+
+class SlowLake(FrozenLake):
+    """The environment of the runs."""
+
+    def __init__(self, median_s: float, **lake: Any) -> None:
+        super().__init__(**lake)
+        self._median_s = median_s
+
+    async def reset(self, seed: int) -> Start:
+        draw = np.random.default_rng(seed).standard_normal()
+        self._wait_s = self._median_s * float(np.exp(SIGMA * draw))
+        return await super().reset(seed)
+
+    async def step(self, action: Action) -> Step:
+        wait_s, self._wait_s = self._wait_s, 0.0
+        await asyncio.sleep(wait_s)
+        return await super().step(action)
+
+
+def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
+    """The counted steps of a run."""
+    live = Live(
+        folder,
+        "tail",
+        [
+            "env.name=bench_tail:SlowLake",
+            f"+env.args.median_s={options.median}",
+            "env.step_timeout_s=300",
+            f"rollout.group_size={SIZE}",
+            f"trainer.batch_size={GROUPS * SIZE}",
+            f"rollout.max_sequences={GROUPS * SIZE}",
+            "rollout.workers=1",
+            "serving=none",
+            "scheduler.batching.name=bench_tail:EveryOther",
+            "trainer.stream=true",
+            f"trainer.steps={SKIPPED + 2 * options.pairs}",
+            *options.overrides,
+        ],
+        options.quota,
+    )
+    live.wait(DEADLINE_S)
+    return [
+        {
+            "kind": "whole batch" if row["step"] % 2 else "stream",
+            "step": row["step"],
+            "step_s": row["time_step"],
+            "rollout_s": row["time_rollout"] + row["time_idle"],
+            "train_s": row["time_train"],
+            "computed_s": row["seconds_forward_backward"],
+            "stream_hidden": row["stream_hidden"],
+        }
+        for row in live.steps(SKIPPED)
+    ]
+
+
+def show(found: list[dict], console: Console) -> None:
+    keys = ("step_s", "rollout_s", "train_s", "computed_s", "stream_hidden")
+    kinds = {kind: [m for m in found if m["kind"] == kind] for kind in ("whole batch", "stream")}
+    rows = [
+        {"kind": kind} | {key: statistics.median(m[key] for m in of) for key in keys}
+        for kind, of in kinds.items()
+    ]
+    console.print(shown(rows, f"a step of {GROUPS} groups, medians of {len(kinds['stream'])}"))
+    ratios = [one["step_s"] / other["step_s"] for one, other in zip(*kinds.values(), strict=True)]
+    low, middle, high = np.percentile(ratios, (25, 50, 75))
+    console.print(f"faster by {middle:.2f} (quartiles {low:.2f}, {high:.2f})", highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=10, help="of steps that count")
+    parser.add_argument("--median", type=float, default=3.0, help="seconds of a first move")
+    parser.add_argument("--quota", type=float, default=1.0, help="cores of the engine; 0: no quota")
+    parser.add_argument("--csv", type=Path)
+    options, options.overrides = parser.parse_known_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
+    end_in_order()
+    with tempfile.TemporaryDirectory(prefix="rose-bench-tail-") as scratch:
+        found = measure(Path(scratch), options)
+    if options.csv:
+        write_csv(options.csv, found)
+    show(found, Console(width=120))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""trainer.stream drives the live coordinator: with every policy each group is trained once, whatever
+was given to the trainer early, stops and resumes included."""
+
+from collections import Counter
+
+import pytest
+
+from rose import protocol as p
+from rose.coordinator import journal
+from rose.coordinator.coordinator import Stopped
+from rose.coordinator.training import Training
+from rose.coordinator.waiting import RunFailed
+from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.recorder import NullRecorder
+from rose.policies import build
+from rose.scheduler.groups import group_index
+from rose.trainer import checkpoint
+from tests.coordinator import peers
+from tests.coordinator.test_batching_live import GROUPS, POLICIES, SIZE, STEPS, check_batches
+from tests.coordinator.test_batching_live import config as config  # a fixture
+
+STREAM = ("trainer.stream=true", "algorithm=grpo")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_group_is_trained_once_and_the_journal_replays(policy, config, tmp_path):
+    made = config(policy, *STREAM)
+    _, peer = peers.run(made, tmp_path)
+    check_batches(peer, made)
+    indices = [group_index(t.group) for rows in peer.trained.values() for t in rows]
+    assert sorted(Counter(indices).values()) == [SIZE] * GROUPS * STEPS
+    rows = rows_of(read_metrics(tmp_path), "step")
+    assert peer.rounds > 0 and all(0 <= row["stream_hidden"] < 1 for row in rows)
+    assert any(row["stream_hidden"] > 0 for row in rows)
+    [path] = (tmp_path / "journal").iterdir()
+    assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
+
+
+def test_a_run_that_stops_with_groups_trained_ahead_repeats_the_step(config, tmp_path):
+    made, first = config("synchronous", *STREAM), []
+
+    def stop(coordinator):
+        first[:] = [coordinator.mailbox]
+        return coordinator.step == 3 and bool(coordinator.training._sent)
+
+    with pytest.raises(Stopped):
+        peers.run(made, tmp_path, stop_when=stop)
+    found = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(found) == 3 and 4 in first[0].begun
+    _, second = peers.run(made, tmp_path, attempt=2, seed=5, resume_from=found)
+    assert sorted(second.trained) == [4, 5, 6]
+    ahead = {t.group for t in first[0].trained[4]}
+    again = {t.group for t in second.trained[4]}
+    assert ahead < again, "the step has the same prompts, all of them"
+
+
+def test_a_stop_saves_the_last_step_while_groups_of_the_next_are_trained(config, tmp_path):
+    made = config("synchronous", *STREAM, "trainer.checkpoint_every=100")
+
+    def stop(coordinator):
+        return coordinator.step == 2 and bool(coordinator.training._at_work)
+
+    with pytest.raises(Stopped):
+        peers.run(made, tmp_path, stop_when=stop)
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
+
+
+def trajectory(name: str) -> p.Trajectory:
+    tokens = p.pack_tokens([1, 2, 3])
+    made = (b"\0\1\1", p.pack_floats([0.0, -1.0, -1.0]), p.pack_tokens([-1, 0, 0]))
+    group = name.partition(".")[0]
+    return p.Trajectory(
+        name, group, p.Phase.TRAIN, tokens, *made, 1.0, True, turns=1, response_tokens=2
+    )
+
+
+@pytest.fixture
+def training(make_config):
+    config = make_config(*STREAM, "trainer.ranks=2")
+    sent = []
+    made = Training(config, {0: 5, 1: 6}, lambda *what: sent.append(what), NullRecorder())
+    made.sent = sent
+    made.begin_step(1)
+    return made
+
+
+def orders(training, rank):
+    steps = [m for to, m in training.sent if to == rank and isinstance(m, p.TrainStep)]
+    return [(m.micro_batches, m.more) for m in steps]
+
+
+def test_groups_that_come_meanwhile_are_one_round_which_waits_for_every_rank(training):
+    groups = {name: [trajectory(f"{name}.{i}") for i in range(2)] for name in ("g0", "g1", "g2")}
+    for name in ("g1", "g2"):
+        training.add(name, groups[name])
+    assert orders(training, 5) == [([[[0]]], True)] and orders(training, 6) == [([[[1]]], True)]
+    training.received(p.TrainedAhead(1, 0))
+    training.received(p.TrainedAhead(0, 1))  # of a step that a stop broke off
+    assert len(orders(training, 5)) == 1
+    training.received(p.TrainedAhead(1, 1))
+    assert orders(training, 5)[1] == ([[[2]]], True)
+    training.complete(1, [groups[name] for name in ("g0", "g1", "g2")])
+    assert orders(training, 6)[2] == ([[[5]]], False)
+    summary = training.sent[-2][1].summary
+    assert (
+        summary.groups == [0, 0, 1, 1, 2, 2] and training.sent[-1][1].trajectories[0].id == "g0.1"
+    )
+    training.received(p.TrainedAhead(1, 0))  # of the round before
+    assert len(orders(training, 5)) == 3
+
+
+def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch):
+    monkeypatch.setattr("rose.coordinator.training.ROUND", 0)
+    groups = [[trajectory(f"g{i}.{j}") for j in range(2)] for i in range(4)]
+    for group in groups:
+        training.add(group[0].group, group)
+    for done in range(3):
+        assert orders(training, 5)[-1] == ([[[2 * done]]], True)
+        for rank in range(2):
+            training.received(p.TrainedAhead(1, rank))
+    assert orders(training, 5)[-1] == ([[[6]]], True)
+    training.received(p.TrainedAhead(1, 0))
+    training.received(p.TrainedAhead(1, 1))
+    assert len(orders(training, 5)) == 4, "nothing waits"
+
+
+def test_a_rank_may_have_nothing_to_do_in_a_round(training):
+    training.add("g0", [trajectory("g0.0")])
+    assert orders(training, 6) == [([[[]]], True)]
+
+
+def test_a_batch_without_a_group_that_was_trained_ahead_ends_the_run(training):
+    training.add("g1", [trajectory("g1.0")])
+    with pytest.raises(RunFailed, match="group g1 was trained ahead for step 1"):
+        training.complete(1, [[trajectory("g0.0")]])
