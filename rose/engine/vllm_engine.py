@@ -36,6 +36,7 @@ from rose import protocol
 from rose.config import Model, Rollout, Transfer
 from rose.engine import plugin
 from rose.engine.activation import Activation
+from rose.engine.drafts import PROPOSER
 from rose.engine.staging import Staging
 from rose.engine.start import (
     RPC_TIMEOUT_S,
@@ -74,6 +75,9 @@ class Stats(NamedTuple):
     generated_tokens: int  # since start
     prompt_tokens: int
     cached_tokens: int
+    steps: int  # with requests, since start
+    drafted: int  # tokens, by speculative decoding
+    accepted: int  # of them
 
 
 class Loaded(NamedTuple):
@@ -147,6 +151,7 @@ class Engine(Activation, Staging):
         threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
+        begin = (rollout.draft.adaptive, rollout.draft.memory_mib * 2**20)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
             _starter, build, engine_args(folder, rollout, model, deterministic, seed, gpus), gpus
@@ -158,6 +163,8 @@ class Engine(Activation, Staging):
             # anything else, which `load_version` relies on.
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 await llm.get_supported_tasks()
+                if llm.vllm_config.speculative_config is not None:
+                    await llm.collective_rpc("rose_begin_drafts", args=begin)
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
@@ -315,6 +322,19 @@ class Engine(Activation, Staging):
             if turn.request and self.alive:
                 await self._llm.abort(turn.request)
 
+    # ------------------------------------------------------------------ drafts
+
+    @property
+    def drafts_of_groups(self) -> bool:
+        """Whether its drafts come from what groups say (rollout/draft=group)."""
+        speculative = self._llm.vllm_config.speculative_config
+        return speculative is not None and speculative.model == PROPOSER
+
+    async def learn_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]):
+        """Take what siblings' turns have got on other engines, as `GroupProposer.feed` has it, and
+        forget the groups `ended`."""
+        await self._worker("rose_siblings", RPC_TIMEOUT_S, spans, ended)
+
     # ------------------------------------------------------------------ weights
 
     async def load_version(
@@ -456,6 +476,9 @@ class Engine(Activation, Staging):
             self._generated,
             self._prompted,
             self._cached,
+            self._latest.steps,
+            self._latest.drafted,
+            self._latest.accepted,
         )
 
     async def shutdown(self) -> None:

@@ -17,6 +17,8 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from rose.engine.drafts import rejection
+from rose.engine.drafts.proposer import GroupProposer
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
@@ -53,6 +55,21 @@ class WorkerExtension(KvWorker, InactiveWorker):
         if self._weight_update_active:
             self.finish_weight_update()  # flips nothing
         return self.weight_transfer_engine.status()
+
+    def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
+        """Before the first drafts of an engine that is to have some. Raises `RuntimeError` if
+        vLLM's sampling of drafted positions can't be mended on this CPU."""
+        if current_platform.is_cpu():
+            rejection.mend()
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, GroupProposer):
+            drafter.begin(self.model_runner, adaptive, memory_bytes)
+
+    def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
+        """See `Engine.learn_siblings`."""
+        for span in spans:
+            self.model_runner.drafter.feed(*span)
+        self.model_runner.drafter.drop(ended)
 
     def rose_checksum(self) -> dict[str, str]:
         """xxh3-128 of every live parameter of this rank, padding included."""
