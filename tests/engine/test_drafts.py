@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from rose import protocol
 from rose.config import Draft
 from rose.engine.vllm_engine import Engine
+from tests.engine.conftest import make_model
 
 pytestmark = pytest.mark.slow
 PROMPT = np.random.default_rng(5).integers(2, 263, size=24).tolist()
 TURNS, TOKENS, ALONE = 1200, 14, 64
+SURE = 4.0  # times the random model's logits
 # Chances of a false alarm far below one in ten thousand; vLLM without the mending is beyond them by
 # a factor of ten with a tenth of the tokens.
 WORST_Z, WORST_P = 4.5, 1e-5
@@ -28,7 +30,18 @@ SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def engine_with(loop, folders, rollout, model_config):
+def folder(tmp_path_factory):
+    """A random model that is surer than others of what comes next, so that drafts are accepted."""
+    model = make_model("Qwen3")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(SURE)
+    path = tmp_path_factory.mktemp("sure")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine_with(loop, folder, rollout, model_config):
     """engine_with(method) -> an engine that drafts whatever it can."""
     made = {}
 
@@ -36,9 +49,7 @@ def engine_with(loop, folders, rollout, model_config):
         if method not in made:
             draft = Draft(method, 5, adaptive=False, memory_mib=16)
             settings = msgspec.structs.replace(rollout, draft=draft)
-            made[method] = loop.run_until_complete(
-                Engine.start(folders["Qwen3"], settings, model_config)
-            )
+            made[method] = loop.run_until_complete(Engine.start(folder, settings, model_config))
         return made[method]
 
     yield engine_with
@@ -104,18 +115,19 @@ def check_distribution(tokens: np.ndarray, chances: np.ndarray) -> None:
 
 @pytest.mark.parametrize("method", ["group", "ngram"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_sampled_tokens_have_the_models_distribution(loop, folders, engine_with, method, sampling):
+def test_sampled_tokens_have_the_models_distribution(loop, folder, engine_with, method, sampling):
     engine = engine_with(method)
     before = engine.stats()
-    tokens = loop.run_until_complete(samples(engine, f"g{len(sampling)}", sampling))
+    tokens = loop.run_until_complete(samples(engine, f"g{hash(str(sampling)) % 1000}", sampling))
     after = engine.stats()
-    check_distribution(tokens, distributions(folders["Qwen3"], tokens, sampling))
-    assert after.drafted - before.drafted > 500 and after.accepted > before.accepted
+    check_distribution(tokens, distributions(folder, tokens, sampling))
+    assert after.drafted - before.drafted > 1000
+    assert after.accepted - before.accepted > 300
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS.values())[:2], ids=list(SAMPLINGS)[:2])
-def test_marginals_are_those_without_drafts(loop, warm, engine_with, sampling):
-    without = loop.run_until_complete(samples(warm("Qwen3"), "g8", sampling))
+def test_marginals_are_those_without_drafts(loop, engine_with, sampling):
+    without = loop.run_until_complete(samples(engine_with("none"), "g8", sampling))
     drafted = loop.run_until_complete(samples(engine_with("group"), "g8", sampling))
     for position in (3, 6, 10):
         both = [x[:, position][x[:, position] >= 0] for x in (without, drafted)]
@@ -127,10 +139,8 @@ def test_marginals_are_those_without_drafts(loop, warm, engine_with, sampling):
         assert p_value(table, expected, table.shape[1] - 1) > WORST_P
 
 
-def test_log_probabilities_are_the_models_and_greedy_turns_are_unchanged(
-    loop, folders, warm, engine_with
-):
-    engine, model = engine_with("group"), AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
+def test_log_probabilities_are_the_models_and_greedy_turns_are_unchanged(loop, folder, engine_with):
+    engine, model = engine_with("group"), AutoModelForCausalLM.from_pretrained(folder)
 
     async def one(engine, name, sampling):
         chunks = [c async for c in engine.generate(name, protocol.pack_tokens(PROMPT), sampling)]
@@ -138,7 +148,7 @@ def test_log_probabilities_are_the_models_and_greedy_turns_are_unchanged(
 
     greedy = protocol.Sampling(max_new_tokens=ALONE, temperature=0.0)
     drawn = protocol.Sampling(max_new_tokens=ALONE, temperature=0.7, top_k=12)
-    wanted, _ = loop.run_until_complete(one(warm("Qwen3"), "g3.0.t0#1", greedy))
+    wanted, _ = loop.run_until_complete(one(engine_with("none"), "g3.0.t0#1", greedy))
     for i in range(3):
         assert loop.run_until_complete(one(engine, f"g3.{i}.t0#1", greedy))[0] == wanted
         tokens, logprobs = loop.run_until_complete(one(engine, f"g4.{i}.t0#1", drawn))
