@@ -97,6 +97,8 @@ class GroupProposer:
         row = self._rows.get(request)
         if row is None:
             row = self._rows[request] = self._begin(request, tokens)
+        elif row.group in self.texts:
+            self.texts.move_to_end(row.group)
         if row.count:
             row.text.learn(row.path, row.count, tokens[row.seen :], self.overall)
         row.tail = row.text.extend(row.tail, tokens[row.seen :])
@@ -130,10 +132,10 @@ class GroupProposer:
         text begins anew."""
         text, tail, have = self._fed.get(turn, (None, -1, 0))
         group = turn.partition(".")[0]
-        new = np.frombuffer(tokens, "<i4")
+        new = np.frombuffer(tokens, "<i4").copy()
         if text is None or text is not self.texts.get(group) or start > have:
             text, have = self._text(group), start
-            tail = text.extend(-1, np.frombuffer(before, "<i4"))
+            tail = text.extend(-1, np.frombuffer(before if start == 0 else b"", "<i4").copy())
         new = new[have - start :]
         self._fed[turn] = text, text.extend(tail, new), have + len(new)
 

@@ -8,9 +8,14 @@ from rose.engine.drafts import loops
 
 FIRST = 2048  # nodes that a new text has room for
 CHECKED = 8  # last tokens by which a trajectory's next turn is known to go on from the one before
-# chance of acceptance to begin with, by agreement, for so many trials: measured on SmolLM2's tool
-# calls, rounded
-PRIOR = (0.45, 0.6, 0.8, 0.75, 0.65, 0.45, 0.3, 0.15)
+# Chance of acceptance to begin with, by tokens matched (`loops.LEVELS`) and agreement
+# (`loops.kind_of`); it counts as so few trials that a few drafts correct it.
+PRIOR = (
+    (0.35, 0.50, 0.70, 0.60, 0.50, 0.35, 0.25, 0.10),
+    (0.55, 0.70, 0.85, 0.75, 0.60, 0.45, 0.30, 0.15),
+    (0.75, 0.85, 0.92, 0.85, 0.70, 0.50, 0.30, 0.15),
+    (0.85, 0.92, 0.96, 0.90, 0.75, 0.50, 0.30, 0.15),
+)
 PRIOR_TRIALS = 4.0
 
 
@@ -18,7 +23,7 @@ def acceptance(begins: bool) -> np.ndarray:
     """A table (kinds, 2) of accepted and tried tokens; `begins`: with what is likely."""
     table = np.zeros((len(loops.LEVELS) * loops.SHARES, 2))
     if begins:
-        table[:, 0] = np.tile(PRIOR, len(loops.LEVELS)) * PRIOR_TRIALS
+        table[:, 0] = np.ravel(PRIOR) * PRIOR_TRIALS
         table[:, 1] = PRIOR_TRIALS
     return table
 
