@@ -108,6 +108,12 @@ class RolloutWorker:
     async def start_engine(self) -> None:
         """Raises `EngineError`."""
         rollout = self.config.rollout
+        if self.config.cluster.gpus and rollout.draft.method in ("group", "suffix"):
+            print(
+                f"{self.name}: rollout/draft={rollout.draft.method} takes vLLM's older model "
+                "runner (V1)",
+                flush=True,
+            )
         if self.config.shares_devices and self.dedicated and self.config.cluster.gpus:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)

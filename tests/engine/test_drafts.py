@@ -13,6 +13,16 @@ from rose import protocol
 from rose.config import Draft
 from rose.engine.vllm_engine import Engine
 from tests.engine.conftest import make_model
+from tests.engine.test_vllm_engine import (
+    DEADLINE_S,
+    PROMPTS,
+    agrees,
+    arrives_mid_turn,
+    perturbed,
+    publish,
+    reference,
+    turn,
+)
 
 pytestmark = pytest.mark.slow
 PROMPT = np.random.default_rng(5).integers(2, 263, size=24).tolist()
@@ -139,20 +149,99 @@ def test_marginals_are_those_without_drafts(loop, engine_with, sampling):
         assert p_value(table, expected, table.shape[1] - 1) > WORST_P
 
 
-def test_log_probabilities_are_the_models_and_greedy_turns_are_unchanged(loop, folder, engine_with):
-    engine, model = engine_with("group"), AutoModelForCausalLM.from_pretrained(folder)
-
-    async def one(engine, name, sampling):
-        chunks = [c async for c in engine.generate(name, protocol.pack_tokens(PROMPT), sampling)]
-        return sum((c.tokens for c in chunks), []), sum((c.logprobs for c in chunks), [])
-
-    greedy = protocol.Sampling(max_new_tokens=ALONE, temperature=0.0)
+def test_log_probabilities_are_the_models(loop, folder, engine_with):
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     drawn = protocol.Sampling(max_new_tokens=ALONE, temperature=0.7, top_k=12)
-    wanted, _ = loop.run_until_complete(one(engine_with("none"), "g3.0.t0#1", greedy))
     for i in range(3):
-        assert loop.run_until_complete(one(engine, f"g3.{i}.t0#1", greedy))[0] == wanted
-        tokens, logprobs = loop.run_until_complete(one(engine, f"g4.{i}.t0#1", drawn))
-        with torch.no_grad():
-            logits = model.float()(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
-        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        np.testing.assert_allclose(logprobs, own, atol=1e-3)
+        found = loop.run_until_complete(turn(engine_with("group"), f"g4.{i}.t0#1", PROMPT, drawn))
+        _, own = reference(model, PROMPT, found["tokens"])
+        np.testing.assert_allclose(found["logprobs"], own, atol=1e-3)
+
+
+def steps_of(loop, engine, name: str) -> tuple[list[int], int]:
+    """A greedy turn's tokens, and the engine's steps for it."""
+    before = engine.stats().steps
+    sampling = protocol.Sampling(max_new_tokens=ALONE, temperature=0.0)
+    found = loop.run_until_complete(turn(engine, name, PROMPT, sampling))
+    return found["tokens"], engine.stats().steps - before
+
+
+def test_what_a_sibling_got_elsewhere_is_drafted_and_greedy_turns_stay_as_they_are(
+    loop, engine_with
+):
+    engine = engine_with("group")
+    wanted, alone = steps_of(loop, engine_with("none"), "g5.0.t0#1")
+    packed = protocol.pack_tokens(wanted)
+    before = protocol.pack_tokens(PROMPT[-16:])
+    loop.run_until_complete(engine.learn_siblings([("g5.0.t0", 0, before, packed)], []))
+    tokens, fed = steps_of(loop, engine, "g5.1.t0#1")
+    assert tokens == wanted and fed < alone / 3
+    loop.run_until_complete(engine.learn_siblings([], ["g5"]))
+    again, forgotten = steps_of(loop, engine, "g5.2.t0#1")
+    assert again == wanted and forgotten > fed
+
+
+def test_a_drafting_turn_that_is_aborted_goes_on_elsewhere_from_its_tokens(loop, engine_with):
+    wanted, _ = steps_of(loop, engine_with("none"), "g6.0.t0#1")
+    steps_of(loop, engine_with("group"), "g6.1.t0#1")  # so that the next one drafts from its text
+
+    async def aborted() -> list[int]:
+        made: list[int] = []
+        sampling = protocol.Sampling(max_new_tokens=ALONE, temperature=0.0)
+        prompt = protocol.pack_tokens(PROMPT)
+        async for chunk in engine_with("group").generate("g6.2.t0#1", prompt, sampling):
+            made += chunk.tokens
+            await engine_with("group").abort("g6.2.t0#1")
+        return made
+
+    part = loop.run_until_complete(aborted())
+    assert part == wanted[: len(part)]
+    rest = protocol.Sampling(max_new_tokens=max(1, ALONE - len(part)), temperature=0.0)
+    found = turn(engine_with("ngram"), "g6.2.t0#2", PROMPT + part, rest)
+    if len(part) < len(wanted):
+        assert part + loop.run_until_complete(found)["tokens"] == wanted
+    else:
+        found.close()
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep"])
+def test_new_weights_meet_turns_that_draft(
+    loop, folder, rollout, model_config, tmp_path, in_flight
+):
+    scheduler = {"scheduler_cls": "tests.engine.schedulers.PlainPatientScheduler"}
+    draft = Draft("group", 5, adaptive=False, memory_mib=16)
+    settings = msgspec.structs.replace(rollout, draft=draft, engine_args=scheduler)
+    engine = loop.run_until_complete(Engine.start(folder, settings, model_config))
+    try:
+        old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        new = perturbed(folder)
+        store = publish(tmp_path / "store", folder, 1, new)
+        meeting = arrives_mid_turn(engine, store, in_flight)
+        found, late = loop.run_until_complete(asyncio.wait_for(meeting, DEADLINE_S))
+        assert engine.stats().accepted > 0
+    finally:
+        loop.run_until_complete(engine.shutdown())
+    cut = found["versions"].index(1)
+    assert set(found["versions"][:cut]) == {-1} and set(found["versions"][cut:]) == {1}
+    agrees(new, [late], [PROMPTS[3]])
+    for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
+        if model is new and in_flight == "keep":  # its KV cache is the old weights'
+            continue
+        tokens, logprobs = reference(model, PROMPTS[2], found["tokens"])
+        assert found["tokens"][part] == tokens[part]
+        np.testing.assert_allclose(found["logprobs"][part], logprobs[part], atol=1e-3)
+
+
+def test_turns_that_are_preempted_while_they_draft_lose_nothing(loop, engine_with):
+    """Room for three of eight turns at their end."""
+    wanted, _ = steps_of(loop, engine_with("none"), "g7.0.t0#1")
+    room = 3 * -(-(len(PROMPT) + ALONE) // 16) + 1
+    engine = engine_with("group", num_gpu_blocks_override=room, block_size=16)
+    sampling = protocol.Sampling(max_new_tokens=ALONE, temperature=0.0)
+    turns = (turn(engine, f"g7.{i}.t0#1", PROMPT, sampling) for i in range(8))
+
+    async def all_of() -> list[dict]:
+        return await asyncio.gather(*turns)
+
+    found = loop.run_until_complete(all_of())
+    assert all(each["tokens"] == wanted for each in found)
