@@ -133,9 +133,9 @@ def test_the_report_tells_what_drafts_did(tmp_path):
     run = write_run(tmp_path / "run", steps=0)
     assert "Drafts" not in build_report(run).read_text()
     metrics = MetricsWriter(run, tensorboard=False)
-    for accepted, each in ((300, 4.0), (100, 2.0)):
+    for step, accepted, each in ((1, 300, 4.0), (2, 100, 2.0)):
         row = {"drafted_tokens": 1000, "accepted_tokens": accepted, "tokens_per_engine_step": each}
-        metrics.write(1, row)
+        metrics.write(step, row)
     metrics.close()
     html = build_report(run).read_text()
     assert "2,000 tokens, 20% of them accepted; 3.00 tokens in a step of an engine" in html
