@@ -52,15 +52,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine_with(loop, folder, rollout, model_config):
-    """engine_with(method) -> an engine that drafts whatever it can."""
+    """engine_with(method, **engine_args) -> an engine that drafts whatever it can."""
     made = {}
 
-    def engine_with(method: str) -> Engine:
-        if method not in made:
+    def engine_with(method: str, **engine_args) -> Engine:
+        key = (method, *engine_args.values())
+        if key not in made:
             draft = Draft(method, 5, adaptive=False, memory_mib=16)
-            settings = msgspec.structs.replace(rollout, draft=draft)
-            made[method] = loop.run_until_complete(Engine.start(folder, settings, model_config))
-        return made[method]
+            settings = msgspec.structs.replace(rollout, draft=draft, engine_args=engine_args)
+            made[key] = loop.run_until_complete(Engine.start(folder, settings, model_config))
+        return made[key]
 
     yield engine_with
     for engine in made.values():

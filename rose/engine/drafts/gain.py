@@ -115,11 +115,13 @@ class Gate:
         possible = np.count_nonzero(chances, axis=1)
         if not self.adaptive:
             return possible
-        if (lacks := self.times.lacks) is not None:
-            return possible * lacks
-        found = lengths(chances, self.times.fitted)
+        lacks = self.times.lacks
+        if lacks is None:
+            found = lengths(chances, self.times.fitted)
+        else:
+            found = possible * lacks
         pays = bool(found.any())
-        if self._probes:
+        if self._probes and lacks is None:
             return possible * 0 if pays else np.minimum(possible, PROBED)
         self._skip = 0 if pays else min(LONGEST_SKIP, 2 * self._skip + 1)
         return found

@@ -152,9 +152,11 @@ class GroupProposer:
         """The group's, made if need be; of too much text the groups not used for longest go."""
         text = self.texts.get(group)
         if text is None:
-            over = sum(text.nbytes for text in self.texts.values()) > self.memory_bytes
-            if over and self.texts:
-                self.drop([next(iter(self.texts))])
+            over = sum(text.nbytes for text in self.texts.values()) - self.memory_bytes
+            while over > 0:
+                oldest = next(iter(self.texts))
+                over -= self.texts[oldest].nbytes
+                self.drop([oldest])
             text = self.texts[group] = Text()
         self.texts.move_to_end(group)
         return text
