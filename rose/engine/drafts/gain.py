@@ -116,10 +116,7 @@ class Gate:
         if not self.adaptive:
             return possible
         lacks = self.times.lacks
-        if lacks is None:
-            found = lengths(chances, self.times.fitted)
-        else:
-            found = possible * lacks
+        found = lengths(chances, self.times.fitted) if lacks is None else possible * lacks
         pays = bool(found.any())
         if self._probes and lacks is None:
             return possible * 0 if pays else np.minimum(possible, PROBED)
