@@ -444,10 +444,10 @@ class TurnHub:
         """Engines that draft from what groups say get what theirs have got elsewhere."""
         if self.siblings is None:
             return
+        held = self.ledger.groups_held()
         for name, worker in self.workers.items():
             if worker.alive:
-                held = [self.ledger.request_of(t).group for t in self.ledger.of_worker(name)]
-                self.siblings.flush(name, worker.rank, dict.fromkeys(held))
+                self.siblings.flush(name, worker.rank, sorted(held.get(name, ())))
 
     def group_ended(self, group: str) -> None:
         if self.siblings is not None:

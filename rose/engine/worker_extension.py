@@ -17,8 +17,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine.drafts import rejection
-from rose.engine.drafts.proposer import GroupProposer
+from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
@@ -61,9 +60,8 @@ class WorkerExtension(KvWorker, InactiveWorker):
         vLLM's sampling of drafted positions can't be mended on this CPU."""
         if current_platform.is_cpu():
             rejection.mend()
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, GroupProposer):
-            drafter.begin(self.model_runner, adaptive, memory_bytes)
+        if self.vllm_config.speculative_config.model == PROPOSER:
+            self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes)
 
     def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
         """See `Engine.learn_siblings`."""
