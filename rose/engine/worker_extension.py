@@ -12,6 +12,7 @@ change nothing while looking like a success.
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -58,10 +59,13 @@ class WorkerExtension(KvWorker, InactiveWorker):
     def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
         """Before the first drafts of an engine that is to have some. Raises `RuntimeError` if
         vLLM's sampling of drafted positions can't be mended on this CPU."""
+        clock = time.perf_counter
         if current_platform.is_cpu():
             rejection.mend()
+            # this thread has a part in all that a step computes; others' load is not in its time
+            clock = time.thread_time
         if self.vllm_config.speculative_config.model == PROPOSER:
-            self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes)
+            self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes, clock)
 
     def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
         """See `Engine.learn_siblings`."""

@@ -189,5 +189,5 @@ def test_drafts_that_are_never_accepted_end_by_themselves():
             looks += 1
             length = int(gate.decide(chances).sum())
         drafted.append(length)
-        gate.times.observe(4, length, (4e-3 + 0.5e-3 * length) * rng.uniform(0.9, 1.1))
+        gate.observe(4, length, (4e-3 + 0.5e-3 * length) * rng.uniform(0.9, 1.1))
     assert sum(n > 0 for n in drafted[100:]) <= 5 and looks < 200

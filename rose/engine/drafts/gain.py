@@ -6,8 +6,9 @@ are, as far as tokens per second rise; this is Seer's marginal rule with one bud
 and the step's time measured instead of looked up. Where drafts don't pay, as with tiny models or
 text that nobody repeats, none is made, and it is looked only now and then whether that changed.
 
-T is fitted on this engine's own steps of decodes alone. It needs steps with and without drafts, so
-every `PROBE`-th step does the contrary of what was decided.
+T is fitted on this engine's own steps of decodes alone, apart for 1, 2, 3 to 4, 5 to 8, ...
+requests, as kernels change with the batch. It needs steps with and without drafts: the first ones
+are both by turns, later every `PROBE`-th does the contrary of what was decided.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 LEAST_GAIN = 1.03  # tokens/s with drafts over those without: less is within the fit's error
-WINDOW = 256  # steps of each kind that T is fitted on: the load of a machine changes in minutes
-FEW = 12  # steps of each kind before the first fit, which come first
-OUTLIER = 4.0  # times the median of its kind: an engine that was paused, a page fault
+WINDOW = 128  # steps of each kind that T is fitted on: the load of a machine changes in minutes
+FEW = 16  # steps of each kind before the first fit
+OUTLIER = 3.0  # times what was fitted: an engine that was paused, a page fault
 PROBE = 128  # a probe costs at most as much as a step: below 1 %
 PROBED = 2  # tokens drafted for a request in a probe
 REFIT = 64  # steps
@@ -51,14 +52,13 @@ class StepTimes:
         self._unfitted = 0
         if min(self._counts) < FEW:
             return
-        kept = []
-        for steps, count in zip(self._steps, self._counts, strict=True):
-            steps = steps[: min(count, WINDOW)]
-            per_token = steps[:, 2] / (steps[:, 0] + steps[:, 1])
-            kept.append(steps[per_token <= OUTLIER * np.median(per_token)])
-        requests, drafted, seconds = np.concatenate(kept).T
+        steps = [ring[:count] for ring, count in zip(self._steps, self._counts, strict=True)]
+        requests, drafted, seconds = np.concatenate(steps).T
         columns = np.stack([np.ones_like(requests), requests, drafted, drafted > 0], 1)
-        self.fitted = tuple(map(float, _nonnegative(columns / seconds[:, None])))
+        columns /= seconds[:, None]
+        found = _nonnegative(columns)
+        found = _nonnegative(columns[columns @ found > 1 / OUTLIER])
+        self.fitted = tuple(map(float, found))
 
 
 def _nonnegative(a: np.ndarray) -> np.ndarray:
@@ -98,7 +98,7 @@ class Gate:
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
-        self.times = StepTimes()
+        self._times: dict[int, StepTimes] = {}
         self._step = self._skip = self._skipped = 0
 
     def looks(self) -> bool:
@@ -115,13 +115,22 @@ class Gate:
         possible = np.count_nonzero(chances, axis=1)
         if not self.adaptive:
             return possible
-        lacks = self.times.lacks
-        found = lengths(chances, self.times.fitted) if lacks is None else possible * lacks
+        times = self._times_of(len(chances))
+        lacks = times.lacks
+        found = lengths(chances, times.fitted) if lacks is None else possible * lacks
         pays = bool(found.any())
         if self._probes and lacks is None:
             return possible * 0 if pays else np.minimum(possible, PROBED)
         self._skip = 0 if pays else min(LONGEST_SKIP, 2 * self._skip + 1)
         return found
+
+    def observe(self, requests: int, drafted: int, seconds: float) -> None:
+        """What a step of decodes alone took."""
+        if self.adaptive:
+            self._times_of(requests).observe(requests, drafted, seconds)
+
+    def _times_of(self, requests: int) -> StepTimes:
+        return self._times.setdefault((requests - 1).bit_length(), StepTimes())
 
     @property
     def _probes(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,16 +42,24 @@ class GroupProposer:
         self._last: dict[str, _Row] = {}  # trajectory -> the row of its last request
         self._fed: dict[str, tuple[Text, int, int]] = {}  # turn -> its text, tail, tokens
         self._runner: Any = None
+        self._clock: Callable[[], float] = time.perf_counter
         self._before: list[str] = []  # the requests of the last step, of decodes alone
         self._drafted, self._returned_at = 0, 0.0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM; there is none."""
 
-    def begin(self, runner: Any, adaptive: bool, memory_bytes: int) -> None:
+    def begin(
+        self,
+        runner: Any,
+        adaptive: bool,
+        memory_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Before the first request. `runner`: vLLM's model runner; `memory_bytes`: of all groups'
-        texts."""
+        texts; `clock`: by which steps are timed."""
         self._runner, self.gate, self.memory_bytes = runner, Gate(adaptive), memory_bytes
+        self._clock = clock
 
     # ----------------------------------------------------------------- what vLLM calls
 
@@ -81,15 +90,14 @@ class GroupProposer:
                 drafts[i] = row.path[0, :length].tolist()
                 self._drafted += int(length)
             self._forget_rows(ids)
-        self._returned_at = time.perf_counter()
+        self._returned_at = self._clock()
         return drafts
 
     def _observe(self, ids: list[str], sampled: list[list[int]]) -> None:
         """The time of a step that only decoded, for the same requests as the one before."""
         decodes = ids.copy() if all(sampled) else []
         if decodes and decodes == self._before:
-            took = time.perf_counter() - self._returned_at
-            self.gate.times.observe(len(ids), self._drafted, took)
+            self.gate.observe(len(ids), self._drafted, self._clock() - self._returned_at)
         self._before = decodes
 
     def _write(self, request: str, tokens: np.ndarray) -> _Row:
