@@ -1,6 +1,6 @@
 """Tokens per engine step and rollout time with drafts and without, of one engine, alternating.
 
-    python scripts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group
+    python scripts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
 
 `work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), tiny
 (a model of 0.4M on FrozenLake), noise (the same at temperature 2, which repeats little).
@@ -117,8 +117,12 @@ async def started(config: Config, draft: Draft) -> Engine:
     return await Engine.start(resolve(config.model), rollout, config.model, seed=len(draft.method))
 
 
-async def measure(work: str, method: str, concurrent: list[int], rounds: int) -> list[list[str]]:
-    config = configured(*WORKS[work], f"rollout/draft={method}")
+async def measure(
+    work: str, method: str, adaptive: bool, concurrent: list[int], rounds: int
+) -> list[list[str]]:
+    config = configured(
+        *WORKS[work], f"rollout/draft={method}", f"rollout.draft.adaptive={str(adaptive).lower()}"
+    )
     none = msgspec.structs.replace(config.rollout.draft, method="none")
     engines = {d.method: await started(config, d) for d in (none, config.rollout.draft)}
     benches = {name: Bench(config, engine, work) for name, engine in engines.items()}
@@ -158,7 +162,9 @@ def columns(without: list[Round], drafted: list[Round]) -> list[str]:
 
 
 def main() -> None:
-    given = keyed(sys.argv[1:], __doc__, work="", concurrent="1,8,16", rounds=3, method="group")
+    given = keyed(
+        sys.argv[1:], __doc__, work="", concurrent="1,8,16", rounds=3, method="group", adaptive=True
+    )
     concurrent = [int(each) for each in given["concurrent"].split(",")]
     for name, value in start.environment(gpus=False, threads=1).items():
         os.environ.setdefault(name, value)
@@ -166,7 +172,9 @@ def main() -> None:
     rows = [
         row
         for work in listed("work", given["work"], WORKS)
-        for row in asyncio.run(measure(work, given["method"], concurrent, given["rounds"]))
+        for row in asyncio.run(
+            measure(work, given["method"], given["adaptive"], concurrent, given["rounds"])
+        )
     ]
     print("| work | concurrent | tokens/step without | with | ratio | accepted | faster | by CPU |")
     print("|---|---|---|---|---|---|---|---|")
