@@ -191,3 +191,14 @@ def test_drafts_that_are_never_accepted_end_by_themselves():
         drafted.append(length)
         gate.observe(4, length, (4e-3 + 0.5e-3 * length) * rng.uniform(0.9, 1.1))
     assert sum(n > 0 for n in drafted[100:]) <= 5 and looks < 200
+
+
+def test_chances_that_promise_too_much_are_trusted_less():
+    gate, chances = gain.Gate(adaptive=True), np.full((2, MOST), 0.6)
+    for i in range(400):
+        length = int(gate.decide(chances).sum()) if gate.looks() else 0
+        gate.accepted(length // 6)
+        gate.observe(2, length, 10e-3 + 0.1e-3 * length + 1e-6 * i)
+    assert 0.1 < gate.trust < 0.6
+    honest = gain.Gate(adaptive=True)
+    assert honest.trust == 1.0

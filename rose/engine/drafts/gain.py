@@ -7,20 +7,24 @@ and the step's time measured instead of looked up. Where drafts don't pay, as wi
 text that nobody repeats, none is made, and it is looked only now and then whether that changed.
 
 T is fitted on this engine's own steps of decodes alone, apart for 1, 2, 3 to 4, 5 to 8, ...
-requests, as kernels change with the batch. It needs steps with and without drafts: the first ones
-are both by turns, later every `PROBE`-th does the contrary of what was decided.
+requests, as kernels change with the batch. Chances are scaled by how many tokens were accepted of
+those hoped for: the best of many guesses is worth less than it looks. The fit needs steps with and
+without drafts: the first ones are both by turns, later every `PROBE`-th does the contrary of what
+was decided.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-LEAST_GAIN = 1.03  # tokens/s with drafts over those without: less is within the fit's error
+LEAST_GAIN = 1.05  # tokens/s with drafts over those without: less is within the fit's error
 WINDOW = 128  # steps of each kind that T is fitted on: the load of a machine changes in minutes
 FEW = 16  # steps of each kind before the first fit
 OUTLIER = 3.0  # times what was fitted: an engine that was paused, a page fault
 PROBE = 128  # a probe costs at most as much as a step: below 1 %
-PROBED = 2  # tokens drafted for a request in a probe
+PROBED, LIKELY = 4, 0.2  # tokens drafted for a request in a probe, at most, and their chance
+SURE = 20.0  # accepted tokens, hoped for and got, that stand for what is not known yet
+FORGET = 0.98  # of what was hoped for and got, kept from a step with drafts to the next
 REFIT = 64  # steps
 LONGEST_SKIP = 8  # steps without a look at what could be drafted, while nothing pays
 
@@ -100,6 +104,7 @@ class Gate:
         self.adaptive = adaptive
         self._times: dict[int, StepTimes] = {}
         self._step = self._skip = self._skipped = 0
+        self._expected = self._hoped = self._got = 0.0  # of the last step; sums that fade
 
     def looks(self) -> bool:
         """Whether this step looks up drafts at all."""
@@ -116,13 +121,31 @@ class Gate:
         if not self.adaptive:
             return possible
         times = self._times_of(len(chances))
-        lacks = times.lacks
-        found = lengths(chances, times.fitted) if lacks is None else possible * lacks
+        probe = np.minimum(np.count_nonzero(chances >= LIKELY, axis=1), 1 + self._step % PROBED)
+        if (lacks := times.lacks) is not None:
+            found = probe * lacks
+        else:
+            found = lengths(chances * self.trust, times.fitted)
         pays = bool(found.any())
         if self._probes and lacks is None:
-            return possible * 0 if pays else np.minimum(possible, PROBED)
-        self._skip = 0 if pays else min(LONGEST_SKIP, 2 * self._skip + 1)
+            found = probe * (not pays)
+        else:
+            self._skip = 0 if pays else min(LONGEST_SKIP, 2 * self._skip + 1)
+        drafted = np.arange(chances.shape[1]) < found[:, None]
+        self._expected = float(chances[drafted].sum())
         return found
+
+    @property
+    def trust(self) -> float:
+        """Accepted tokens over those hoped for, at most 1."""
+        return min(1.0, (self._got + SURE) / (self._hoped + SURE))
+
+    def accepted(self, tokens: int) -> None:
+        """So many of the last decision's were."""
+        if self._expected:
+            self._hoped = FORGET * self._hoped + self._expected
+            self._got = FORGET * self._got + tokens
+            self._expected = 0.0
 
     def observe(self, requests: int, drafted: int, seconds: float) -> None:
         """What a step of decodes alone took."""

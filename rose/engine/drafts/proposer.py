@@ -74,6 +74,7 @@ class GroupProposer:
         (requests,) tokens of each; (requests, length) their ids. A draft for each request."""
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         ids = self._runner.input_batch.req_ids
+        self.gate.accepted(sum(len(sampled) - 1 for sampled in sampled_token_ids if sampled))
         self._observe(ids, sampled_token_ids)
         self._drafted = 0
         if self.gate.looks():
