@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 def seed_of(*parts: object) -> int:
@@ -416,6 +416,26 @@ class WorkerLoad(Message):
     generated_tokens: int  # since start
     prompt_tokens: int
     cached_tokens: int
+    steps: int = 0  # with requests, since start
+    drafted: int = 0  # tokens, by speculative decoding
+    accepted: int = 0  # of them
+
+
+class SiblingTurn(Record):
+    """A part of what a turn has got on another engine."""
+
+    turn: str
+    start: int  # its first token's number within the turn
+    before: bytes  # int32: the last tokens of the turn's context
+    tokens: bytes  # int32
+
+
+class SiblingTurns(Message):
+    """Coordinator -> worker, now and then where engines draft from what groups say: new tokens of
+    groups that it has turns of, and groups that have ended."""
+
+    turns: list[SiblingTurn]
+    ended: list[str]
 
 
 class WorkerCapacity(Message):
@@ -684,6 +704,7 @@ AnyMessage = (
     | WorkerDown
     | WorkerLoad
     | WorkerCapacity
+    | SiblingTurns
     | GenerateTurn
     | AbortTurn
     | TurnProgress

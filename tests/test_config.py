@@ -108,6 +108,16 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "rollout/branch=tree rollout.group_size=6 trainer.batch_size=60",
             ["rollout.group_size=6", "a multiple of 4", "rollout.branch.ways=[2, 2]"],
         ),
+        (
+            "rollout/draft=group deterministic=true rollout.workers=1",
+            ["rollout.draft.method='group'", "deterministic=true needs rollout/draft=none"],
+        ),
+        ("rollout/draft=suffix", ["rollout.draft.method='suffix'", "group or ngram"]),
+        (
+            "rollout/draft=group cluster.gpus=8 +rollout.engine_args.spec_tokens=4",
+            ["rollout.engine_args.spec_tokens=4", "leave out one of them"],
+        ),
+        ("rollout/draft=group rollout.draft.tokens=0", ["rollout.draft.tokens=0", ">= 1"]),
         ("rollout.branch.ways=[1]", ["rollout.branch.ways=[1]", "2 or more", "branch=none"]),
         (
             "rollout/branch=tree rollout.branch.at=[3]",

@@ -24,6 +24,7 @@ from rose.config.tree import (
     Component,
     Config,
     Container,
+    Draft,
     Env,
     Eval,
     Lending,
@@ -52,6 +53,7 @@ from rose.files import write_whole
 __all__ = [
     "Algorithm",
     "Branching",
+    "Draft",
     "Cluster",
     "Component",
     "Config",

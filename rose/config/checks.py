@@ -40,7 +40,8 @@ OWN_ARGUMENTS = (
 OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
 NO_DRAFTS = (
     "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
-    "(vllm-project/vllm issue 55005): leave it out, or run on GPUs"
+    "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; a run's own engines, where "
+    "ROSE mends it, have rollout/draft=group or ngram"
 )
 # algorithms whose baseline is the group's mean reward
 GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
@@ -60,6 +61,7 @@ def check(c: Config) -> None:
     _check_stream(c, need)
     _check_branching(c, need)
     _check_lora(c, need)
+    _check_draft(c, need)
     _check_reward(c, need)
     _check_machine(c, need)
 
@@ -368,6 +370,35 @@ def _check_lora(c: Config, need: Need) -> None:
         "bfloat16 with trainer.dtype=bfloat16: engines read the base weights from their own disk, "
         "and must have what the trainer has",
     )
+
+
+def _check_draft(c: Config, need: Need) -> None:
+    """Drafts change which random numbers a token gets, not its distribution."""
+    method = c.rollout.draft.method
+    if method == "none":
+        return
+    need(
+        not c.deterministic,
+        "rollout.draft.method",
+        "deterministic=true needs rollout/draft=none: which random numbers a token gets depends on "
+        "the drafts, and these on which turns run together",
+    )
+    need(
+        c.trainer.lora is None,
+        "rollout.draft.method",
+        "drafts are not tried with an adapter: trainer.lora=null or rollout/draft=none",
+    )
+    need(
+        method != "suffix" or c.cluster.gpus > 0,
+        "rollout.draft.method",
+        "suffix is tested on no CPU: rollout/draft=group or ngram",
+    )
+    for name, value in c.rollout.engine_args.items():
+        need(
+            not drafts(name, value),
+            f"rollout.engine_args.{name}",
+            f"rollout/draft={method} asks for drafts, too: leave out one of them",
+        )
 
 
 def _check_reward(c: Config, need: Need) -> None:

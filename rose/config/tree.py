@@ -272,6 +272,15 @@ class Branching(Section):
         return math.prod(self.ways)
 
 
+class Draft(Section):
+    """Speculative decoding. `method`: of ours (group), or of vLLM's own (suffix, ngram)."""
+
+    method: Literal["none", "group", "suffix", "ngram"]
+    tokens: Count  # drafted at once for a request, at most
+    adaptive: bool  # group: as many as pay, and none where none does; false: all that there are
+    memory_mib: Count  # group: of an engine, for what groups have said
+
+
 class Rollout(Section):
     workers: Count
     tensor_parallel: Count
@@ -299,6 +308,7 @@ class Rollout(Section):
     replay: str | None  # train from the trajectories saved by another run instead of rolling out
     engine_args: dict[str, Any]  # passed to vLLM as they are
     branch: Branching = Branching([], None, 1)  # absent in what earlier releases stored
+    draft: Draft = Draft("none", 8, True, 256)  # so is this
 
 
 class Eval(Section):

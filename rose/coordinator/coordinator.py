@@ -95,7 +95,15 @@ class Coordinator:
         )
         log = TurnLog(self.run_dir / "turns", self.step, config.rollout.resume_turns)
         self.hub = TurnHub(
-            scheduler, self._send, self.journal, recorder, self._act, self._fault, mailbox.size, log
+            scheduler,
+            self._send,
+            self.journal,
+            recorder,
+            self._act,
+            self._fault,
+            mailbox.size,
+            log,
+            siblings=config.rollout.draft.method == "group",
         )
         self.provisioner = Provisioner(
             config, self.run_dir, self.hub.feed, self._fault, self._change
@@ -524,6 +532,7 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
             self.hub.log.flush()
+            self.hub.share_siblings()
             self.reward_jobs.tick()
             workers = {
                 name: WorkerStatus(

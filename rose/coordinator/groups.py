@@ -141,6 +141,7 @@ class Rollouts:
 
     def drop(self, name: str) -> None:
         running, done = self.groups.drop(name)
+        self._hub.group_ended(name)
         done += self.finished.pop(name, [])
         self._admitted.pop(name, None)
         self.dropped_groups += 1
@@ -347,6 +348,7 @@ class Rollouts:
         group = self.groups.finished(trajectory)
         if group is not None:
             self.finished[trajectory.group] = group
+            self._hub.group_ended(trajectory.group)
             for late in self.groups.late(trajectory.group):
                 self._cancel(late)
         self._hub.end(trajectory)  # which may have dropped the group

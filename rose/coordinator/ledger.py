@@ -97,6 +97,14 @@ class Ledger:
     def trajectory_of(self, turn: str) -> str:
         return self._turns[turn].request.trajectory
 
+    def groups_held(self) -> dict[str, set[str]]:
+        """Of each worker that has turns, their groups."""
+        held: dict[str, set[str]] = {}
+        for entry in self._turns.values():
+            if entry.worker is not None:
+                held.setdefault(entry.worker, set()).add(entry.request.group)
+        return held
+
     def of_worker(self, worker: str) -> list[str]:
         return [turn for turn, entry in self._turns.items() if entry.worker == worker]
 

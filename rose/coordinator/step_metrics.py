@@ -73,6 +73,7 @@ def step_row(
         "resumed_turns": hub.log.resumed_turns,
         "resumed_tokens": hub.log.resumed_tokens,
         "response_hist": _histogram(lengths),
+        **hub.decoding.row(),
         **trained,
     }
 

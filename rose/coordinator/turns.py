@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose import protocol as p
+from rose.coordinator.drafts import Decoding, Siblings
 from rose.coordinator.journal import Journal
 from rose.coordinator.ledger import NOBODY, Ledger
 from rose.coordinator.turn_log import TurnLog
@@ -81,8 +82,11 @@ class TurnHub:
         on_fault: Callable[[str, str], None],
         world_size: int,
         log: TurnLog,
+        siblings: bool = False,
     ) -> None:
+        """`siblings`: whether engines draft from what groups say (rollout/draft=group)."""
         self.log = log
+        self.siblings = Siblings(send) if siblings else None
         self.resumed_snapshots = 0  # episodes that went on from one, since `begin_step`
         self._world_size = world_size  # workers beyond it are borrowed
         self._send, self._recorder = send, recorder
@@ -98,6 +102,7 @@ class TurnHub:
         self.returned = 0  # turns that engines gave back since `begin_step`
         # tokens since `begin_step` of workers that are gone
         self.past = {"dedicated": 0, "borrowed": 0}
+        self.decoding = Decoding()
         self.progress_at = time.time()  # last progress of any kind
         self._begun_at = self._token_at = (
             0.0  # the last `begin_step`, and the last token since then
@@ -140,6 +145,7 @@ class TurnHub:
         self.ledger.migrations = self.returned = 0
         self.log.resumed_turns = self.log.resumed_tokens = 0
         self.resumed_snapshots = 0
+        self.decoding.begin_step()
 
     @property
     def generating_s(self) -> float:
@@ -357,6 +363,8 @@ class TurnHub:
             worker.tokens += count
             worker.total_tokens += count
             self._count_made(self.ledger.trajectory_of(m.turn), count)
+            if self.siblings is not None:
+                self.siblings.got(self.ledger.request_of(m.turn), name, m.tokens)
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
 
@@ -370,6 +378,8 @@ class TurnHub:
 
     def _deliver(self, turn: str, finish: p.FinishReason) -> None:
         request = self.ledger.request_of(turn)
+        if self.siblings is not None:
+            self.siblings.closed(request)
         host, result = self.ledger.close(turn, finish)
         self.log.add(request, result, self.version, asked=host != NOBODY)
         if host != NOBODY:
@@ -443,6 +453,19 @@ class TurnHub:
         self._forget(name)
         return held
 
+    def share_siblings(self) -> None:
+        """Engines that draft from what groups say get what theirs have got elsewhere."""
+        if self.siblings is None:
+            return
+        held = self.ledger.groups_held()
+        for name, worker in self.workers.items():
+            if worker.alive:
+                self.siblings.flush(name, worker.rank, sorted(held.get(name, ())))
+
+    def group_ended(self, group: str) -> None:
+        if self.siblings is not None:
+            self.siblings.end(group)
+
     def _forget(self, name: str) -> None:
         worker = self.workers.pop(name)
         self.past["borrowed" if worker.borrowed else "dedicated"] += worker.tokens
@@ -451,6 +474,8 @@ class TurnHub:
         worker = self.workers[name]
         worker.turn_closed(time.time(), worker.open_turns)
         worker.alive = False
+        if self.siblings is not None:
+            self.siblings.forget(name)
         held = self.ledger.of_worker(name)
         ended = [turn for turn in held if self.ledger.complete(turn)]
         for turn in held:
@@ -464,6 +489,7 @@ class TurnHub:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.incarnation == m.incarnation:
             worker.running, worker.waiting = m.running, m.waiting
+            self.decoding.count(m)
             self._recorder.counter(f"{m.worker}/kv_usage", m.kv_usage)
 
     def _worker_capacity(self, source: int, m: p.WorkerCapacity) -> None:

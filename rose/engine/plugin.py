@@ -15,6 +15,7 @@ from typing import Any
 
 from rose.config.checks import NO_DRAFTS
 from rose.engine import heap
+from rose.engine.drafts import EXTENSION
 
 # Names that engines, schedulers and commands agree on.
 FOLDER = "ROSE_COSERVING"  # environment: the folder of a device's boards
@@ -62,13 +63,18 @@ def register() -> None:
     EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
 
 
-def refuse_drafts(vllm_config: Any) -> None:
+def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
     """Raises `ValueError` for an engine on a CPU that would decode speculatively, however it was
-    asked to: by its arguments, or by a model's own config.json."""
+    asked to: by its arguments, or by a model's own config.json. Not for the methods of `mended`
+    with a worker that mends vLLM's sampling (rose/engine/drafts/rejection.py)."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and vllm_config.speculative_config is not None:
-        raise ValueError(f"{vllm_config.speculative_config.method}: {NO_DRAFTS}")
+    speculative = vllm_config.speculative_config
+    if speculative is None or not current_platform.is_cpu():
+        return
+    mends = mended and vllm_config.parallel_config.worker_extension_cls == EXTENSION
+    if not mends or speculative.method not in mended:
+        raise ValueError(f"{speculative.method}: {NO_DRAFTS}")
 
 
 def ask_for_amx() -> None:

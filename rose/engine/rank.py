@@ -108,6 +108,12 @@ class RolloutWorker:
     async def start_engine(self) -> None:
         """Raises `EngineError`."""
         rollout = self.config.rollout
+        if self.config.cluster.gpus and rollout.draft.method in ("group", "suffix"):
+            print(
+                f"{self.name}: rollout/draft={rollout.draft.method} takes vLLM's older model "
+                "runner (V1)",
+                flush=True,
+            )
         if self.config.shares_devices and self.dedicated and self.config.cluster.gpus:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
@@ -236,6 +242,8 @@ class RolloutWorker:
                     task.add_done_callback(self._load_tasks.discard)
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
+                case p.SiblingTurns():
+                    self._tasks.spawn(self._learn_siblings(message))
                 case p.Shutdown(reason):
                     self.dismissed = reason
                     return
@@ -308,6 +316,18 @@ class RolloutWorker:
                 raise
         finally:
             self._turns.pop((m.turn, m.attempt), None)
+
+    async def _learn_siblings(self, m: p.SiblingTurns) -> None:
+        """Only drafts depend on it: an engine that is not up, or dies over it, needs none."""
+        engine = self.engine
+        if engine is None or not engine.alive or not engine.drafts_of_groups:
+            return
+        try:
+            spans = [(turn.turn, turn.start, turn.before, turn.tokens) for turn in m.turns]
+            await engine.learn_siblings(spans, m.ended)
+        except Exception:
+            if not await self._died(engine):
+                raise
 
     async def _load(self, m: p.LoadVersion) -> None:
         engine, incarnation = self.engine, self.incarnation

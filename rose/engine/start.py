@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from rose import hub
-from rose.config import Lora, Model, Online, Rollout
+from rose.config import Draft, Lora, Model, Online, Rollout
+from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
@@ -33,12 +34,20 @@ class EngineDied(EngineError):
 
 
 class Latest:
-    """The scheduler statistics of vLLM's last step; `scheduler` is null before the first."""
+    """The scheduler statistics of vLLM's last step; `scheduler` is null before the first. And sums
+    since the start: steps with requests, tokens drafted, and those of them that were accepted."""
 
     scheduler = None
+    steps = drafted = accepted = 0
 
     def update(self, stats) -> None:
-        self.scheduler = stats or self.scheduler
+        if stats is None:
+            return
+        self.scheduler = stats
+        self.steps += stats.num_running_reqs > 0
+        if (drafts := stats.spec_decoding_stats) is not None:
+            self.drafted += drafts.num_draft_tokens
+            self.accepted += drafts.num_accepted_tokens
 
 
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
@@ -129,7 +138,7 @@ def engine_args(
         stream_interval=rollout.stream_interval,
         logprobs_mode="raw_logprobs",
         use_tqdm_on_load=False,
-        worker_extension_cls="rose.engine.worker_extension.WorkerExtension",
+        worker_extension_cls=EXTENSION,
         seed=seed,
     )
     if deterministic:
@@ -142,7 +151,20 @@ def engine_args(
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):
         args["enable_sleep_mode"] = True  # weights where `Engine.deactivate` can give them back
+    # Not beside users' requests: what their latency allows is predicted without drafts.
+    if rollout.draft.method != "none" and "ROSE_COSERVING" not in os.environ:
+        args["speculative_config"] = speculative(rollout.draft)
     return args | rollout.engine_args
+
+
+def speculative(draft: Draft) -> dict:
+    """vLLM's speculative_config."""
+    found = {"method": draft.method, "num_speculative_tokens": draft.tokens}
+    if draft.method == "ngram":
+        return found | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    if draft.method == "group":
+        return found | {"method": "custom_class", "model": PROPOSER}
+    return found
 
 
 def preload() -> None:
@@ -168,7 +190,7 @@ def build(args: dict, gpus: bool):
     # rose.engine.worker_extension registers it in each worker
     transfer = WeightTransferConfig(backend="rose")
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
-    plugin.refuse_drafts(config)
+    plugin.refuse_drafts(config, mended=("custom_class", "ngram"))
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True

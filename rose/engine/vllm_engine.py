@@ -37,6 +37,7 @@ from rose.config import Lora, Model, Rollout, Transfer
 from rose.engine import plugin
 from rose.engine.activation import Activation
 from rose.engine.adapter import adapter_request
+from rose.engine.drafts import PROPOSER
 from rose.engine.staging import Staging
 from rose.engine.start import (
     RPC_TIMEOUT_S,
@@ -75,6 +76,9 @@ class Stats(NamedTuple):
     generated_tokens: int  # since start
     prompt_tokens: int
     cached_tokens: int
+    steps: int  # with requests, since start
+    drafted: int  # tokens, by speculative decoding
+    accepted: int  # of them
 
 
 class Loaded(NamedTuple):
@@ -151,6 +155,7 @@ class Engine(Activation, Staging):
         threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
+        begin = (rollout.draft.adaptive, rollout.draft.memory_mib * 2**20)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
             _starter,
@@ -167,6 +172,8 @@ class Engine(Activation, Staging):
                 await llm.get_supported_tasks()
                 if lora is not None:
                     await llm.collective_rpc("rose_adapter")
+                if llm.vllm_config.speculative_config is not None:
+                    await llm.collective_rpc("rose_begin_drafts", args=begin)
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
@@ -325,6 +332,19 @@ class Engine(Activation, Staging):
             if turn.request and self.alive:
                 await self._llm.abort(turn.request)
 
+    # ------------------------------------------------------------------ drafts
+
+    @property
+    def drafts_of_groups(self) -> bool:
+        """Whether its drafts come from what groups say (rollout/draft=group)."""
+        speculative = self._llm.vllm_config.speculative_config
+        return speculative is not None and speculative.model == PROPOSER
+
+    async def learn_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]):
+        """Take what siblings' turns have got on other engines, as `GroupProposer.feed` has it, and
+        forget the groups `ended`."""
+        await self._worker("rose_siblings", RPC_TIMEOUT_S, spans, ended)
+
     # ------------------------------------------------------------------ weights
 
     async def load_version(
@@ -466,6 +486,9 @@ class Engine(Activation, Staging):
             self._generated,
             self._prompted,
             self._cached,
+            self._latest.steps,
+            self._latest.drafted,
+            self._latest.accepted,
         )
 
     async def shutdown(self) -> None:

@@ -12,12 +12,14 @@ change nothing while looking like a success.
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from rose.engine import adapter
+from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
@@ -54,6 +56,23 @@ class WorkerExtension(KvWorker, InactiveWorker):
         if self._weight_update_active:
             self.finish_weight_update()  # flips nothing
         return self.weight_transfer_engine.status()
+
+    def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
+        """Before the first drafts of an engine that is to have some. Raises `RuntimeError` if
+        vLLM's sampling of drafted positions can't be mended on this CPU."""
+        clock = time.perf_counter
+        if current_platform.is_cpu():
+            rejection.mend()
+            # this thread has a part in all that a step computes; others' load is not in its time
+            clock = time.thread_time
+        if self.vllm_config.speculative_config.model == PROPOSER:
+            self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes, clock)
+
+    def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
+        """See `Engine.learn_siblings`."""
+        for span in spans:
+            self.model_runner.drafter.feed(*span)
+        self.model_runner.drafter.drop(ended)
 
     def rose_checksum(self) -> dict[str, str]:
         """xxh3-128 of every live parameter of this rank, padding included, and an adapter's."""

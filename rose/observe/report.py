@@ -60,7 +60,7 @@ def build_report(run_dir: Path | str) -> Path:
     sections = {
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
         "Learning": figures("success", "reward"),
-        "Where the time goes": times,
+        "Where the time goes": times + _drafts(steps),
         "Responses": figures("lengths", "tokens"),
         "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
@@ -218,6 +218,21 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     text = "; ".join(f"{name} {count:,}" for name, count in sums.items())
     happened = _happened(faults) or '<p class="empty">No fault was recorded.</p>'
     return f"<p>Over all steps: {text}.</p>{happened}"
+
+
+def _drafts(steps: list[dict[str, Any]]) -> str:
+    """What speculative decoding did; "" without."""
+    drafted, accepted = (
+        sum(row.get(f"{what}_tokens") or 0 for row in steps) for what in ("drafted", "accepted")
+    )
+    if not drafted:
+        return ""
+    each = _number(series.mean_of(steps, "tokens_per_engine_step"), "{:.2f}")
+    share = accepted / drafted
+    return (
+        f"<p>Drafts (rollout/draft): {drafted:,} tokens, {share:.0%} of them accepted; {each} "
+        "tokens in a step of an engine.</p>"
+    )
 
 
 def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:

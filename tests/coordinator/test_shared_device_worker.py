@@ -64,7 +64,7 @@ class FakeEngine:
         pass
 
     def stats(self):
-        return Stats(0, 0, 0.0, 0, 0, 0)
+        return Stats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
 
 
 class Scene:

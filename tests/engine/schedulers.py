@@ -3,6 +3,7 @@ awaits new weights."""
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -35,7 +36,7 @@ class EvictingScheduler(AsyncScheduler):
         return outputs
 
 
-class PatientScheduler(AsyncScheduler):
+class _Patience:
     """No turn ends before the first new weights have come, however long that takes on a busy
     machine."""
 
@@ -51,6 +52,14 @@ class PatientScheduler(AsyncScheduler):
         waits = not self._flipped and any(r.num_tokens >= WAITS_AT for r in self.running)
         self.max_num_scheduled_tokens = 0 if waits else self._most
         return super().schedule(*args, **kwargs)
+
+
+class PatientScheduler(_Patience, AsyncScheduler):
+    """For engines whose steps overlap, or could."""
+
+
+class PlainPatientScheduler(_Patience, Scheduler):
+    """For engines that draft, whose steps don't."""
 
 
 class PatientEvictingScheduler(PatientScheduler, EvictingScheduler):

@@ -129,6 +129,18 @@ def test_the_report_of_a_mixture_has_a_row_and_a_curve_for_each_environment(tmp_
     assert '"members":{"x":[1.0,2.0],"names":["lake"],"y":[[0.25,0.75]]}' in html
 
 
+def test_the_report_tells_what_drafts_did(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    assert "Drafts" not in build_report(run).read_text()
+    metrics = MetricsWriter(run, tensorboard=False)
+    for step, accepted, each in ((1, 300, 4.0), (2, 100, 2.0)):
+        row = {"drafted_tokens": 1000, "accepted_tokens": accepted, "tokens_per_engine_step": each}
+        metrics.write(step, row)
+    metrics.close()
+    html = build_report(run).read_text()
+    assert "2,000 tokens, 20% of them accepted; 3.00 tokens in a step of an engine" in html
+
+
 def test_text_of_the_run_cannot_become_markup(tmp_path):
     html = build_report(write_run(tmp_path / "a<b>&run", steps=4)).read_text()
     assert "<img" not in html and "&lt;img src=x" in html and "<b>lost" not in html

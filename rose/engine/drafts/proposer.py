@@ -1,0 +1,176 @@
+"""What vLLM calls after each step for drafts (speculative method `custom_class`).
+
+vLLM hands over rows of token ids without saying whose they are: the worker extension gives the
+proposer its model runner, whose batch has the requests' ids. They are ROSE's turn ids, which name
+trajectory and group: "g12.5.t2#1#7-..." is of "g12.5" in "g12". What a request says is written into
+its group's text as it comes; the prompt, which siblings share, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rose.engine.drafts.gain import Gate
+from rose.engine.drafts.text import Text, acceptance
+
+
+class _Row:
+    """A running request."""
+
+    __slots__ = ("chances", "count", "group", "path", "seen", "tail", "text")
+
+    def __init__(self, group: str, text: Text, most: int) -> None:
+        self.group, self.text = group, text
+        self.tail, self.seen = -1, 0  # in the text; tokens of the request that are there
+        self.path = np.zeros((2, most), np.int32)  # what was last looked up
+        self.chances = np.zeros(most)
+        self.count = 0
+
+
+class GroupProposer:
+    def __init__(self, vllm_config: Any) -> None:
+        self.most = vllm_config.speculative_config.num_speculative_tokens
+        self.gate, self.memory_bytes = Gate(adaptive=True), 0
+        self.overall = acceptance(begins=True)
+        self.texts: OrderedDict[str, Text] = OrderedDict()  # the one used last at the end
+        self._rows: dict[str, _Row] = {}
+        self._last: dict[str, _Row] = {}  # trajectory -> the row of its last request
+        self._fed: dict[str, tuple[Text, int, int]] = {}  # turn -> its text, tail, tokens
+        self._runner: Any = None
+        self._clock: Callable[[], float] = time.perf_counter
+        self._before: list[str] = []  # the requests of the last step, of decodes alone
+        self._drafted, self._returned_at = 0, 0.0
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM; there is none."""
+
+    def begin(
+        self,
+        runner: Any,
+        adaptive: bool,
+        memory_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Before the first request. `runner`: vLLM's model runner; `memory_bytes`: of all groups'
+        texts; `clock`: by which steps are timed."""
+        self._runner, self.gate, self.memory_bytes = runner, Gate(adaptive), memory_bytes
+        self._clock = clock
+
+    # ----------------------------------------------------------------- what vLLM calls
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """`sampled_token_ids`: of each request in this step, [] while its prompt is computed;
+        (requests,) tokens of each; (requests, length) their ids. A draft for each request."""
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        ids = self._runner.input_batch.req_ids
+        self.gate.accepted(sum(len(sampled) - 1 for sampled in sampled_token_ids if sampled))
+        self._observe(ids, sampled_token_ids)
+        self._drafted = 0
+        if self.gate.looks():
+            found = [i for i, sampled in enumerate(sampled_token_ids) if sampled]
+            chances = np.zeros((len(found), self.most))
+            rows = []
+            for at, i in enumerate(found):
+                tokens = token_ids_cpu[i, : num_tokens_no_spec[i]]
+                row = self._write(ids[i], tokens)
+                row.count = row.text.draft(row.tail, self.most, self.overall, row.path, row.chances)
+                chances[at, : row.count] = row.chances[: row.count]
+                rows.append(row)
+            for i, row, length in zip(found, rows, self.gate.decide(chances), strict=True):
+                drafts[i] = row.path[0, :length].tolist()
+                self._drafted += int(length)
+            self._forget_rows(ids)
+        self._returned_at = self._clock()
+        return drafts
+
+    def _observe(self, ids: list[str], sampled: list[list[int]]) -> None:
+        """The time of a step that only decoded, for the same requests as the one before."""
+        decodes = ids.copy() if all(sampled) else []
+        if decodes and decodes == self._before:
+            self.gate.observe(len(ids), self._drafted, self._clock() - self._returned_at)
+        self._before = decodes
+
+    def _write(self, request: str, tokens: np.ndarray) -> _Row:
+        """Its row, with all of `tokens` in its group's text, and what they teach counted."""
+        row = self._rows.get(request)
+        if row is None:
+            row = self._rows[request] = self._begin(request, tokens)
+        elif row.group in self.texts:
+            self.texts.move_to_end(row.group)
+        if row.count:
+            row.text.learn(row.path, row.count, tokens[row.seen :], self.overall)
+        row.tail = row.text.extend(row.tail, tokens[row.seen :])
+        row.seen = len(tokens)
+        return row
+
+    def _begin(self, request: str, tokens: np.ndarray) -> _Row:
+        """A turn goes on where its trajectory's last one ended, if that was here; else with the
+        group's prompt."""
+        turn = request.partition("#")[0]
+        trajectory, group = turn.rpartition(".")[0], turn.partition(".")[0]
+        text = self._text(group)
+        row, last = _Row(group, text, self.most), self._last.get(trajectory)
+        if (
+            last is not None
+            and last.text is text
+            and 0 < last.seen <= len(tokens)
+            and text.goes_on(last.tail, tokens[: last.seen])
+        ):
+            row.tail, row.seen = last.tail, last.seen
+        else:
+            row.tail, row.seen = text.begin(tokens), len(tokens)
+        self._last[trajectory] = row
+        return row
+
+    # ----------------------------------------------------------------- groups
+
+    def feed(self, turn: str, start: int, before: bytes, tokens: bytes) -> None:
+        """`tokens` (int32) from number `start` on that a sibling's turn has got on another engine,
+        after `before`, its context's last ones. What is here already is left out; after a gap the
+        text begins anew."""
+        text, tail, have = self._fed.get(turn, (None, -1, 0))
+        group = turn.partition(".")[0]
+        new = np.frombuffer(tokens, "<i4").copy()
+        if text is None or text is not self.texts.get(group) or start > have:
+            text, have = self._text(group), start
+            tail = text.extend(-1, np.frombuffer(before if start == 0 else b"", "<i4").copy())
+        new = new[have - start :]
+        self._fed[turn] = text, text.extend(tail, new), have + len(new)
+
+    def drop(self, groups: list[str]) -> None:
+        """These have ended."""
+        for group in groups:
+            self.texts.pop(group, None)
+        gone = set(groups)
+        for known in (self._last, self._fed):
+            for name in [name for name in known if name.partition(".")[0] in gone]:
+                del known[name]
+
+    def _text(self, group: str) -> Text:
+        """The group's, made if need be; of too much text the groups not used for longest go."""
+        text = self.texts.get(group)
+        if text is None:
+            over = sum(text.nbytes for text in self.texts.values()) - self.memory_bytes
+            while over > 0:
+                oldest = next(iter(self.texts))
+                over -= self.texts[oldest].nbytes
+                self.drop([oldest])
+            text = self.texts[group] = Text()
+        self.texts.move_to_end(group)
+        return text
+
+    def _forget_rows(self, ids: list[str]) -> None:
+        if len(self._rows) > 2 * len(ids) + 16:
+            running = set(ids)
+            self._rows = {name: row for name, row in self._rows.items() if name in running}

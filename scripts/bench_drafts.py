@@ -1,0 +1,186 @@
+"""Tokens per engine step and rollout time with drafts and without, of one engine, alternating.
+
+    python scripts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
+
+`work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), tiny
+(a model of 0.4M on FrozenLake), noise (the same at temperature 2, which repeats little).
+Trajectories come in groups of 16 with the same prompt. Two engines of one thread take turns, one
+without drafts; the other's are `method` of rollout/draft. A line of JSON a round, then a table:
+tokens per step, and how much faster the same tokens are made with drafts, in wall time and in CPU
+time of the engine's process, which other load on the machine doesn't lengthen; medians, and the
+extremes of rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from typing import NamedTuple
+
+import msgspec
+import psutil
+from harness import configured, keyed, listed
+
+from rose import protocol as p
+from rose.agent.chat import ChatFormat
+from rose.agent.envs import build
+from rose.agent.loop import run_trajectory
+from rose.config import Config, Draft
+from rose.engine import start
+from rose.engine.vllm_engine import Engine
+from rose.models import resolve
+
+GROUP = 16
+STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
+STORY_TOKENS = 96
+WORKS = {
+    "calls": ("+experiment=smollm",),
+    "text": ("+experiment=smollm",),
+    "tiny": ("rollout.max_sequences=16",),
+    "noise": ("rollout.max_sequences=16",),
+}
+
+
+# trajectories of a round
+LEAST = {"calls": 8, "text": 8, "tiny": 64, "noise": 64}
+
+
+class Round(NamedTuple):
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    seconds: float
+    cpu_s: float  # of the engine's process
+
+
+class Bench:
+    """One workload on one engine."""
+
+    def __init__(self, config: Config, engine: Engine, work: str) -> None:
+        self.config, self.engine, self.work = config, engine, work
+        self.chat = ChatFormat.of(resolve(config.model), config.model)
+        self._serial = 0
+
+    async def run(self, seed: int, concurrent: int, trajectories: int) -> Round:
+        """Groups that are new to the engine, `concurrent` trajectories at once."""
+        places, before, began = asyncio.Semaphore(concurrent), self.engine.stats(), time.time()
+        cpu_s = self._cpu_s()
+
+        async def one(index: int) -> None:
+            group = f"g{seed}-{index // GROUP}"
+            async with places:
+                await self._trajectory(group, index % GROUP, seed + index // GROUP)
+
+        await asyncio.gather(*(one(i) for i in range(trajectories)))
+        after, seconds = self.engine.stats(), time.time() - began
+        names = ("generated_tokens", "steps", "drafted", "accepted")
+        counts = (getattr(after, n) - getattr(before, n) for n in names)
+        return Round(*counts, seconds, self._cpu_s() - cpu_s)
+
+    def _cpu_s(self) -> float:
+        return sum(psutil.Process(self.engine.pid).cpu_times()[:2])
+
+    async def _trajectory(self, group: str, index: int, seed: int) -> None:
+        heat = 2.0 if self.work == "noise" else 1.0
+        sampling = p.Sampling(max_new_tokens=STORY_TOKENS, temperature=heat)
+        name = f"{group}.{index}"
+        if self.work in ("text", "noise"):
+            tokens = self.chat.start([{"role": "user", "content": STORY}], [])
+            await self._turn(f"{name}.t0", p.pack_tokens(tokens), sampling)
+            return
+        limits = self.config.env
+        begin = p.StartTrajectory(name, group, p.Phase.TRAIN, limits.name, seed, None)
+        context = self.config.model.max_context
+        rest = (self._asked, limits, "env", context, sampling, time.time)
+        await run_trajectory(begin, build(limits), self.chat, *rest)
+
+    async def _asked(self, request: p.TurnRequest) -> p.TurnResult:
+        return await self._turn(request.turn, request.tokens, request.sampling)
+
+    async def _turn(self, turn: str, tokens: bytes, sampling: p.Sampling) -> p.TurnResult:
+        made, logprobs, versions = [], [], []
+        async for chunk in self.engine.generate(f"{turn}#1", tokens, sampling):
+            made += chunk.tokens
+            logprobs += chunk.logprobs
+            versions += [chunk.version] * len(chunk.tokens)
+        packed = (p.pack_tokens(made), p.pack_floats(logprobs), p.pack_tokens(versions))
+        return p.TurnResult(turn, *packed, chunk.finish)
+
+
+async def started(config: Config, draft: Draft) -> Engine:
+    rollout = msgspec.structs.replace(config.rollout, draft=draft, threads=1)
+    return await Engine.start(resolve(config.model), rollout, config.model, seed=len(draft.method))
+
+
+async def measure(
+    work: str, method: str, adaptive: bool, concurrent: list[int], rounds: int
+) -> list[list[str]]:
+    config = configured(
+        *WORKS[work], f"rollout/draft={method}", f"rollout.draft.adaptive={str(adaptive).lower()}"
+    )
+    none = msgspec.structs.replace(config.rollout.draft, method="none")
+    engines = {d.method: await started(config, d) for d in (none, config.rollout.draft)}
+    benches = {name: Bench(config, engine, work) for name, engine in engines.items()}
+    for at, bench in enumerate(benches.values()):
+        await bench.run(
+            10_000 * (at + 1), GROUP, GROUP
+        )  # warm, and steps that the gate learns from
+    rows = []
+    for each in concurrent:
+        found: dict[str, list[Round]] = {name: [] for name in benches}
+        for index in range(rounds):
+            for name in list(benches) if index % 2 else list(benches)[::-1]:
+                seed = 1000 * each + 10 * index
+                got = await benches[name].run(seed, each, max(LEAST[work], 2 * each))
+                found[name].append(got)
+                print(json.dumps({"work": work, "draft": name, "concurrent": each} | got._asdict()))
+                sys.stdout.flush()
+        rows.append([work, str(each), *columns(found["none"], found[method])])
+    for engine in engines.values():
+        await engine.shutdown()
+    return rows
+
+
+def columns(without: list[Round], drafted: list[Round]) -> list[str]:
+    """Tokens per step without and with drafts and their ratio, the share of drafts accepted, and
+    how much faster the same tokens were made."""
+    steps = [statistics.median(r.tokens / r.steps for r in runs) for runs in (without, drafted)]
+    share = sum(r.accepted for r in drafted) / max(1, sum(r.drafted for r in drafted))
+    cells = [*(f"{s:.2f}" for s in steps), f"{steps[1] / steps[0]:.2f}", f"{share:.2f}"]
+    for took in ("seconds", "cpu_s"):
+        ratios = [
+            (getattr(a, took) / a.tokens) / (getattr(b, took) / b.tokens)
+            for a, b in zip(without, drafted, strict=True)
+        ]
+        cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    return cells
+
+
+def main() -> None:
+    given = keyed(
+        sys.argv[1:], __doc__, work="", concurrent="1,8,16", rounds=3, method="group", adaptive=True
+    )
+    concurrent = [int(each) for each in given["concurrent"].split(",")]
+    for name, value in start.environment(gpus=False, threads=1).items():
+        os.environ.setdefault(name, value)
+    start.preload()
+    rows = [
+        row
+        for work in listed("work", given["work"], WORKS)
+        for row in asyncio.run(
+            measure(work, given["method"], given["adaptive"], concurrent, given["rounds"])
+        )
+    ]
+    print("| work | concurrent | tokens/step without | with | ratio | accepted | faster | by CPU |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
