@@ -284,6 +284,7 @@ class TurnHub:
                 made_tokens=made,
                 domain=m.domain,
                 outcome=m.outcome,
+                held_out=m.phase is p.Phase.EVAL,
             )
         )
 

@@ -13,7 +13,9 @@ import inspect
 import pkgutil
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -84,10 +86,15 @@ def build(env: config.Env) -> Environment:
     return made
 
 
-def check(env: config.Env | config.Mixture) -> None:
-    """Raises `ConfigError` unless `build` would succeed for every member, and what it has as
-    `preflight`, given env.step_timeout_s; nothing that this starts is left."""
-    for name, member in env.members.items():
+def check(
+    env: config.Env | config.Mixture, sets: Mapping[str, config.EvalSet] = MappingProxyType({})
+) -> None:
+    """Raises `ConfigError` unless `build` would succeed for every member and every one of `sets`
+    (of eval.sets), and what it has as `preflight`, given its step_timeout_s; nothing that this
+    starts is left."""
+    found = {env.key_of(name): member for name, member in env.members.items()}
+    found |= {f"eval.sets.{name}": one for name, one in sets.items()}
+    for key, member in found.items():
         try:
             made = build(member)
             if preflight := getattr(made, "preflight", None):
@@ -96,9 +103,7 @@ def check(env: config.Env | config.Mixture) -> None:
             if member is env:
                 raise
             # an environment doesn't know that it is one of several
-            raise ConfigError(
-                f"{env.key_of(name)}.{str(error).removeprefix('env.')}"
-            ) from error.__cause__
+            raise ConfigError(f"{key}.{str(error).removeprefix('env.')}") from error.__cause__
 
 
 def rewards_turns(env: config.Env) -> bool:
