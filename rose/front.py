@@ -400,6 +400,7 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
         echo(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:
         echo(console, f"{c.name}: stopped; the same command continues it")
+        terminal.show_cost(c.run_dir, console)
     elif resume.is_finished(c.run_dir, c.trainer.steps):
         terminal.final_table(c.run_dir, console)
     return outcome.code

@@ -414,6 +414,7 @@ class WorkerLoad(Message):
     generated_tokens: int  # since start
     prompt_tokens: int
     cached_tokens: int
+    energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 class WorkerCapacity(Message):
@@ -586,6 +587,7 @@ class TrainDone(Message):
     version: int
     metrics: dict[str, float]
     store: str
+    energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 class SaveCheckpoint(Message):
@@ -613,6 +615,7 @@ class TrainerReady(Message):
     store: str
     no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
     costs: Costs | None = None  # on this rank's device; null: nothing is known of them
+    energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 # --------------------------------------------------------------------------- coordinator <-> ranks

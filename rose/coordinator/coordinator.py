@@ -37,7 +37,7 @@ from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
 from rose.launch import resume
 from rose.launch.layout import layout
-from rose.observe import trackers
+from rose.observe import cost, trackers
 from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
@@ -104,6 +104,7 @@ class Coordinator:
         self.evaluations = Evaluations(
             config, self.run_dir, self.rollouts, self.metrics.write, self._fault
         )
+        self.cost = cost.Meter(config, self.run_dir, attempt, time.monotonic())
         self.stopped_early = ""  # why eval.stop ends the run before its last step
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
         self.trainers: dict[int, p.TrainerReady] = {}
@@ -164,6 +165,8 @@ class Coordinator:
             await tasks.close(1.0)
             with contextlib.suppress(OSError):  # of a full disk, which ends the run by another word
                 self.hub.record_open_turns()
+                self._count_cost()
+                self.cost.write()
             close_all(self.journal, self.live, self.metrics, self.hub.log)
 
     async def _steps(self) -> None:
@@ -404,6 +407,7 @@ class Coordinator:
             "sync": synced - trained,
             "idle": idle,
         }
+        self.cost.trained(done[0].metrics.get("tokens", 0))
         rewarded = self.config.reward.pools and self.config.rollout.replay is None
         trained_on = done[0].metrics | self.device.take_figures()
         self.metrics.write(
@@ -489,6 +493,8 @@ class Coordinator:
             source, message = await self.mailbox.receive()
             if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
                 self._take(source, message)
+            if isinstance(message, (p.WorkerLoad, p.TrainerReady, p.TrainDone)):
+                self._count_energy(source, message)
             self._changed.set()
 
     def _take(self, source: int, message: p.Message) -> None:
@@ -521,6 +527,7 @@ class Coordinator:
             self.hub.log.flush()
             self.reward_jobs.tick()
             self.evaluations.collect()
+            self._count_cost()
             workers = {
                 name: WorkerStatus(
                     tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
@@ -534,6 +541,15 @@ class Coordinator:
             self.live.update(
                 workers=workers, finished=self.rollouts.progress[0], total=self.rollouts.progress[1]
             )
+
+    def _count_cost(self) -> None:
+        borrowed = len(self.hub.workers) - len(self.hub.dedicated())
+        self.cost.tick(time.monotonic(), borrowed, self.hub.made)
+
+    def _count_energy(self, source: int, m: p.WorkerLoad | p.TrainerReady | p.TrainDone) -> None:
+        """Of the run's own devices."""
+        if source < self.mailbox.size:
+            self.cost.energy(m.energy_j)
 
     def _send(self, address: int, message: p.Message) -> None:
         if address < self.mailbox.size:
