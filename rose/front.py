@@ -359,7 +359,7 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         if resume.is_finished(c.run_dir, c.trainer.steps):
             early = resume.stopped_early(c.run_dir)
             steps = f"{c.trainer.steps} steps" if early is None else f"eval.stop, step {early}"
-            on = "" if early is None else "eval.stop=null and "
+            on = "" if early is None else "eval.stop.patience=0 and "
             echo(
                 console,
                 f"{c.run_dir} is finished ({steps}); {on}a larger trainer.steps trains on, "

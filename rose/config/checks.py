@@ -272,12 +272,12 @@ def _check_eval(c: Config, need: Need) -> None:
         "above 0: eval.keep_best=true compares evaluations between steps",
     )
     need(
-        e.stop is None or e.every > 0,
+        e.stop.patience == 0 or e.every > 0,
         "eval.every",
-        "above 0: eval.stop counts evaluations between steps",
+        f"above 0: eval.stop.patience={e.stop.patience} counts evaluations between steps",
     )
     need(
-        not (e.stop or e.keep_best) or e.episodes > 0 or bool(e.sets),
+        not (e.stop.patience or e.keep_best) or e.episodes > 0 or bool(e.sets),
         "eval.episodes",
         "above 0, or an eval.sets: eval.stop and eval.keep_best go by held-out tasks",
     )

@@ -259,8 +259,8 @@ class EvalSet(Env):
 class EarlyStop(Section):
     """When the held-out mean reward (`rose.observe.held_out.score`) no longer grows."""
 
-    patience: Count  # evaluations in a row without a better one
-    min_gain: NotNegative = 0.0  # by which one is better
+    patience: Natural  # evaluations in a row without a better one; 0: the run never stops early
+    min_gain: NotNegative  # by which one is better
 
 
 class Eval(Section):
@@ -271,7 +271,7 @@ class Eval(Section):
     samples: Count = 1
     beside: bool = False  # training doesn't wait for those between steps
     keep_best: bool = False
-    stop: EarlyStop | None = None
+    stop: EarlyStop = EarlyStop(patience=0, min_gain=0.0)
     sets: dict[str, EvalSet] = {}
 
     def of(self, domain: str) -> tuple[int, float]:

@@ -321,6 +321,7 @@ class Coordinator:
         """The held-out tasks, if that is due. With eval.beside only the last waits for them."""
         last = self.step >= self.config.trainer.steps
         beside = self.config.eval.beside and not last
+        self.evaluations.collect()
         if due := self.evaluations.due(self.step):
             self.evaluations.begin(self.step, beside)
         if self.evaluations.collect() or beside or not (due or last):

@@ -81,7 +81,7 @@ class Evaluations:
     def stop_reason(self) -> str:
         """Why the run is to end before its last step; "" if it isn't."""
         stop = self._config.eval.stop
-        if stop is None:
+        if not stop.patience:
             return ""
         rows = read_metrics(self._run_dir)
         count = held_out.without_gain(rows, stop.min_gain)

@@ -30,7 +30,6 @@ MAY_CHANGE = (
     "eval.samples",
     "eval.beside",
     "eval.keep_best",
-    "eval.stop",
     "eval.stop.*",
     "eval.sets",
     "eval.sets.*",
