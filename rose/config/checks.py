@@ -245,12 +245,12 @@ def _check_eval(c: Config, need: Need) -> None:
         key = f"eval.sets.{name}"
         need(
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None,
-            key,
+            f"{key}.name",
             f"letters, digits, _ and - only in a set's name, which is {name!r}",
         )
         need(
             name not in c.env.members,
-            key,
+            f"{key}.name",
             f"env has a member {name} already: another name for the set",
         )
         need(
