@@ -236,10 +236,10 @@ def check_domains(c: Config) -> None:
     would go there. The hardware can't be checked: workers that join tell theirs."""
     routing = c.scheduler.routing
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
-        if domain not in c.env.members:
+        if domain not in c.environments:
             raise ConfigError(
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
-                f"run; its environments are {', '.join(c.env.members)}"
+                f"run; its environments are {', '.join(c.environments)}"
             )
 
 
