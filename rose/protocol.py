@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 def seed_of(*parts: object) -> int:

@@ -367,7 +367,7 @@ class Scheduler:
             self.fleet.changed(turn.worker)
 
     def _take_away(self, turn: TurnState) -> None:
-        """As `_take_back`, and another worker is to take it."""
+        """As `Dispatch.take_back`, and another worker is to take it."""
         turn.avoid = turn.worker
         self._leave_home(turn.trajectory)
         self._queue.take_back(turn)
