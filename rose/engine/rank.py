@@ -215,8 +215,8 @@ class RolloutWorker:
             await asyncio.sleep(self.heartbeat_s)
             if self.engine is None or not self.engine.alive:
                 continue
-            told = (*self.engine.stats(), energy.counters())
-            self._send(p.WorkerLoad(self.name, self.incarnation, *told))
+            told, used = self.engine.stats(), energy.counters()
+            self._send(p.WorkerLoad(self.name, self.incarnation, *told, energy_j=used))
 
     # ----------------------------------------------------------------- messages
 

@@ -62,8 +62,8 @@ def run(
     trainer.publish(step, send)
     if config.shares_devices:
         trainer.share_device(run_dir)
-    trees = (trainer.no_trees, trainer.costs)
-    ready = p.TrainerReady(index, step, step, str(store), *trees, energy.counters())
+    trees, used = (trainer.no_trees, trainer.costs), energy.counters()
+    ready = p.TrainerReady(index, step, step, str(store), *trees, energy_j=used)
     mailbox.send(COORDINATOR, ready)
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
@@ -98,8 +98,8 @@ def run(
                 "seconds_encode": published.encode_s,
                 "seconds_publish": published.encode_s + published.write_s,
             }
-            told = (metrics, str(store), energy.counters())
-            done = p.TrainDone(incoming.step, index, incoming.step, *told)
+            at, used = incoming.step, energy.counters()
+            done = p.TrainDone(at, index, at, metrics, str(store), energy_j=used)
             mailbox.send(COORDINATOR, done)
             mailbox.flush(FLUSH_S)
             if broadcast is not None:
