@@ -175,7 +175,7 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 def check(tree: dict) -> plan.Plan:
     """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
     c = configuration.from_dict(tree)
-    envs.check(c.env)
+    envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
     trackers.check(c.observe)
     c = with_whole_paths(c)
@@ -218,6 +218,9 @@ def with_whole_paths(c: Config) -> Config:
     return msgspec.structs.replace(
         c,
         env=envs.with_whole_paths(c.env),
+        eval=msgspec.structs.replace(
+            c.eval, sets={name: envs.with_whole_paths(one) for name, one in c.eval.sets.items()}
+        ),
         rollout=msgspec.structs.replace(c.rollout, replay=replayed),
         transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
         reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),
@@ -239,10 +242,10 @@ def check_domains(c: Config) -> None:
     would go there. The hardware can't be checked: workers that join tell theirs."""
     routing = c.scheduler.routing
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
-        if domain not in c.env.members:
+        if domain not in c.environments:
             raise ConfigError(
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
-                f"run; its environments are {', '.join(c.env.members)}"
+                f"run; its environments are {', '.join(c.environments)}"
             )
 
 
@@ -360,10 +363,13 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
             echo(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
     with local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c.trainer.steps):
+            early = resume.stopped_early(c.run_dir)
+            steps = f"{c.trainer.steps} steps" if early is None else f"eval.stop, step {early}"
+            on = "" if early is None else "eval.stop.patience=0 and "
             echo(
                 console,
-                f"{c.run_dir} is finished ({c.trainer.steps} steps); raise trainer.steps to train "
-                "on, or set fresh=true to start over",
+                f"{c.run_dir} is finished ({steps}); {on}a larger trainer.steps trains on, "
+                "fresh=true starts over",
             )
             terminal.final_table(c.run_dir, console)
             return 0
@@ -400,6 +406,7 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
         echo(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:
         echo(console, f"{c.name}: stopped; the same command continues it")
+        terminal.show_cost(c.run_dir, console)
     elif resume.is_finished(c.run_dir, c.trainer.steps):
         terminal.final_table(c.run_dir, console)
     return outcome.code

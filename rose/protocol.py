@@ -419,6 +419,7 @@ class WorkerLoad(Message):
     steps: int = 0  # with requests, since start
     drafted: int = 0  # tokens, by speculative decoding
     accepted: int = 0  # of them
+    energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 class SiblingTurn(Record):
@@ -619,6 +620,7 @@ class TrainDone(Message):
     version: int
     metrics: dict[str, float]
     store: str
+    energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 class SaveCheckpoint(Message):
@@ -646,6 +648,7 @@ class TrainerReady(Message):
     store: str
     no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
     costs: Costs | None = None  # on this rank's device; null: nothing is known of them
+    energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 # --------------------------------------------------------------------------- coordinator <-> ranks

@@ -122,7 +122,7 @@ def _composed(groups: tuple[str, ...]) -> bytes:
 
 @functools.lru_cache(200)
 def _changed(overrides: tuple[str, ...]) -> bytes:
-    groups = tuple(o for o in overrides if (CONF / o.lstrip("+").split("=")[0]).is_dir())
+    groups = tuple(o for o in overrides if (CONF / re.split("[@=]", o.lstrip("+"))[0]).is_dir())
     composed: DictConfig = pickle.loads(_composed(groups))
     for override in overrides:
         if override.startswith("~"):

@@ -147,6 +147,34 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "+rollout.engine_args.quantization=fp8",
             ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"],
         ),
+        (
+            "trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=30",
+            ["trainer.optimizer.warmup_steps=30", "below 30", "trainer.steps=30", "cosine"],
+        ),
+        ("trainer.optimizer.schedule=step", ["schedule='step'", "constant, linear, cosine"]),
+        ("trainer.optimizer.final_share=1.5", ["trainer.optimizer.final_share=1.5", "<= 1"]),
+        ("eval.samples=2 eval.temperature=0", ["eval.temperature=0", "2 greedy samples"]),
+        ("eval.stop.patience=2", ["eval.every=0", "eval.stop.patience=2"]),
+        ("eval.keep_best=true", ["eval.every=0", "eval.keep_best=true"]),
+        ("eval=none eval.every=5 eval.keep_best=true", ["eval.episodes=0", "eval.sets"]),
+        ("eval=beside deterministic=true", ["eval.beside=True", "deterministic=true"]),
+        ("eval=beside colocate=true", ["eval.beside=True", "share in turn"]),
+        ("+env@eval.sets.sums=calculator", ["eval.sets.sums.episodes", "missing"]),
+        ("+env@eval.sets.a.b=calculator", ["eval.sets.a.b=", "no such key"]),
+        (
+            "+env@eval.sets.frozen_lake=calculator +eval.sets.frozen_lake.episodes=1",
+            ["eval.sets.frozen_lake.name='calculator'", "another name for the set"],
+        ),
+        (
+            "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=1 "
+            "+eval.sets.sums.samples=2 +eval.sets.sums.temperature=0",
+            ["eval.sets.sums.temperature=0", "2 greedy samples"],
+        ),
+        (
+            "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=1 "
+            "eval.sets.sums.max_new_tokens=100000",
+            ["eval.sets.sums.max_new_tokens=100000", "model.max_context="],
+        ),
         ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
         ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
         (

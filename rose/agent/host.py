@@ -178,7 +178,8 @@ class TrajectoryHost:
     async def _trajectory(
         self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
     ) -> p.Trajectory:
-        c, member = self._config, self._config.env.members[start.domain]
+        c = self._config
+        key, member = c.environments[start.domain]
         environment = build(member)
         if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
             environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)
@@ -188,14 +189,14 @@ class TrajectoryHost:
             self._chat,
             self._request_turn,
             member,
-            c.env.key_of(start.domain),
+            key,
             c.model.max_context,
-            self._sampling(start.phase, member.max_new_tokens),
+            self._sampling(start, member.max_new_tokens),
             time.time,
             self._scoring,
         )
         if isinstance(environment, Agent):
-            gateway = await self._gateway(environment.listen, c.env.key_of(start.domain))
+            gateway = await self._gateway(environment.listen, key)
             return await run_agent(start, environment, gateway, *rest)
         forks = self._forks if c.rollout.branch.ways else None
         return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
@@ -225,10 +226,10 @@ class TrajectoryHost:
         if self._checkpoints is not None:
             await self._checkpoints.close(STORE_S)
 
-    def _sampling(self, phase: p.Phase, new: int) -> p.Sampling:
+    def _sampling(self, start: p.StartTrajectory, new: int) -> p.Sampling:
         rollout = self._config.rollout
-        if phase is p.Phase.EVAL:
-            return p.Sampling(new, temperature=self._config.eval.temperature)
+        if start.phase is p.Phase.EVAL:
+            return p.Sampling(new, temperature=self._config.eval.of(start.domain)[1])
         return p.Sampling(
             new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
@@ -282,7 +283,7 @@ async def run(
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
     # what this machine lacks is found now, and imports take seconds
-    machine = await asyncio.to_thread(check, config.env)
+    machine = await asyncio.to_thread(check, config.env, config.eval.sets)
 
     def resumed(snapshot: Snapshot) -> None:
         (turns, tokens), earlier = snapshot.made, snapshot.attempt != attempt
@@ -315,5 +316,5 @@ async def run(
         await tasks.run_until(handle())
     finally:
         # cancelled trajectories close their environments
-        await tasks.close(config.env.step_timeout_s)
+        await tasks.close(config.step_timeout_s)
         await host.close()

@@ -148,7 +148,7 @@ class HostRank:
             elif isinstance(message, p.Shutdown):
                 self._ends.set()
                 self._process.send(message)
-                await asyncio.sleep(self._config.env.step_timeout_s + CLOSE_S)
+                await asyncio.sleep(self._config.step_timeout_s + CLOSE_S)
                 self._process.kill()
             elif not self._lost:
                 self._process.send(message)

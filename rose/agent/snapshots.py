@@ -74,7 +74,7 @@ class Snapshots:
         on_saved: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self._folder, self.attempt = Path(folder), attempt
-        self.digests = {name: _digest(config, name) for name in config.env.members}
+        self.digests = {name: _digest(config, name) for name in config.environments}
         self.on_resume, self._on_saved = on_resume, on_saved
         self._settled: dict[str, str] = {}  # trajectory -> the name of the newest that is
         self._words = 0
@@ -164,7 +164,7 @@ def _read(path: Path) -> Snapshot:
 
 def _digest(config: Config, domain: str) -> bytes:
     """Of what makes the tokens and the states of this domain's episodes what they are."""
-    env, model = config.env.members[domain], config.model
+    env, model = config.environments[domain][1], config.model
     parts = [env.name, env.args, env.max_turns, env.max_new_tokens]
     parts += [model.name, model.max_context, model.tool_format, model.chat_template_args]
     return xxhash.xxh3_128_digest(msgspec.json.encode(parts, order="sorted"))

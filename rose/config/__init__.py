@@ -25,8 +25,10 @@ from rose.config.tree import (
     Config,
     Container,
     Draft,
+    EarlyStop,
     Env,
     Eval,
+    EvalSet,
     Lending,
     Lora,
     Member,
@@ -59,8 +61,10 @@ __all__ = [
     "Config",
     "ConfigError",
     "Container",
+    "EarlyStop",
     "Env",
     "Eval",
+    "EvalSet",
     "Lending",
     "Lora",
     "Member",
@@ -97,6 +101,7 @@ __all__ = [
     "read_shape",
     "save",
     "serving_from_dict",
+    "stored",
     "to_dict",
 ]
 
@@ -168,6 +173,15 @@ def keys() -> list[str]:
 def load(path: Path) -> Config:
     """Read the resolved config that `save` wrote into a run's folder."""
     return from_dict(json.loads(Path(path).read_text()))
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """The tree that `save` wrote, with the defaults of keys that came later."""
+    tree = json.loads(Path(path).read_text())
+    try:
+        return msgspec.to_builtins(msgspec.convert(tree, _kind(tree)))
+    except msgspec.ValidationError:  # of a key that is gone: what differs is named as it stands
+        return tree
 
 
 def save(config: Config, path: Path) -> None:

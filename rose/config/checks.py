@@ -56,6 +56,7 @@ def check(c: Config) -> None:
     _check_values(c, need)
     _check_serving(c.serving, need)
     _check_env(c, need)
+    _check_eval(c, need)
     _check_sandbox(c, need)
     _check_batch(c, need)
     _check_stream(c, need)
@@ -109,6 +110,13 @@ def _check_values(c: Config, need: Need) -> None:
         len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
         "trainer.optimizer.betas",
         "two numbers in [0, 1)",
+    )
+    optimizer, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
+    need(
+        optimizer.schedule == "constant" or optimizer.warmup_steps < updates,
+        "trainer.optimizer.warmup_steps",
+        f"below {updates}, the updates of trainer.steps={c.trainer.steps}, or the learning rate "
+        f"never comes to be {optimizer.schedule}",
     )
     need(
         c.rollout.temperature > 0,
@@ -240,6 +248,58 @@ def _check_env(c: Config, need: Need) -> None:
             f"{key}.max_new_tokens",
             f"one turn must fit into model.max_context={c.model.max_context}",
         )
+
+
+def _check_eval(c: Config, need: Need) -> None:
+    """Sets that can be told from the trained environments, and what needs evaluations between
+    steps."""
+    e = c.eval
+    for name, one in e.sets.items():
+        key = f"eval.sets.{name}"
+        need(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None,
+            f"{key}.name",
+            f"letters, digits, _ and - only in a set's name, which is {name!r}",
+        )
+        need(
+            name not in c.env.members,
+            f"{key}.name",
+            f"env has a member {name} already: another name for the set",
+        )
+        need(
+            one.max_new_tokens < c.model.max_context,
+            f"{key}.max_new_tokens",
+            f"one turn must fit into model.max_context={c.model.max_context}",
+        )
+    for name in ("", *e.sets):
+        samples, temperature = e.of(name)
+        own = f".sets.{name}" if name and e.sets[name].temperature is not None else ""
+        need(
+            samples == 1 or temperature > 0,
+            f"eval{own}.temperature",
+            f"above 0, as {samples} greedy samples of a task would all be the same",
+        )
+    need(
+        not e.keep_best or e.every > 0 or c.mode != "train",
+        "eval.every",
+        "above 0: eval.keep_best=true compares evaluations between steps",
+    )
+    need(
+        e.stop.patience == 0 or e.every > 0,
+        "eval.every",
+        f"above 0: eval.stop.patience={e.stop.patience} counts evaluations between steps",
+    )
+    need(
+        not (e.stop.patience or e.keep_best) or e.episodes > 0 or bool(e.sets),
+        "eval.episodes",
+        "above 0, or an eval.sets: eval.stop and eval.keep_best go by held-out tasks",
+    )
+    need(
+        not e.beside or not (c.deterministic or c.shares_devices),
+        "eval.beside",
+        "false, with deterministic=true or devices that trainer and engines share in turn: "
+        "evaluation and training would be one after the other anyway",
+    )
 
 
 def _check_sandbox(c: Config, need: Need) -> None:
@@ -438,11 +498,11 @@ def _check_reward(c: Config, need: Need) -> None:
             f"0: with cluster.mpi.name={c.cluster.mpi.name} no rank can join a run; or another "
             "cluster/mpi=",
         )
-    for name, member in c.env.members.items():
+    for key, member in c.environments.values():
         unscored = member.name in ("prompts", "mcp") and member.args.get("reward", "") is None
         if unscored and not r.pools:
             raise ConfigError(
-                f"{c.env.key_of(name)}.args.reward=null: then reward= must say what an answer is "
+                f"{key}.args.reward=null: then reward= must say what an answer is "
                 "worth, as reward=function; it is environment"
             )
 

@@ -10,7 +10,16 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from rose.config.common import Count, Natural, NotNegative, Positive, Scheduler, Section, Share
+from rose.config.common import (
+    Count,
+    Fraction,
+    Natural,
+    NotNegative,
+    Positive,
+    Scheduler,
+    Section,
+    Share,
+)
 from rose.config.sim import Sim
 
 
@@ -175,8 +184,11 @@ class Optimizer(Section):
     betas: list[float]
     eps: Positive
     weight_decay: NotNegative
-    warmup_steps: Natural
+    warmup_steps: Natural  # updates
     grad_clip: Positive
+    # after warm-up, to the last update of trainer.steps (rose/trainer/schedule.py)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_share: Fraction = 0.0  # of lr, at the end of linear and cosine
 
 
 # projections of a layer, in vLLM's order -> vLLM's layer that has them, wrapped as a whole
@@ -311,11 +323,46 @@ class Rollout(Section):
     draft: Draft = Draft("none", 8, True, 256)  # so is this
 
 
+class EvalSet(Env):
+    """Held-out tasks of one more environment, trained or not. Its name is its domain, as a
+    mixture's member's."""
+
+    episodes: Count  # tasks
+    samples: Count | None = None  # of each; null: eval.samples
+    temperature: NotNegative | None = None  # null: eval.temperature
+
+
+class EarlyStop(Section):
+    """When the held-out mean reward (`rose.observe.held_out.score`) no longer grows."""
+
+    patience: Natural  # evaluations in a row without a better one; 0: the run never stops early
+    min_gain: NotNegative  # by which one is better
+
+
 class Eval(Section):
-    episodes: Natural
+    episodes: Natural  # tasks of the run's own environments
     every: Natural  # steps; 0: only before and after
     temperature: NotNegative
     seed: int
+    samples: Count = 1
+    beside: bool = False  # training doesn't wait for those between steps
+    keep_best: bool = False
+    stop: EarlyStop = EarlyStop(patience=0, min_gain=0.0)
+    sets: dict[str, EvalSet] = {}
+
+    def of(self, domain: str) -> tuple[int, float]:
+        """(samples of each task, their temperature)."""
+        own = self.sets.get(domain)
+        samples, temperature = (own.samples, own.temperature) if own else (None, None)
+        return (
+            self.samples if samples is None else samples,
+            self.temperature if temperature is None else temperature,
+        )
+
+    def due(self, step: int, last: int) -> bool:
+        """Before the first step, after the last, and each `every`."""
+        between = self.every > 0 and step % self.every == 0
+        return (self.episodes > 0 or bool(self.sets)) and (step in (0, last) or between)
 
 
 class Transfer(Section):
@@ -564,6 +611,17 @@ class Config(Section):
     sandbox: Checkpoints
     observe: Observe
     sim: Sim
+
+    @property
+    def environments(self) -> dict[str, tuple[str, Env]]:
+        """domain -> (the key of its section, the environment), of training and evaluation."""
+        trained = {name: (self.env.key_of(name), env) for name, env in self.env.members.items()}
+        return trained | {name: (f"eval.sets.{name}", env) for name, env in self.eval.sets.items()}
+
+    @property
+    def step_timeout_s(self) -> float:
+        """Of the slowest environment."""
+        return max(env.step_timeout_s for _, env in self.environments.values())
 
     @property
     def shares_devices(self) -> bool:

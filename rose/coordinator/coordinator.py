@@ -24,19 +24,13 @@ from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.reward_jobs import RewardJobs
-from rose.coordinator.step_metrics import (
-    by_member,
-    checkpoint_row,
-    evaluation_by_member,
-    evaluation_row,
-    reward_row,
-    step_row,
-)
+from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
 from rose.coordinator.training import Training
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
@@ -44,8 +38,8 @@ from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
 from rose.launch import resume
 from rose.launch.layout import layout
-from rose.observe import trackers
-from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
+from rose.observe import cost, trackers
+from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
 from rose.policies import build
@@ -115,6 +109,11 @@ class Coordinator:
         self.rollouts = Rollouts(
             config, self.hub, mailbox.send, self.ranks[p.Role.ENVIRONMENT], self._fault
         )
+        self.evaluations = Evaluations(
+            config, self.run_dir, self.rollouts, self.metrics.write, self._fault
+        )
+        self.cost = cost.Meter(config, self.run_dir, attempt, time.monotonic())
+        self.stopped_early = ""  # why eval.stop ends the run before its last step
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
         self.trainers: dict[int, p.TrainerReady] = {}
         self.training = Training(config, self.ranks[p.Role.TRAINER], mailbox.send, recorder)
@@ -169,6 +168,8 @@ class Coordinator:
             await tasks.close(1.0)
             with contextlib.suppress(OSError):  # of a full disk, which ends the run by another word
                 self.hub.record_open_turns()
+                self._count_cost()
+                self.cost.write()
             close_all(self.journal, self.live, self.metrics, self.hub.log)
 
     async def _steps(self) -> None:
@@ -177,9 +178,8 @@ class Coordinator:
         while True:
             if self.step >= self.config.trainer.steps:
                 self.rollouts.end()
-            if self._evaluation_due():
-                await self._evaluate()
-            if self.step >= self.config.trainer.steps:
+            await self._evaluate()
+            if self.step >= self.config.trainer.steps or self._stops_early():
                 break
             began = time.time()
             groups = await self._rollout()
@@ -196,7 +196,7 @@ class Coordinator:
             elif self._committing is not None and self._committing.done():
                 await self._committed()
         self.live.update(phase="saving", waiting_for="the last checkpoint")
-        await self._committed()
+        await self._save_if_idle(self.config.trainer.step_timeout_s)
         self.live.update(waiting_for="the last export")
         await self.exports.finish()
         self.live.update(phase="done", waiting_for="")
@@ -311,39 +311,31 @@ class Coordinator:
             "engine_restarts": self.hub.engine_restarts,
         }
 
-    def _evaluation_due(self) -> bool:
-        """Before the first step, after the last, and each `eval.every`; not if a run that was
-        interrupted right afterwards has it already."""
-        every = self.config.eval.every
-        due = (
-            self.step == 0
-            or self.step >= self.config.trainer.steps
-            or (every > 0 and self.step % every == 0)
-        )
-        return due and self.step not in [
-            row["step"] for row in rows_of(read_metrics(self.run_dir), "eval")
-        ]
-
     async def _evaluate(self) -> None:
-        """Success on the held-out tasks, each once."""
-        c = self.config
-        if c.eval.episodes == 0 or c.rollout.replay is not None:
+        """The held-out tasks, if that is due. With eval.beside only the last waits for them."""
+        last = self.step >= self.config.trainer.steps
+        beside = self.config.eval.beside and not last
+        self.evaluations.collect()
+        if due := self.evaluations.due(self.step):
+            self.evaluations.begin(self.step, beside)
+        if self.evaluations.collect() or beside or not (due or last):
             return
         self.live.update(phase="evaluating", step=self.step, waiting_for="")
-        names = [f"e{self.step}-{i}" for i in range(c.eval.episodes)]
         with self.recorder.timed("evaluate", step=self.step):
-            self.rollouts.evaluate(names, c.eval.seed)
-            await self._rollouts_until(
-                lambda: all(name in self.rollouts.finished for name in names)
-            )
-        trajectories = [group[0] for group in self.rollouts.take(names)]
-        self.metrics.write(
-            self.step,
-            evaluation_row(trajectories) | evaluation_by_member(self.members, trajectories),
-        )
+            await self._rollouts_until(self.evaluations.collect)
+
+    def _stops_early(self) -> bool:
+        """Whether eval.stop ends the run here."""
+        self.stopped_early = self.evaluations.stop_reason()
+        if self.stopped_early:
+            print(f"stopped at step {self.step}: {self.stopped_early}", flush=True)
+            self.rollouts.end()
+        return bool(self.stopped_early)
 
     def _checkpoint_due(self, step: int) -> bool:
-        return step % self.config.trainer.checkpoint_every == 0 or step == self.config.trainer.steps
+        c = self.config
+        evaluated = c.eval.keep_best and c.eval.due(step, c.trainer.steps)
+        return evaluated or step % c.trainer.checkpoint_every == 0 or step == c.trainer.steps
 
     async def _checkpoint(self, deadline_s: float) -> None:
         """Begin the checkpoint of the last step, if that isn't done, and leave it to be committed
@@ -377,8 +369,8 @@ class Coordinator:
                         f"{found} of {wanted} saved"
                     )
                 await asyncio.sleep(SAVED_S)
-            keep = self.config.trainer.checkpoint_keep
-            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep)
+            keep, spared = self.config.trainer.checkpoint_keep, self.evaluations.kept()
+            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep, spared)
             self.hub.log.saved(saving.step)
         resume.note_save(self.run_dir, time.monotonic() - saving.began)
 
@@ -410,6 +402,7 @@ class Coordinator:
             "sync": synced - trained,
             "idle": idle,
         }
+        self.cost.trained(done[0].metrics.get("tokens", 0))
         rewarded = self.config.reward.pools and self.config.rollout.replay is None
         trained_on = done[0].metrics | self.device.take_figures()
         self.metrics.write(
@@ -450,7 +443,7 @@ class Coordinator:
             max(
                 c.rollout.engine_start_timeout_s,
                 c.rollout.turn_timeout_s,
-                c.env.step_timeout_s,
+                c.step_timeout_s,
                 c.reward.deadline_s if c.reward.pools else 0.0,
             )
             + 30.0
@@ -500,6 +493,8 @@ class Coordinator:
                 self.metrics.write(self.step, row)
             if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
                 self._take(source, message)
+            if isinstance(message, (p.WorkerLoad, p.TrainerReady, p.TrainDone)):
+                self._count_energy(source, message)
             self._changed.set()
 
     def _take(self, source: int, message: p.Message) -> None:
@@ -534,6 +529,8 @@ class Coordinator:
             self.hub.log.flush()
             self.hub.share_siblings()
             self.reward_jobs.tick()
+            self.evaluations.collect()
+            self._count_cost()
             workers = {
                 name: WorkerStatus(
                     tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
@@ -547,6 +544,15 @@ class Coordinator:
             self.live.update(
                 workers=workers, finished=self.rollouts.progress[0], total=self.rollouts.progress[1]
             )
+
+    def _count_cost(self) -> None:
+        borrowed = len(self.hub.workers) - len(self.hub.dedicated())
+        self.cost.tick(time.monotonic(), borrowed, self.hub.made)
+
+    def _count_energy(self, source: int, m: p.WorkerLoad | p.TrainerReady | p.TrainDone) -> None:
+        """Of the run's own devices."""
+        if source < self.mailbox.size:
+            self.cost.energy(m.energy_j)
 
     def _send(self, address: int, message: p.Message) -> None:
         if address < self.mailbox.size:
@@ -608,5 +614,6 @@ async def drive(coordinator: Coordinator) -> None:
     except Exception as error:
         await coordinator.dismiss(f"{type(error).__name__}: {error}")
         raise
-    resume.mark_finished(coordinator.run_dir, coordinator.step)
+    asked = coordinator.config.trainer.steps if coordinator.stopped_early else coordinator.step
+    resume.mark_finished(coordinator.run_dir, coordinator.step, asked)
     await coordinator.dismiss("the run is complete")

@@ -60,8 +60,8 @@ class Rollouts:
             on_fault,
         )
         limits = {
-            name: (member.max_failures_in_row, f"{config.env.key_of(name)}.max_failures_in_row")
-            for name, member in config.env.members.items()
+            name: (member.max_failures_in_row, f"{key}.max_failures_in_row")
+            for name, (key, member) in config.environments.items()
         }
         self.groups = control.Groups(
             config.seed, limits, config.deterministic, config.rollout.branch
@@ -95,20 +95,29 @@ class Rollouts:
         self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._waited_for, self.progress = (
             p.Phase.TRAIN,
-            (sum(map(len, self.finished.values())), trajectories),
+            (
+                sum(len(g) for g in self.finished.values() if g[0].phase is p.Phase.TRAIN),
+                trajectories,
+            ),
         )
 
-    def evaluate(self, names: list[str], seed: int) -> None:
-        """Start held-out tasks 0, 1, ..., one trajectory each, under these names."""
-        self._waited_for, self.progress = p.Phase.EVAL, (0, len(names))
-        for index, name in enumerate(names):
-            task = control.eval_task(seed, index, self._config.env.weights)
-            self._start(self.groups.open(name, p.Phase.EVAL, task, 1))
+    def evaluate(self, tasks: dict[str, tuple[control.Task, int]], waited_for: bool) -> None:
+        """Start held-out tasks: name of the group -> (task, how many trajectories of it).
+        `waited_for`: progress counts them until the next step begins."""
+        if waited_for:
+            self._waited_for = p.Phase.EVAL
+            self.progress = (0, sum(samples for _, samples in tasks.values()))
+        for name, (task, samples) in tasks.items():
+            self._start(self.groups.open(name, p.Phase.EVAL, task, samples))
 
     def take(self, names: list[str]) -> list[list[p.Trajectory]]:
         """Finished groups, which are forgotten here."""
         admitted = [self._admitted.pop(name) for name in names if name in self._admitted]
         self.staleness_max = max((self._hub.version - version for version in admitted), default=0)
+        return [self.finished.pop(name) for name in names]
+
+    def take_evaluated(self, names: list[str]) -> list[list[p.Trajectory]]:
+        """Finished groups of held-out tasks, which are forgotten here."""
         return [self.finished.pop(name) for name in names]
 
     def take_scoring_failures(self) -> int:

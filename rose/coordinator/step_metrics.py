@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from rose.config import Config, Mixture
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.turns import TurnHub
+from rose.observe import held_out
 from rose.protocol import Trajectory
 
 
@@ -124,8 +126,28 @@ def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
     }
 
 
-def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
+def evaluation(groups: list[list[Trajectory]], config: Config, step: int) -> dict[str, Any]:
+    """The row of an evaluation that began with the weights of `step`; a group is a task. The run's
+    own environments together, or all of eval.sets where these have no tasks; then each member of a
+    mixture and each set. `eval_versions_later` is how much newer than `step` its newest token's
+    weights are."""
+    own = [group for group in groups if group[0].domain in config.env.members] or groups
+    domains = [*(config.env.members if isinstance(config.env, Mixture) else ()), *config.eval.sets]
+    stale = _staleness([t for group in groups for t in group], trained_on=step)
+    return (
+        evaluation_row(own)
+        | evaluation_by_domain(domains, groups)
+        | {"eval_versions_later": max(0, -int(stale.min()))}
+    )
+
+
+def evaluation_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
+    """Means over all samples of all tasks; of several samples pass@k, too. Tasks that have fewer
+    than k don't count in it."""
+    trajectories = [t for group in groups for t in group]
     successes = sum(t.success for t in trajectories)
+    most = max(map(len, groups))
+    correct = [(len(group), sum(t.success for t in group)) for group in groups]
     return {
         "kind": "eval",
         "eval_n": len(trajectories),
@@ -134,6 +156,13 @@ def evaluation_row(trajectories: list[Trajectory]) -> dict[str, Any]:
         "eval_reward": float(np.mean([t.reward for t in trajectories])),
         "eval_turns": float(np.mean([t.turns for t in trajectories])),
         "eval_invalid_calls": sum(t.invalid_calls for t in trajectories),
+        **({"eval_tasks": len(groups)} if most > 1 else {}),
+        **{
+            f"eval_pass_at_{k}": float(
+                np.mean([held_out.pass_at_k(n, c, k) for n, c in correct if n >= k])
+            )
+            for k in held_out.sample_counts(most)
+        },
     }
 
 
@@ -156,13 +185,13 @@ def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[st
     return row
 
 
-def evaluation_by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
-    """What `evaluation_row` says, for each member of a mixture that has held-out tasks, as
-    `eval_success/<member>`."""
+def evaluation_by_domain(domains: Iterable[str], groups: list[list[Trajectory]]) -> dict[str, Any]:
+    """What `evaluation_row` says, for each member of a mixture and each set that has held-out
+    tasks, as `eval_success/<member>`."""
     return {
         f"{key}/{name}": value
-        for name in members
-        if (own := [t for t in trajectories if t.domain == name])
+        for name in domains
+        if (own := [group for group in groups if group[0].domain == name])
         for key, value in evaluation_row(own).items()
         if key != "kind"
     }

@@ -100,6 +100,7 @@ class TurnHub:
         self.sync_pause_s = 0.0
         self.engine_restarts = 0
         self.returned = 0  # turns that engines gave back since `begin_step`
+        self.made = {"dedicated": 0, "borrowed": 0}  # tokens since the start
         # tokens since `begin_step` of workers that are gone
         self.past = {"dedicated": 0, "borrowed": 0}
         self.decoding = Decoding()
@@ -298,6 +299,7 @@ class TurnHub:
                 made_tokens=made,
                 domain=m.domain,
                 outcome=m.outcome,
+                held_out=m.phase is p.Phase.EVAL,
             )
         )
 
@@ -361,6 +363,7 @@ class TurnHub:
             now = self.progress_at = self._token_at = time.time()
             worker = self.workers[name]
             worker.tokens += count
+            self.made["borrowed" if worker.borrowed else "dedicated"] += count
             worker.total_tokens += count
             self._count_made(self.ledger.trajectory_of(m.turn), count)
             if self.siblings is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose import energy
 from rose import protocol as p
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
@@ -221,7 +222,8 @@ class RolloutWorker:
             await asyncio.sleep(self.heartbeat_s)
             if self.engine is None or not self.engine.alive:
                 continue
-            self._send(p.WorkerLoad(self.name, self.incarnation, *self.engine.stats()))
+            told, used = self.engine.stats(), energy.counters()
+            self._send(p.WorkerLoad(self.name, self.incarnation, *told, energy_j=used))
 
     # ----------------------------------------------------------------- messages
 

@@ -4,6 +4,7 @@ another run may start; of a LoRA run the adapter, as PEFT and vLLM load it, or t
     python -m rose.export outputs/NAME --out DIR              the newest step that can be had
     python -m rose.export outputs/NAME --step 40 --out DIR
     python -m rose.export outputs/NAME --merge --out DIR      of a LoRA run: not the adapter alone
+    python -m rose.export outputs/NAME --best --out DIR       by held-out reward (eval.keep_best)
 
 While the run goes on or after it, on a machine without GPUs; memory is for one shard. The weights
 come from the run's weight store, which has the last versions, or from a checkpoint; which of them
@@ -23,6 +24,8 @@ from pathlib import Path
 
 from rose.config import ConfigError
 from rose.files import advice
+from rose.observe import held_out
+from rose.observe.metrics import read_metrics
 
 SHARD_GIB = 4.0
 
@@ -37,6 +40,7 @@ def main(arguments: list[str]) -> int:
     add("run", metavar="RUN", type=Path, help="the run's folder, as outputs/NAME")
     add("--out", metavar="DIR", type=Path, required=True, help="a new or an empty folder")
     add("--step", metavar="N", type=int, help="default: the newest that can be had")
+    add("--best", action="store_true", help="the step with the highest held-out mean reward")
     add(
         "--shard-gib",
         metavar="GIB",
@@ -62,10 +66,32 @@ def main(arguments: list[str]) -> int:
     if args.step is not None and args.step < 0:
         parser.error(f"--step {args.step}: must not be negative")
     try:
+        if args.best:
+            if args.step is not None:
+                parser.error(f"--best and --step {args.step}: one of them")
+            args.step = _best(args.run)
         return _export(args)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _best(run: Path) -> int:
+    """Raises `ConfigError` for a run that was never evaluated after a step, or whose best step is
+    gone."""
+    rows = read_metrics(run)
+    best = held_out.best(rows)
+    if best is None:
+        raise ConfigError(
+            f"--best: {run} has no held-out evaluation after a training step; give --step, or "
+            "train with eval.every above 0"
+        )
+    step = best["step"]
+    print(
+        f"step {step} is the best of {len(held_out.evaluated(rows))} evaluations: mean reward "
+        f"{held_out.score(best):.3f}"
+    )
+    return step
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -229,7 +229,11 @@ def places(run_dir: Path, step: int | None, store: Path | None = None) -> tuple[
             except TransferError as error:
                 wrong.append(str(error))
     if not found:
-        raise Missing("; ".join(wrong) or f"step {step} can't be had; there are: {listed}")
+        raise Missing(
+            "; ".join(wrong)
+            or f"step {step} can't be had; there are: {listed} (a run with eval.keep_best=true "
+            "keeps its best)"
+        )
     return step, found
 
 

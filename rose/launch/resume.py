@@ -28,6 +28,12 @@ MAY_CHANGE = (
     "cluster.*",
     "eval.episodes",
     "eval.every",
+    "eval.samples",
+    "eval.beside",
+    "eval.keep_best",
+    "eval.stop.*",
+    "eval.sets",
+    "eval.sets.*",
     "fresh",
     "colocate",
     "output_dir",
@@ -71,10 +77,7 @@ RECIPES_MAY_CHANGE = ("model.path",)
 def check(stored: Path, new: Config) -> None:
     """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued
     with `new`."""
-    before, now = (
-        _flatten(json.loads(Path(stored).read_text())),
-        _flatten(configuration.to_dict(new)),
-    )
+    before, now = (_flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new)))
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
         now["model.path"] = str(models.resolve(new.model).resolve())  # as it is stored
@@ -95,18 +98,32 @@ def check(stored: Path, new: Config) -> None:
         )
 
 
-def mark_finished(run_dir: Path, steps: int) -> None:
+def mark_finished(run_dir: Path, steps: int, asked: int | None = None) -> None:
     """The coordinator's last word: all `steps` training steps and the last evaluation are done and
-    saved."""
+    saved. `asked`: of trainer.steps, where eval.stop has ended the run before them."""
     path = _mark(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, json.dumps({"steps": steps}).encode() + b"\n", sync=True)
+    done = {"steps": steps, "asked": steps if asked is None else asked}
+    files.write_whole(path, json.dumps(done).encode() + b"\n", sync=True)
 
 
 def is_finished(run_dir: Path, steps: int) -> bool:
-    """True if `run_dir` holds a run that finished with at least `steps` steps."""
+    """True if `run_dir` holds a run that finished with at least `steps` steps, or that was to have
+    as many and stopped early (eval.stop)."""
+    done = _finished(run_dir)
+    return done is not None and done.get("asked", done["steps"]) >= steps
+
+
+def stopped_early(run_dir: Path) -> int | None:
+    """The step at which eval.stop ended the run; null if it didn't."""
+    done = _finished(run_dir)
+    early = done is not None and done["steps"] < done.get("asked", done["steps"])
+    return done["steps"] if early else None
+
+
+def _finished(run_dir: Path) -> dict[str, int] | None:
     path = _mark(run_dir)
-    return path.exists() and json.loads(path.read_text())["steps"] >= steps
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def note_save(run_dir: Path, seconds: float) -> None:

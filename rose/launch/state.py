@@ -1,5 +1,5 @@
 """What became of a run's Slurm job: every component's state and exit reason, and the ranks that
-failed.
+failed; and what any run has cost.
 
     python -m rose.launch.state outputs/NAME
 Asks squeue, and sacct for jobs that ended some time ago.
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from rose.files import write_whole
 from rose.launch import rank_status
+from rose.observe import terminal
 
 COMMAND_DEADLINE_S = 30.0
 # a PREEMPTED job that comes back is PENDING
@@ -148,6 +149,7 @@ def show(run_dir: Path, console: Console) -> bool:
     if hopeless := cannot_start(job):
         console.print(hopeless, soft_wrap=True)
     _show_ranks(run_dir, found, console)
+    terminal.show_cost(run_dir, console)
     return True
 
 
@@ -222,11 +224,9 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path, help="the run's folder")
     run_dir = parser.parse_args().run
+    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))
     try:
-        if show(
-            run_dir,
-            Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120))),
-        ):
+        if show(run_dir, console) or terminal.show_cost(run_dir, console):
             return 0
     except RuntimeError as error:
         print(f"{run_dir}: {error}", file=sys.stderr)

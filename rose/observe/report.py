@@ -14,9 +14,8 @@ from typing import Any
 
 from rose.config import Observe
 from rose.files import write_whole
-from rose.observe import conversations, lenders, members, series, shell
+from rose.observe import conversations, cost, lenders, members, series, shell
 from rose.observe.metrics import read_metrics, rows_of
-from rose.observe.series import difference_interval
 from rose.observe.shell import figure, figures, section, table
 from rose.observe.timeline import build_timeline
 from rose.observe.trace import build_trace
@@ -35,6 +34,11 @@ COLUMNS = (
     ("time_sync", "Sync, s", "{:.2f}"),
     ("loss", "Loss", "{:.4g}"),
     ("mismatch_kl", "Mismatch KL, nats", "{:.2e}"),
+    ("grad_norm", "Gradient norm", "{:.3g}"),
+    ("entropy", "Entropy, nats", "{:.3f}"),
+    ("clip_fraction", "Clipped tokens", "{:.2%}"),
+    ("staleness_mean", "Staleness", "{:.2f}"),
+    ("lr", "Learning rate", "{:.2e}"),
 )
 
 
@@ -61,6 +65,7 @@ def build_report(run_dir: Path | str) -> Path:
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
         "Learning": figures("success", "reward"),
         "Where the time goes": times + _drafts(steps),
+        **_cost(run_dir),
         "Responses": figures("lengths", "tokens"),
         "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
@@ -119,7 +124,8 @@ def _hidden(steps: list[dict[str, Any]]) -> str:
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
     """Figures of that section; one of a reference only where the run has one."""
     reference = ["reference"] if any("reference_kl" in row for row in steps) else []
-    return ["mismatch", "ratio", "entropy", "grad", "equal", *reference]
+    names = ["mismatch", "ratio", "clipped", "staleness", "entropy", "grad", "lr", "equal"]
+    return [*names, *reference]
 
 
 def build_views(observe: Observe, run_dir: Path) -> None:
@@ -169,10 +175,14 @@ def _duration(seconds: float) -> str:
 
 
 def _result(evals: list[dict[str, Any]]) -> str:
-    """Held-out success before and after, with intervals."""
+    """Held-out success before and after, with intervals, and of the best between them."""
     if not evals:
         return '<p class="empty">No held-out evaluation has finished yet.</p>'
     chosen = {"Before training": evals[0]} | ({"After training": evals[-1]} if evals[1:] else {})
+    best = max(evals[1:-1], key=lambda e: e["reward"] or 0.0, default=None)
+    if best and (best["reward"] or 0.0) > (evals[-1]["reward"] or 0.0):
+        chosen["Best"] = best
+    most = [max(e["passes"]) for e in chosen.values() if e["passes"]]  # samples of a task
     rows = [
         [
             f"{label} <span class=muted>(step {e['step']})</span>",
@@ -180,15 +190,41 @@ def _result(evals: list[dict[str, Any]]) -> str:
             f"{e['low']:.1%} to {e['high']:.1%}",
             f"{e['successes']} of {e['n']}",
             _number(e["reward"], "{:.3f}"),
+            *([_number(e["passes"].get(max(most)), "{:.1%}")] if most else []),
         ]
         for label, e in chosen.items()
     ]
-    if len(chosen) == 2:
+    if evals[1:]:
         a, b = evals[0], evals[-1]
-        low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
+        low, high = series.gain_interval(a, b)
         gain = ("Difference", _points(b["rate"] - a["rate"]), f"{_points(low)} to {_points(high)}")
-        rows.append([*(f"<b>{cell}</b>" for cell in gain), "", ""])
-    return table(("Held-out tasks", "Success", "95% interval", "Solved", "Mean reward"), rows)
+        rows.append([*(f"<b>{cell}</b>" for cell in gain), "", "", *[""][: len(most)]])
+    titles = ["Held-out tasks", "Success", "95% interval", "Solved", "Mean reward"]
+    return table(titles + ([f"pass@{max(most)}"] if most else []), rows)
+
+
+def _cost(run_dir: Path) -> dict[str, str]:
+    """A section about what the run has cost, where it is known."""
+    try:
+        attempts = cost.of_attempts(run_dir)
+    except (OSError, ValueError) as error:
+        return {"Cost": f"<p class=empty>Unknown: {escape(str(error))}</p>"}
+    if not attempts:
+        return {}
+    listed = {f"Attempt {number}": one for number, one in attempts.items()}
+    if len(attempts) > 1:
+        listed["Together"] = cost.total(run_dir)
+    rows = [
+        [
+            label,
+            *(f"{hours:,.3g}" for hours in one.device_hours),
+            *(f"{tokens:,}" for tokens in (one.made, one.made_borrowed, one.trained)),
+            _number(one.kwh, "{:,.3g}"),
+        ]
+        for label, one in listed.items()
+    ]
+    titles = ("", "Device-hours dedicated", "borrowed", "Tokens made", "by borrowed engines")
+    return {"Cost": table((*titles, "trained", "Energy, kWh"), rows)}
 
 
 def _points(difference: float) -> str:

@@ -19,17 +19,21 @@ CURVES = (
     "tokens_per_s",
     "loss",
     "grad_norm",
+    "lr",
     "entropy",
+    "clip_fraction",
+    "importance_capped",
     "mismatch_kl",
     "mismatch_max_ratio",
     "reference_kl",
     "groups_equal",
     "staleness_mean",
+    "staleness_max",
 )
 PHASES = ("rollout", "train", "sync", "idle")
 
 
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     """95% score interval (low, high) of a binomial rate (Wilson 1927); (0, 1) when nothing was
     tried. Raises ValueError unless 0 <= successes <= n."""
     if not 0 <= successes <= n:
@@ -43,7 +47,7 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return low, 1.0 if successes == n else center + half
 
 
-def difference_interval(before: tuple[int, int], after: tuple[int, int]) -> tuple[float, float]:
+def difference_interval(before: tuple[float, int], after: tuple[float, int]) -> tuple[float, float]:
     """95% interval of rate(after) - rate(before), each (successes, n) with n > 0 (Newcombe 1998,
     method 10)."""
     p1, p2 = before[0] / before[1], after[0] / after[1]
@@ -96,17 +100,32 @@ def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out evaluations that have episodes, with rate and Wilson 95% interval."""
+    """Held-out evaluations that have episodes, with rate and Wilson 95% interval: of several
+    samples of a task as wide as if they were all alike."""
     result = []
     for row in rows:
         n = int(row.get("eval_n") or 0)
         if n == 0:
             continue
         successes = int(row.get("eval_successes", round((row.get("eval_success") or 0.0) * n)))
-        low, high = wilson_interval(successes, n)
+        tasks = int(row.get("eval_tasks") or n)
+        low, high = wilson_interval(successes * tasks / n, tasks)
         rates = {"rate": successes / n, "low": low, "high": high, "reward": row.get("eval_reward")}
-        result.append({"step": row["step"], "n": n, "successes": successes} | rates)
+        counts = {"step": row["step"], "n": n, "successes": successes, "tasks": tasks}
+        result.append(counts | rates | {"passes": _passes(row)})
     return result
+
+
+def _passes(row: dict[str, Any]) -> dict[int, float]:
+    """k -> pass@k."""
+    known = ((key.removeprefix("eval_pass_at_"), value) for key, value in row.items())
+    return {int(k): value for k, value in known if k.isdecimal()}
+
+
+def gain_interval(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float]:
+    """`difference_interval` of two of `evaluations`."""
+    a, b = ((e["rate"] * e["tasks"], e["tasks"]) for e in (before, after))
+    return difference_interval(a, b)
 
 
 def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -18,9 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rose.observe import report, series
+from rose.observe import cost, report, series
 from rose.observe.metrics import EVENTS, read_metrics, rows_of
-from rose.observe.series import difference_interval
 from rose.observe.status import Status, read_status
 
 POLL_SECONDS = 0.25
@@ -86,6 +85,8 @@ def describe(row: dict[str, Any], steps: int) -> str:
     if row["kind"] == "eval":
         found = series.evaluations([row])
         held_out = f"success {_rate(found[0])}" if found else "set is empty"
+        passes = found[0]["passes"] if found else {}
+        held_out += "".join(f", pass@{k} {rate:.1%}" for k, rate in sorted(passes.items()))
         return f"step {row['step']}: held-out {held_out}"
     parts = [
         f"{name} {form.format(row[key])}"
@@ -235,6 +236,19 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     if steps:
         run = shlex.quote(str(run_dir))
         echo(console, f"Take the model home: python -m rose.export {run} --out my-model")
+    show_cost(run_dir, console)
+
+
+def show_cost(run_dir: Path | str, console: Console) -> bool:
+    """What the run has cost so far, in one line; False where nothing is known of it."""
+    try:
+        spent = cost.total(run_dir)
+    except (OSError, ValueError) as error:
+        echo(console, f"Cost unknown: {error}")
+        return False
+    if spent is not None:
+        echo(console, f"Cost: {spent.text()}")
+    return spent is not None
 
 
 def _result(evals: list[dict[str, Any]]) -> Table:
@@ -248,7 +262,7 @@ def _result(evals: list[dict[str, Any]]) -> Table:
         solved = f"{e['successes']} of {e['n']}"
         table.add_row(f"{label} (step {e['step']})", f"{e['rate']:.1%}", interval, solved)
     if len(evals) > 1:
-        low, high = difference_interval((a["successes"], a["n"]), (b["successes"], b["n"]))
+        low, high = series.gain_interval(a, b)
         gain = f"{100 * (b['rate'] - a['rate']):+.1f} pp"
         interval = f"{100 * low:+.1f} to {100 * high:+.1f} pp"
         table.add_row("difference", gain, interval, "", style="bold")

@@ -259,7 +259,7 @@ class Scheduler:
         turns = [self.cluster.turns[turn] for turn in worker.turns]
         aborts = [ev.AbortTurn(turn.turn, name, turn.attempt, "rest") for turn in turns]
         for turn in turns:
-            self._take_back(turn)
+            self._queue.take_back(turn)
         self._empty_cache(worker)
         return aborts
 
@@ -269,7 +269,7 @@ class Scheduler:
         if worker is None:
             return
         for turn in list(worker.turns):
-            self._take_back(self.cluster.turns[turn])
+            self._queue.take_back(self.cluster.turns[turn])
         self._empty_cache(worker)
         del self.cluster.workers[name]
 
@@ -319,6 +319,7 @@ class Scheduler:
             e.domain,
             e.outcome,
             made_tokens=e.made_tokens,
+            held_out=e.held_out,
         )
         self.cluster.turns[e.turn] = turn
         self.cluster.group_of[e.trajectory] = e.group
@@ -344,7 +345,7 @@ class Scheduler:
         if turn is None or turn.worker is None or turn.attempt != e.attempt:
             return []
         if e.chunk:
-            self._take_back(turn)
+            self._queue.take_back(turn)
         else:
             self.cluster.workers[turn.worker].gave_back = True
             self._take_away(turn)
@@ -367,19 +368,11 @@ class Scheduler:
             self.cluster.workers[turn.worker].free(turn)
             self.fleet.changed(turn.worker)
 
-    def _take_back(self, turn: TurnState) -> None:
-        """Into the queue, in its old place."""
-        self._queue.left(turn)
-        self.cluster.workers[turn.worker].free(turn)
-        self.fleet.changed(turn.worker)
-        turn.worker = None
-        self._queue.add(turn)
-
     def _take_away(self, turn: TurnState) -> None:
-        """As `_take_back`, and another worker is to take it."""
+        """As `Dispatch.take_back`, and another worker is to take it."""
         turn.avoid = turn.worker
         self._leave_home(turn.trajectory)
-        self._take_back(turn)
+        self._queue.take_back(turn)
 
     def _leave_home(self, trajectory: str) -> None:
         home = self.cluster.home.pop(trajectory, None)

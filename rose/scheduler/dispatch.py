@@ -8,15 +8,21 @@ kept, whatever their kind.
 A running turn that the policy watches stands in line at its old place as well: when a worker gets
 free that is worth moving to, it is asked about before turns that came later. So a turn on a slow
 worker loses nothing against one that waited.
+
+Turns of evaluations (`TurnState.held_out`) are never in the way of training: they come after all
+others, go to borrowed workers first, and where a training turn finds no place they give way, back
+to the queue with the tokens that they have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from rose.scheduler.events import AbortTurn, AssignTurn, Event
 from rose.scheduler.fleet import Fleet
+from rose.scheduler.held_out import HeldOut
 from rose.scheduler.policies import Order, Routing, optional
 from rose.scheduler.state import UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
@@ -41,6 +47,9 @@ class Dispatch:
         self._better = optional(routing, "better", None)
         self._closed = optional(routing, "closed", lambda: False)
         self._watched = TurnQueue()  # running turns that may move
+        self._held_out = HeldOut(cluster, fleet)  # running turns of evaluations
+        self._waiting_held_out = 0
+        self._vain = ""  # a training turn that evaluation turns made way for, and that still waits
         self._looked: Entry | None = None  # the last that a tick looked at
         self._freed = ""  # a worker that is not watched, and has lost a turn since the last round
         self._lanes: dict[Hashable, TurnQueue] = {}  # none of them empty
@@ -49,8 +58,12 @@ class Dispatch:
         turn.kv_need, turn.lane = self._kv_need(turn), self._lane(turn)
         if turn.lane not in self._lanes:
             self._lanes[turn.lane] = TurnQueue()
-        self._lanes[turn.lane].add(turn, self._order.key(turn, self._cluster))
+        self._lanes[turn.lane].add(turn, self._key(turn))
         self._cluster.waiting += 1
+        self._waiting_held_out += turn.held_out
+
+    def _key(self, turn: TurnState) -> tuple[bool, Any]:
+        return turn.held_out, self._order.key(turn, self._cluster)
 
     def remove(self, turn: TurnState) -> None:
         lane = self._lanes[turn.lane]
@@ -58,6 +71,15 @@ class Dispatch:
         if not lane:
             del self._lanes[turn.lane]
         self._cluster.waiting -= 1
+        self._waiting_held_out -= turn.held_out
+
+    def take_back(self, turn: TurnState) -> None:
+        """Into the queue, in its old place."""
+        self.left(turn)
+        self._cluster.workers[turn.worker].free(turn)
+        self._fleet.changed(turn.worker)
+        turn.worker = None
+        self.add(turn)
 
     def reorder(self, event: Event) -> None:
         """New places for the turns whose keys the event has changed."""
@@ -69,6 +91,8 @@ class Dispatch:
 
     def left(self, turn: TurnState) -> None:
         """Its worker has it no more."""
+        if turn.held_out:
+            self._held_out.remove(turn)
         if turn.turn in self._watched:
             self._watched.remove(turn)
         elif not self._watches(self._cluster.workers[turn.worker]):
@@ -79,9 +103,34 @@ class Dispatch:
         return len(self._watched) > 0 and (tick or self._freed != "")
 
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Turns that find a place now, in order. One that finds none keeps what it asked for. A few
-        running ones are asked about too: the first, for a worker that got free, or at a tick those
-        after the last tick's, for any."""
+        """Turns that find a place now, in order, after those that make way for one."""
+        actions = self._round(at, tick)
+        while turn := self._wants_room():
+            given = self._held_out.in_the_way(turn)
+            if not given:
+                break
+            for other in given:
+                actions.append(AbortTurn(other.turn, other.worker, other.attempt, "training"))
+                self.take_back(other)
+            actions += self._round(at)
+            if turn.worker is None:
+                self._vain = turn.turn
+                break
+        return actions
+
+    def _wants_room(self) -> TurnState | None:
+        """The first training turn that waits, if no worker has room for it while evaluation turns
+        run."""
+        if not self._held_out or self._cluster.waiting == self._waiting_held_out:
+            return None
+        self._fleet.begin_round()
+        turn = min(lane.first()[0] for lane in self._lanes.values())[2]
+        return turn if turn.turn != self._vain and turn.kv_need > self._fleet.room() else None
+
+    def _round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
+        """One that finds no place keeps what it asked for. A few running ones are asked about too:
+        the first, for a worker that got free, or at a tick those after the last tick's, for
+        any."""
         self._fleet.begin_round()
         actions: list[AbortTurn | AssignTurn] = []
         waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
@@ -163,7 +212,8 @@ class Dispatch:
 
     def _place(self, turn: TurnState, at: float) -> AssignTurn | None:
         self._fleet.begin_turn()
-        worker = self._choose(turn, self._fleet, self._cluster)
+        worker = self._held_out.borrowed(turn) if turn.held_out else None
+        worker = worker or self._choose(turn, self._fleet, self._cluster)
         if worker is None:
             self._fleet.keep(turn)
             return None
@@ -174,10 +224,17 @@ class Dispatch:
         turn.worker, turn.assigned_at, turn.progress_at = worker.worker, at, at
         turn.attempt += 1
         worker.hold(turn)
+        if turn.held_out:
+            self._held_out.add(turn)
         self._fleet.changed(worker.worker)
         self._settle_home(turn, worker)
-        if turn.moves < MAX_MOVES and self._better is not None and self._watches(worker):
-            self._watched.add(turn, self._order.key(turn, self._cluster))
+        if (
+            turn.moves < MAX_MOVES
+            and not turn.held_out
+            and self._better is not None
+            and self._watches(worker)
+        ):
+            self._watched.add(turn, self._key(turn))
         chunk = self._chunk(turn, worker)
         return AssignTurn(
             turn.turn,

@@ -104,6 +104,7 @@ class TurnRequested(Event):
     domain: str = ""  # the environment's name, in a mixture the member's
     outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows
     made_tokens: int = 0  # of the turn, by an earlier attempt of the run
+    held_out: bool = False  # of an evaluation: training turns come first
 
 
 class TurnProgressed(Event):
@@ -219,12 +220,13 @@ class AssignTurn(Action):
 
 class AbortTurn(Action):
     """`why`: it made no token for `turn_timeout_s`; it ends sooner elsewhere (the `AssignTurn` that
-    follows); or its worker rests from now on."""
+    follows); its worker rests from now on; or, of an evaluation, a training turn needs its
+    room."""
 
     turn: str
     worker: str
     attempt: int
-    why: Literal["stalled", "slow", "rest"]
+    why: Literal["stalled", "slow", "rest", "training"]
 
 
 class LoadWeights(Action):

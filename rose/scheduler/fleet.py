@@ -12,7 +12,7 @@ asked for in vain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 
 from sortedcontainers import SortedList
@@ -124,6 +124,19 @@ class Fleet:
                 revoked = revoked or place.worker
         return self.least(turn) if revoked is None or len(self) > LOOK else revoked
 
+    def is_ready(self, worker: WorkerState) -> bool:
+        """Whether it can take turns now, if it has room."""
+        return (
+            worker.version == self._cluster.version
+            and worker.takes
+            and not (worker.loading or worker.draining or worker.resting)
+        )
+
+    def room_without(self, worker: WorkerState, turns: Sequence[TurnState]) -> int:
+        """`WorkerState.room` once these of its turns are gone."""
+        needs = sum(turn.kv_need for turn in turns)
+        return worker.room_without(self._queue_depth, len(turns), needs)
+
     def __len__(self) -> int:
         self._settle()
         return len(self._names)
@@ -205,7 +218,7 @@ class Fleet:
         while changed:
             name, _ = changed.popitem()
             worker, place = workers.get(name), places.get(name)
-            if worker is not None and self._is_ready(worker):
+            if worker is not None and self.is_ready(worker):
                 if place is None:
                     self._names.add(name)
                     place = places[name] = _Place(worker)
@@ -214,13 +227,6 @@ class Fleet:
                 place.pool.take_out(place)
                 del places[name]
                 self._names.remove(name)
-
-    def _is_ready(self, worker: WorkerState) -> bool:
-        return (
-            worker.version == self._cluster.version
-            and worker.takes
-            and not (worker.loading or worker.draining or worker.resting)
-        )
 
     def _put(self, worker: WorkerState, place: _Place) -> None:
         holds = worker.holds

@@ -34,6 +34,7 @@ class TurnState:
     avoid: str | None = None  # the worker that stalled on it, or gave it back: others go first
     stalls: int = 0
     moves: int = 0  # to faster workers
+    held_out: bool = False  # of an evaluation
 
     @property
     def whole_kv_need(self) -> int:
@@ -83,11 +84,16 @@ class WorkerState:
     def room(self, queue_depth: float) -> int:
         """The largest turn that it takes now, in KV tokens, by its caps: sequences (plus a few to
         hide the coordinator's latency) and KV need. 0 or less: none."""
-        if not self.turns:
+        return self.room_without(queue_depth, 0, 0)
+
+    def room_without(self, queue_depth: float, turns: int, kv_need: int) -> int:
+        """The same once so many of its turns, of so much need together, are gone."""
+        left = len(self.turns) - turns
+        if not left:
             return self.holds
         return (
-            self.kv_tokens - self.kv_assigned
-            if len(self.turns) < self.max_sequences * (1 + queue_depth)
+            self.kv_tokens - self.kv_assigned + kv_need
+            if left < self.max_sequences * (1 + queue_depth)
             else 0
         )
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,9 @@ def remove_halves(run_dir: Path) -> None:
         shutil.rmtree(left)
 
 
-def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
-    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest.
-    The ranks have brought their files to the disk."""
+def commit(folder: Path, state: dict[str, Any], keep: int, spared: Collection[int] = ()) -> Path:
+    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest and
+    those of the steps `spared`. The ranks have brought their files to the disk."""
     write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode(), sync=True)
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(path)
@@ -111,5 +112,6 @@ def commit(folder: Path, state: dict[str, Any], keep: int) -> Path:
     os.rename(folder, final)
     sync(final.parent)
     for old in complete(final.parent.parent)[:-keep]:
-        shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
+        if step_of(old) not in spared:
+            shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
     return final

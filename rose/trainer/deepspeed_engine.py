@@ -30,6 +30,7 @@ from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.reference import BelowAdapter, Reference
+from rose.trainer.schedule import learning_rates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
@@ -162,6 +163,7 @@ class DeepSpeedEngine:
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.updates = 0  # applied since the start of the run; the learning rate follows it
+        self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
         policy = _load_policy(trainer, folder, logits)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
@@ -240,7 +242,7 @@ class DeepSpeedEngine:
     def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:
         if stepped is not None and self.settings.zero_stage:
             return self._update_and_signal(stepped)
-        lr = self._learning_rate()
+        lr = self._learning_rate(self.updates)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         norm = self._unwrapped_norm()
@@ -266,11 +268,6 @@ class DeepSpeedEngine:
             return self._update(None)
         finally:
             hook.remove()
-
-    def _learning_rate(self) -> float:
-        """Linear warm-up over `warmup_steps` updates, then constant."""
-        o = self.settings.optimizer
-        return o.lr * min(1.0, (self.updates + 1) / max(1, o.warmup_steps))
 
     def _unwrapped_norm(self) -> float | None:
         """ZeRO 0 in float32 is a bare torch optimizer: nobody else looks at its gradient's norm."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from rose import memory
+from rose import energy, memory
 from rose import protocol as p
 from rose.comm import address
 from rose.comm.mailbox import Mailbox, gather_texts
@@ -62,7 +62,8 @@ def run(
     trainer.publish(step, send)
     if config.shares_devices:
         trainer.share_device(run_dir)
-    ready = p.TrainerReady(index, step, step, str(store), trainer.no_trees, trainer.costs)
+    trees, used = (trainer.no_trees, trainer.costs), energy.counters()
+    ready = p.TrainerReady(index, step, step, str(store), *trees, energy_j=used)
     mailbox.send(COORDINATOR, ready)
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
@@ -104,7 +105,8 @@ def run(
                 "seconds_encode": published.encode_s,
                 "seconds_publish": published.encode_s + published.write_s,
             }
-            done = p.TrainDone(incoming.step, index, incoming.step, metrics, str(store))
+            at, used = incoming.step, energy.counters()
+            done = p.TrainDone(at, index, at, metrics, str(store), energy_j=used)
             mailbox.send(COORDINATOR, done)
             mailbox.flush(FLUSH_S)
             if broadcast is not None:

@@ -49,7 +49,8 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
     )
     for index in range(12):
         made.admit(index, f"g{index}", 0.0)
-    made.evaluate([f"e0-{index}" for index in range(12)], 1)
+    tasks = [control.eval_task(1, index, config.env.weights) for index in range(12)]
+    made.evaluate({f"e0-{index}": (task, 1) for index, task in enumerate(tasks)}, waited_for=True)
     starts = [m for _, m in world.taken(p.StartTrajectory)]
     of = {m.group: m.domain for m in starts}
     assert len(starts) == 12 * SIZE + 12 and all(of[m.group] == m.domain for m in starts)
@@ -162,7 +163,7 @@ def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollo
 
 def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, world):
     rollouts.admit(0, "g0", 0.0)
-    rollouts.evaluate(["e5-0"], seed=3)
+    rollouts.evaluate({"e5-0": (control.Task("frozen_lake", 3), 1)}, waited_for=True)
     world.taken(p.StartTrajectory)
     rollouts.end()
     assert [m.id for _, m in world.taken(p.CancelTrajectory)] == ["g0.0", "g0.1"], (

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator.step_metrics import by_member, evaluation_by_member, evaluation_row, step_row
+from rose.coordinator.step_metrics import by_member, evaluation_by_domain, evaluation_row, step_row
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub, Worker
 from rose.observe.recorder import NullRecorder
@@ -143,12 +143,18 @@ def test_a_run_from_saved_trajectories_has_no_engines():
 
 
 def test_an_evaluation_counts_its_successes():
-    found = evaluation_row(
-        [trajectory("e0-0.0", 1.0, 8), trajectory("e0-1.0", 0.0, 8), trajectory("e0-2.0", 1.0, 8)]
-    )
-    assert (found["eval_n"], found["eval_successes"]) == (3, 2) and found[
-        "eval_success"
-    ] == pytest.approx(2 / 3)
+    found = evaluation_row([[trajectory(f"e0-{i}.0", i % 2, 8)] for i in range(3)])
+    assert (found["eval_n"], found["eval_successes"]) == (3, 1)
+    assert found["eval_success"] == pytest.approx(1 / 3)
+    assert not [key for key in found if key.startswith(("eval_pass", "eval_tasks"))]
+
+
+def test_of_several_samples_a_task_counts_once_in_pass_at_k():
+    rewards = [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    found = evaluation_row([[trajectory("e", r, 8) for r in each] for each in rewards])
+    assert (found["eval_n"], found["eval_tasks"], found["eval_successes"]) == (10, 3, 3)
+    assert found["eval_pass_at_2"] == pytest.approx((0.5 + 0.0 + (1 - 1 / 6)) / 3)
+    assert found["eval_pass_at_4"] == 1.0, "of the tasks that have four samples"
 
 
 MIXED = [
@@ -178,7 +184,7 @@ def test_each_member_of_a_mixture_has_values_of_its_own_and_one_without_trajecto
 
 
 def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
-    found = evaluation_by_member(["lake", "sums", "words"], MIXED)
+    found = evaluation_by_domain(["lake", "sums", "words"], [[each] for each in MIXED])
     assert (found["eval_n/lake"], found["eval_successes/lake"], found["eval_success/lake"]) == (
         2,
         1,
@@ -189,4 +195,4 @@ def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
         0.0,
         2.0,
     )
-    assert "eval_n/words" not in found and evaluation_by_member([], MIXED) == {}
+    assert "eval_n/words" not in found and evaluation_by_domain([], [MIXED]) == {}

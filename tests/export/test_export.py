@@ -17,6 +17,7 @@ from rose.export import __main__ as command
 from rose.export import folder
 from rose.export.folder import divide, export
 from rose.export.weights import ranges
+from rose.observe.metrics import MetricsWriter
 from rose.transfer import versions
 from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, Missing
@@ -102,6 +103,23 @@ def test_a_hub_model_is_named_by_its_commit(make_config, base):
     )
     assert base_of(config) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
     assert _header(config)["base_model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, capsys):
+    metrics = MetricsWriter(run.run, tensorboard=False)
+    metrics.write(3, {"kind": "eval", "eval_n": 16, "eval_successes": 9, "eval_reward": 9 / 16})
+    code, said, _ = main(capsys, run.run, "--best", "--out", tmp_path / "best")
+    assert code == 0 and "step 2 is the best of 3 evaluations: mean reward 0.750" in said
+    assert same(loaded(tmp_path / "best"), run.weights_of[2])
+    metrics.write(7, {"kind": "eval", "eval_n": 1, "eval_successes": 1, "eval_reward": 1.0})
+    code, _, err = main(capsys, run.run, "--best", "--out", tmp_path / "gone")
+    assert code == 1 and "step 7 can't be had" in err and "eval.keep_best=true" in err
+    metrics.truncate(after_step=0)
+    metrics.close()
+    code, _, err = main(capsys, run.run, "--best", "--out", tmp_path / "none")
+    assert code == 2 and "no held-out evaluation after a training step" in err
+    with pytest.raises(SystemExit):
+        command.main([str(run.run), "--best", "--step", "2", "--out", str(tmp_path / "x")])
 
 
 def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, capsys):

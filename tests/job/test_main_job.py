@@ -10,6 +10,7 @@ import pytest
 
 from rose import config as cfg
 from rose.coordinator import journal, replay
+from rose.observe import cost
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
 from tests.job.job import Job, trained_on
@@ -18,7 +19,18 @@ pytestmark = pytest.mark.slow
 
 
 def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):
-    overrides = ("env=games", "rollout.workers=2", "trainer.ranks=2", "rollout.environment_hosts=2")
+    overrides = (
+        "env=games",
+        "rollout.workers=2",
+        "trainer.ranks=2",
+        "rollout.environment_hosts=2",
+        "trainer.optimizer.schedule=linear",
+        "trainer.optimizer.warmup_steps=0",
+        "eval.beside=true",
+        "+env@eval.sets.sums=calculator",
+        "+eval.sets.sums.episodes=3",
+        "+eval.sets.sums.samples=2",
+    )
     job = Job(tmp_path, *overrides)
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
@@ -37,6 +49,14 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     evals = rows_of(read_metrics(job.run), "eval")
     assert [row["eval_n"] for row in evals] == [16, 16]
     assert all(row["eval_n/frozen_lake"] + row["eval_n/calculator"] == 16 for row in evals)
+    assert all((row["eval_n/sums"], row["eval_tasks/sums"]) == (6, 3) for row in evals)
+    assert all(0 <= row["eval_pass_at_2/sums"] <= 1 for row in evals)
+    assert evals[1]["eval_versions_later"] == 0
+    assert [row["lr"] / steps[0]["lr"] for row in steps] == pytest.approx([1, 2 / 3, 1 / 3])
+    spent = cost.total(job.run)
+    assert spent.trained == sum(row["tokens"] for row in steps) < spent.made
+    assert spent.dedicated_s > 4 * sum(row["time_step"] for row in steps) and not spent.borrowed_s
+    assert job.said.splitlines()[-1] == f"Cost: {spent.text()}"
     of = {
         t.group: t.domain
         for step in (1, 2, 3)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from rose import config as configuration
 from rose import models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
@@ -95,10 +96,23 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
             "trainer.steps=90",
             "rollout.workers=1",
             "eval.episodes=8",
+            "eval=beside",
+            "eval.stop.patience=3",
+            "+env@eval.sets.sums=calculator",
+            "+eval.sets.sums.episodes=64",
             "observe.trace=false",
             "cluster.stop_timeout_s=1",
         ),
     )
+
+
+def test_a_run_of_before_some_keys_were_there_has_their_defaults(make_config, tmp_path):
+    tree = configuration.to_dict(make_config())
+    del tree["trainer"]["optimizer"]["schedule"], tree["rollout"]["branch"], tree["eval"]["stop"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    resume.check(tmp_path / "config.json", make_config())
+    with pytest.raises(ConfigError, match="optimizer.schedule: 'constant' -> 'linear'"):
+        resume.check(tmp_path / "config.json", make_config("trainer.optimizer.schedule=linear"))
 
 
 @pytest.mark.parametrize(

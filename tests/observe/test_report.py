@@ -185,8 +185,11 @@ def test_chromium_draws_every_figure_offline(tmp_path):
         "tokens",
         "mismatch",
         "ratio",
+        "clipped",
+        "staleness",
         "entropy",
         "grad",
+        "lr",
     ):
         lines = re.findall(r'class="line[^"]*" d="([^"]*)"', figures[f"fig-{name}"])
         assert lines and all(line.count("L") >= 11 for line in lines), name

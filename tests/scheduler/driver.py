@@ -74,6 +74,7 @@ class Driver:
         self.snapshot = msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()))
         self.journal: list[Entry] = []
         self.at, self.version, self.step, self.serial, self.stalls = 0.0, 0, 0, 0, 0
+        self.held_out = 0  # picks divisible by it are of an evaluation, if it is not 0
         self.trainer = "free"  # wants a batch, trains
         self.early = []  # groups that the step takes in any case
         self.over = False  # the scheduler gave up
@@ -258,6 +259,7 @@ class Driver:
             max_new_tokens=turn.new,
             domain=("maths", "web")[self.serial % 2],
             outcome=("", "ok", "failed")[self.serial % 3],
+            held_out=self.held_out > 0 and pick % self.held_out == 0,
         )
 
     def held(self):

@@ -116,6 +116,7 @@ def test_no_trajectory_is_lost_or_counted_twice_and_every_decision_comes_again_i
     queue_depth = data.draw(st.sampled_from([0.0, 0.5]), "queue depth")
     lengths = data.draw(st.lists(st.integers(0, 79), min_size=1, max_size=12), "lengths")
     driver = Driver(scheduler(names, queue_depth), queue_depth, staleness(names), lengths)
+    driver.held_out = data.draw(st.sampled_from([0, 2, 3]), "evaluations")
     for name in data.draw(st.lists(st.sampled_from(list(KINDS)), unique=True), "workers"):
         driver.join(name, 0)
     for step in data.draw(st.lists(STEPS, max_size=60), "steps"):

@@ -56,6 +56,14 @@ def test_only_the_newest_are_kept(tmp_path):
     assert [checkpoint.step_of(c) for c in checkpoint.complete(tmp_path)] == [10, 100]
 
 
+def test_those_of_spared_steps_are_kept_besides(tmp_path):
+    for step in (2, 9, 10, 100):
+        folder = checkpoint.begin(tmp_path, step)
+        checkpoint.commit(folder, {"step": step}, 1, spared={2, 10} if step < 100 else {9, 2})
+    assert [checkpoint.step_of(c) for c in checkpoint.complete(tmp_path)] == [2, 100]
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
 def test_the_latest_is_the_greatest_step_not_the_last_name(tmp_path):
     saved(tmp_path, 999_999), saved(tmp_path, 1_000_000)  # one digit more: sorts before it as text
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1_000_000

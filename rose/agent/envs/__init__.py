@@ -13,7 +13,9 @@ import inspect
 import pkgutil
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -84,12 +86,16 @@ def build(env: config.Env) -> Environment:
     return made
 
 
-def check(env: config.Env | config.Mixture) -> str:
-    """Raises `ConfigError` unless `build` would succeed for every member, and what it has as
-    `preflight`, given env.step_timeout_s; nothing that this starts is left. Returns what these say
-    of this machine, for the run's report."""
+def check(
+    env: config.Env | config.Mixture, sets: Mapping[str, config.EvalSet] = MappingProxyType({})
+) -> str:
+    """Raises `ConfigError` unless `build` would succeed for every member and every one of `sets`
+    (of eval.sets), and what it has as `preflight`, given its step_timeout_s; nothing that this
+    starts is left. Returns what these say of this machine, for the run's report."""
     said: dict[str, None] = {}
-    for name, member in env.members.items():
+    found = {env.key_of(name): member for name, member in env.members.items()}
+    found |= {f"eval.sets.{name}": one for name, one in sets.items()}
+    for key, member in found.items():
         try:
             made = build(member)
             preflight = getattr(made, "preflight", None)
@@ -99,9 +105,7 @@ def check(env: config.Env | config.Mixture) -> str:
             if member is env:
                 raise
             # an environment doesn't know that it is one of several
-            raise ConfigError(
-                f"{env.key_of(name)}.{str(error).removeprefix('env.')}"
-            ) from error.__cause__
+            raise ConfigError(f"{key}.{str(error).removeprefix('env.')}") from error.__cause__
     return "; ".join(said)
 
 

@@ -75,6 +75,9 @@ function drawAll() {
   simple("fig-tokens", "Response tokens", "over training.", [["response_tokens_mean", "mean"], ["response_tokens_max", "longest"]], {fromZero: true});
   simple("fig-mismatch", "Mismatch KL,", "engine against trainer, in nats per token.", [["mismatch_kl", "KL"]], {log: true});
   simple("fig-ratio", "Largest importance ratio", "of trainer to engine, over the tokens of a step.", [["mismatch_max_ratio", "ratio"]], {log: true});
+  simple("fig-clipped", "Clipped tokens,", "share of a step's: by the algorithm's clip, and by the cap of importance weights.", [["clip_fraction", "clip"], ["importance_capped", "cap"]], {format: percent, fromZero: true});
+  simple("fig-staleness", "Staleness,", "versions between the weights that made a token and those that it trained.", [["staleness_mean", "mean"], ["staleness_max", "most"]], {fromZero: true});
+  simple("fig-lr", "Learning rate.", "", [["lr", "rate"]], {fromZero: true, smooth: false});
   simple("fig-entropy", "Policy entropy,", "in nats per token.", [["entropy", "entropy"]], {fromZero: true});
   if (DATA.curves.reference_kl) simple("fig-reference", "KL to the reference,", "policy against the model that the run began with, in nats per token.", [["reference_kl", "KL"]], {fromZero: true});
   simple("fig-equal", "Groups with equal rewards,", "share of the trained ones, which teach nothing where rewards of a group are compared.", [["groups_equal", "share"]], {fromZero: true});

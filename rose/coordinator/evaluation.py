@@ -1,0 +1,101 @@
+"""Held-out evaluations: which tasks, when, and what they say once their trajectories are in.
+
+The step loop waits for one, or (eval.beside) goes on: then the scheduler lets training turns go
+first and evaluation turns to borrowed engines where there are some, and what still runs when new
+weights come goes on with these, which the row says. One runs beside at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rose.config import Config
+from rose.coordinator import control
+from rose.coordinator.groups import Rollouts
+from rose.coordinator.step_metrics import evaluation
+from rose.observe import held_out
+from rose.observe.metrics import read_metrics, rows_of
+
+
+class Evaluations:
+    """`write(step, row)` takes rows of metrics.jsonl; `on_fault(what, detail)` what was left
+    out."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        rollouts: Rollouts,
+        write: Callable[[int, dict[str, Any]], None],
+        on_fault: Callable[[str, str], None],
+    ) -> None:
+        self._config, self._run_dir, self._rollouts = config, run_dir, rollouts
+        self._write, self._on_fault = write, on_fault
+        self._running: dict[int, list[str]] = {}  # step -> its groups
+
+    def due(self, step: int) -> bool:
+        """Not if a run that was interrupted right afterwards has it already."""
+        c = self._config
+        return (
+            c.rollout.replay is None
+            and c.eval.due(step, c.trainer.steps)
+            and step not in self._running
+            and step not in [row["step"] for row in rows_of(read_metrics(self._run_dir), "eval")]
+        )
+
+    def begin(self, step: int, beside: bool) -> None:
+        if beside and self._running:
+            [before] = self._running
+            self._on_fault(
+                "evaluation left out",
+                f"step {step}: that of step {before} still runs; a larger eval.every, or fewer "
+                "tasks",
+            )
+            return
+        tasks = self.tasks(step)
+        self._running[step] = list(tasks)
+        self._rollouts.evaluate(tasks, waited_for=not beside)
+
+    def tasks(self, step: int) -> dict[str, tuple[control.Task, int]]:
+        """Name of each group -> (its task, samples of it)."""
+        e, weights = self._config.eval, self._config.env.weights
+        own = [control.eval_task(e.seed, index, weights) for index in range(e.episodes)]
+        found = {f"e{step}-{index}": (task, e.samples) for index, task in enumerate(own)}
+        for name, one in e.sets.items():
+            for index in range(one.episodes):
+                task = control.eval_task(e.seed, index, {name: 1.0})
+                found[f"e{step}-{name}-{index}"] = (task, e.of(name)[0])
+        return found
+
+    def collect(self) -> bool:
+        """Write what is complete; whether nothing runs any more."""
+        for step, names in list(self._running.items()):
+            if all(name in self._rollouts.finished for name in names):
+                del self._running[step]
+                groups = self._rollouts.take_evaluated(names)
+                self._write(step, evaluation(groups, self._config, step))
+        return not self._running
+
+    def stop_reason(self) -> str:
+        """Why the run is to end before its last step; "" if it isn't."""
+        stop = self._config.eval.stop
+        if not stop.patience:
+            return ""
+        rows = read_metrics(self._run_dir)
+        count = held_out.without_gain(rows, stop.min_gain)
+        if count < stop.patience:
+            return ""
+        return (
+            f"{count} evaluations without a better held-out reward "
+            f"(eval.stop.patience={stop.patience}, min_gain={stop.min_gain:g})"
+        )
+
+    def kept(self) -> set[int]:
+        """Steps whose checkpoints stay, however old: the best one's, and those that may turn out
+        to be it."""
+        if not self._config.eval.keep_best:
+            return set()
+        best = held_out.best(read_metrics(self._run_dir))
+        return {*self._running, *([best["step"]] if best else [])}

@@ -1,0 +1,143 @@
+"""Held-out evaluations of whole runs: which tasks they have, what waits for them, what they end."""
+
+import pytest
+
+from rose.coordinator.coordinator import Stopped
+from rose.launch import resume
+from rose.observe import held_out
+from rose.observe.metrics import read_metrics, rows_of
+from rose.protocol import Phase, seed_of
+from rose.trainer import checkpoint
+from tests.coordinator import peers
+
+STEPS = 6
+
+
+@pytest.fixture
+def config(make_config):
+    return lambda *overrides: make_config(
+        f"trainer.steps={STEPS}",
+        "eval.episodes=3",
+        "eval.every=2",
+        "trainer.batch_size=8",
+        "rollout.group_size=2",
+        "serving.borrow=false",
+        "observe.tensorboard=false",
+        "observe.save_trajectories=false",
+        "trainer.checkpoint_every=100",
+        *overrides,
+    )
+
+
+SETS = (
+    "+env@eval.sets.sums=calculator",
+    "+eval.sets.sums.episodes=2",
+    "+eval.sets.sums.samples=4",
+    "+env@eval.sets.lake=frozen_lake",
+    "+eval.sets.lake.episodes=1",
+)
+
+
+def evaluations(folder):
+    return rows_of(read_metrics(folder), "eval")
+
+
+def steps_of(folder):
+    return [checkpoint.step_of(each) for each in checkpoint.complete(folder)]
+
+
+def test_sets_have_tasks_of_their_own_and_all_samples_of_a_task_are_one_group(config, tmp_path):
+    _, peer = peers.run(config("eval.samples=2", *SETS), tmp_path)
+    first, last = evaluations(tmp_path)[0], evaluations(tmp_path)[-1]
+    assert (first["eval_n"], first["eval_tasks"], last["step"]) == (6, 3, STEPS)
+    assert (first["eval_n/sums"], first["eval_tasks/sums"], first["eval_n/lake"]) == (8, 2, 2)
+    solved = [seed_of(f"e0-{task}.{i}", "reward") % 2 for task in range(3) for i in range(2)]
+    assert first["eval_reward"] == pytest.approx(sum(solved) / 6)
+    pairs = [any(solved[2 * task : 2 * task + 2]) for task in range(3)]
+    assert first["eval_pass_at_2"] == pytest.approx(sum(pairs) / 3)
+    assert {k for k in first if k.startswith("eval_pass_at_") and k.endswith("/sums")} == {
+        "eval_pass_at_2/sums",
+        "eval_pass_at_4/sums",
+    }
+    domains = {g: d for g, d in peer.domain_of_group.items() if g.startswith("e0")}
+    assert sorted(domains.values()) == ["frozen_lake"] * 3 + ["lake"] + ["sums"] * 2
+    assert all(peer.seed_of_group[group] % 2 for group in domains), "held-out seeds are odd"
+    again = {g.replace(f"e{STEPS}-", "e0-"): s for g, s in peer.seed_of_group.items()}
+    assert {group: again[group] for group in domains} == {
+        group: peer.seed_of_group[group] for group in domains
+    }
+
+
+def test_without_own_tasks_the_sets_together_are_the_score(config, tmp_path):
+    peers.run(config("eval.episodes=0", *SETS), tmp_path)
+    assert evaluations(tmp_path)[0]["eval_n"] == 2 * 4 + 1
+
+
+@pytest.mark.parametrize("batching", ["synchronous", "bounded_staleness", "tail_batching"])
+@pytest.mark.parametrize("seed", range(3))
+def test_beside_training_every_step_is_trained_as_without_and_the_last_is_waited_for(
+    config, batching, seed, tmp_path
+):
+    wanted = config("eval.beside=true", "eval.every=1", f"scheduler/batching={batching}")
+    phases = set()
+
+    def watch(coordinator):
+        running = bool(coordinator.rollouts.groups.running_in(Phase.EVAL))
+        phases.add((coordinator.live.status.phase, running))
+
+    _, peer = peers.run(wanted, tmp_path, seed=seed, watch=watch)
+    assert len(peer.trained) == STEPS and ("rollout", True) in phases
+    rows = evaluations(tmp_path)
+    assert rows[-1]["step"] == STEPS and rows[-1]["eval_versions_later"] == 0
+    left_out = [r for r in read_metrics(tmp_path) if r.get("what") == "evaluation left out"]
+    assert len(rows) + len(left_out) == STEPS + 1
+    assert all(row["eval_versions_later"] <= STEPS - row["step"] for row in rows)
+
+
+def score_of(folder):
+    return {row["step"]: held_out.score(row) for row in evaluations(folder)}
+
+
+def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp_path):
+    wanted = config("trainer.steps=40", "eval.every=1", "eval.stop.patience=3")
+    coordinator, peer = peers.run(wanted, tmp_path)
+    scores = list(score_of(tmp_path).values())
+    last = coordinator.step
+    assert 3 <= last < 40 and len(scores) == last + 1 and len(peer.trained) == last
+    assert max(scores[-3:]) <= max(scores[:-3]) and "eval.stop.patience=3" in (
+        coordinator.stopped_early
+    )
+    for before in range(4, len(scores)):
+        assert max(scores[before - 3 : before]) > max(scores[: before - 3]), "no earlier"
+    assert steps_of(tmp_path) == [last]
+    resume.mark_finished(tmp_path, last, asked=40)
+    assert resume.is_finished(tmp_path, 40) and not resume.is_finished(tmp_path, 41)
+    assert resume.stopped_early(tmp_path) == last
+
+
+@pytest.mark.parametrize("beside", ["true", "false"])
+def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(config, beside, tmp_path):
+    wanted = config(
+        "trainer.steps=12",
+        "trainer.checkpoint_keep=1",
+        "eval.keep_best=true",
+        f"eval.beside={beside}",
+    )
+    peers.run(wanted, tmp_path, seed=1)
+    best = held_out.best(read_metrics(tmp_path))["step"]
+    assert set(steps_of(tmp_path)) == {best, 12}
+    assert best < 12, "else this says nothing: another seed"
+
+
+def test_a_run_that_is_stopped_in_an_evaluation_beside_makes_it_again(config, tmp_path):
+    wanted = config("eval.beside=true")
+
+    def evaluating(coordinator):
+        return coordinator.step == 2 and bool(coordinator.rollouts.groups.running_in(Phase.EVAL))
+
+    with pytest.raises(Stopped):
+        peers.run(wanted, tmp_path, stop_when=evaluating)
+    saved = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(saved) == 2
+    peers.run(wanted, tmp_path, attempt=2, resume_from=saved)
+    assert {0, 2, 6} <= set(score_of(tmp_path))

@@ -1,0 +1,132 @@
+"""What a run costs, over all of its attempts."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rose import energy
+from rose.launch import state
+from rose.observe import cost, terminal
+from rose.observe.report import build_report
+
+MADE = {"dedicated": 300, "borrowed": 100}
+
+
+@pytest.fixture
+def meter(make_config, tmp_path):
+    def made(attempt, *overrides):
+        return cost.Meter(make_config(*overrides), tmp_path, attempt, at=100.0)
+
+    return made
+
+
+def test_devices_are_counted_while_they_are_there_over_all_attempts(meter, tmp_path):
+    first = meter(1, "trainer.ranks=2", "rollout.workers=3")
+    first.tick(100.0 + 1800, borrowed=0, made={"dedicated": 0, "borrowed": 0})
+    first.tick(100.0 + 3600, borrowed=2, made=MADE)
+    first.trained(250.0)
+    first.write()
+    found = cost.total(tmp_path)
+    assert found.device_hours == pytest.approx((5.0, 1.0)) and found.kwh is None
+    assert (found.made, found.made_borrowed, found.trained) == (400, 100, 250)
+    second = meter(2, "trainer.ranks=2", "rollout.workers=3")
+    second.energy({"GPU-a": 5e6})
+    second.energy({"GPU-a": 5e6 + 3.6e6})
+    second.tick(100.0 + 3600, borrowed=0, made=MADE)  # which writes
+    found = cost.total(tmp_path)
+    assert found.device_hours == pytest.approx((10.0, 1.0)) and found.attempts == 2
+    assert found.kwh == pytest.approx(1.0) and found.made == 800
+    assert found.text() == (
+        "10 device-hours dedicated, 1 borrowed; 800 tokens made (200 by borrowed engines), "
+        "250 trained; 1 kWh; 2 attempts"
+    )
+
+
+def test_shared_devices_count_once_and_a_run_from_saved_trajectories_has_no_engines(make_config):
+    assert cost.dedicated(make_config("rollout.workers=2", "trainer.ranks=1")) == 3
+    assert cost.dedicated(make_config("rollout.workers=2", "colocate=true")) == 2
+    assert cost.dedicated(make_config("rollout.workers=2", "rollout.replay=x")) == 1
+
+
+def test_a_device_that_two_ranks_tell_counts_once_and_one_whose_driver_began_anew_goes_on(meter):
+    one = meter(1)
+    for counters in ({"a": 100.0}, {"a": 130.0, "b": 7.0}, {"a": 130.0}, {"a": 10.0, "b": 9.0}):
+        one.energy(counters)
+    assert one.cost.energy_j == pytest.approx(30.0 + 2.0)
+    one.energy({"a": 15.0})
+    assert one.cost.energy_j == pytest.approx(37.0)
+
+
+def test_the_last_line_the_report_and_rose_state_have_it(meter, tmp_path, monkeypatch, capsys):
+    one = meter(1)
+    one.tick(100.0 + 7200, borrowed=0, made=MADE)
+    words = io.StringIO()
+    terminal.final_table(tmp_path, Console(file=words, width=120))
+    assert words.getvalue().splitlines()[-1].startswith("Cost: 6 device-hours dedicated")
+    page = build_report(tmp_path).read_text()
+    assert "Device-hours dedicated" in page and "<th scope=row>Attempt 1</th><td>6</td>" in page
+    monkeypatch.setattr(sys, "argv", ["rose state", str(tmp_path)])
+    assert state.main() == 0 and "Cost: 6 device-hours" in capsys.readouterr().out
+    (tmp_path / "status" / "cost" / "attempt-001.json").write_text("{")
+    assert "Unknown:" in build_report(tmp_path).read_text()
+    assert state.main() == 2 and "Cost unknown" in capsys.readouterr().out
+
+
+class Nvml(SimpleNamespace):
+    """Stands in for pynvml, as no GPU is here: two that tell, one slice that doesn't."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return f"GPU-{index}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if handle == "GPU-2":
+            raise self.NVMLError("not supported")
+        return 5000 * (1 + int(handle[-1]))
+
+
+@pytest.mark.parametrize(
+    "visible, found",
+    [
+        (None, {"GPU-0": 5.0, "GPU-1": 10.0}),
+        ("1", {"GPU-1": 10.0}),
+        ("GPU-0,GPU-2", {"GPU-0": 5.0}),
+        ("", {}),
+    ],
+)
+def test_each_gpu_that_a_process_may_use_tells_its_joules(visible, found, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for each in (energy._nvml, energy._devices):
+        each.cache_clear()
+    try:
+        assert energy.counters() == found
+    finally:
+        for each in (energy._nvml, energy._devices):
+            each.cache_clear()
+
+
+def test_without_gpus_nothing_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it weren't installed
+    for each in (energy._nvml, energy._devices):
+        each.cache_clear()
+    assert energy.counters() == {}

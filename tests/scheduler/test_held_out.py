@@ -1,0 +1,117 @@
+"""Turns of evaluations: behind all of training, on borrowed workers first, and never in its way."""
+
+from rose.scheduler import events as ev
+from tests.scheduler.test_scheduler import end, join, make
+
+
+def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
+    """With these workers: d... dedicated, s... spot."""
+    s = make(**kwargs)
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    for name in workers:
+        join(s, name, sequences, kv) if name[0] == "d" else borrow(s, name, sequences, kv)
+    return s
+
+
+def borrow(s, name, sequences=2, kv=10_000):
+    sizes = {"max_sequences": sequences, "kv_tokens": kv, "version": 0}
+    return s.handle(ev.WorkerJoined(at=0.0, worker=name, kind="spot", **sizes))
+
+
+def ask(s, turn, new=10):
+    group, member, _ = turn.split(".")
+    return s.handle(
+        ev.TurnRequested(
+            at=0.0,
+            turn=turn,
+            trajectory=f"{group}.{member}",
+            group=group,
+            context_tokens=10,
+            max_new_tokens=new,
+            held_out=group.startswith("e"),
+        )
+    )
+
+
+def placed(actions):
+    return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}
+
+
+def test_they_go_to_a_borrowed_worker_with_room_and_else_to_a_dedicated_one():
+    s = scheduler("d0", "s0", "s1", sequences=1)
+    assert [placed(ask(s, f"e0-{i}.0.t0")) for i in range(4)] == [
+        {"e0-0.0.t0": "s0"},
+        {"e0-1.0.t0": "s1"},
+        {"e0-2.0.t0": "d0"},
+        {},
+    ]
+    assert placed(end(s, "e0-1.0.t0")) == {"e0-3.0.t0": "s1"}
+
+
+def test_the_next_turn_of_a_trajectory_goes_where_its_prefix_is_cached():
+    s = scheduler("s0", "s1")
+    assert placed(ask(s, "e0-0.0.t0")) == {"e0-0.0.t0": "s0"}
+    ask(s, "e0-1.0.t0"), ask(s, "e0-2.0.t0"), end(s, "e0-0.0.t0")
+    assert s.cluster.workers["s1"].load <= s.cluster.workers["s0"].load
+    end(s, "e0-1.0.t0")
+    assert placed(ask(s, "e0-0.0.t1")) == {"e0-0.0.t1": "s0"}, "s1 is empty"
+
+
+def test_training_turns_that_wait_come_first_whoever_came_first():
+    s = scheduler("d0", sequences=1)
+    ask(s, "g0.0.t0"), ask(s, "e0-0.0.t0"), ask(s, "g1.0.t0")
+    assert placed(end(s, "g0.0.t0")) == {"g1.0.t0": "d0"}
+    assert placed(end(s, "g1.0.t0")) == {"e0-0.0.t0": "d0"}
+
+
+def test_a_training_turn_without_room_takes_the_place_of_the_newest():
+    s = scheduler("d0")
+    ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
+    assert ask(s, "g0.0.t0") == [
+        ev.AbortTurn("e0-1.0.t0", "d0", 1, "training"),
+        ev.AssignTurn("g0.0.t0", "d0", 1),
+    ]
+    assert placed(ask(s, "g1.0.t0")) == {"g1.0.t0": "d0"}
+    assert ask(s, "g2.0.t0") == [] and s.waiting == 3, "training waits for training as ever"
+    assert placed(end(s, "g0.0.t0")) == {"g2.0.t0": "d0"}
+    assert placed(end(s, "g1.0.t0")) == {"e0-0.0.t0": "d0"}
+
+
+def test_as_many_give_way_as_it_needs_kv_memory_and_none_where_that_does_not_help():
+    s = scheduler("d0", sequences=8, kv=100)
+    for i in range(4):
+        ask(s, f"e0-{i}.0.t0")  # 20 tokens each
+    assert [type(a).__name__ for a in ask(s, "g0.0.t0", new=40)] == [
+        "AbortTurn",
+        "AbortTurn",
+        "AssignTurn",
+    ], "of 50 tokens it needs, 20 are free"
+    assert ask(s, "g1.0.t0", new=85) == [], "a turn of 95 tokens waits until g0 has ended"
+    assert {"e0-0.0.t0", "e0-1.0.t0"} <= s.cluster.workers["d0"].turns.keys()
+
+
+def test_those_of_a_worker_that_loads_or_drains_stay():
+    s = scheduler("d0", "d1", sequences=1)
+    ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
+    s.handle(ev.WorkerDraining(at=0.0, worker="d0"))
+    assert ask(s, "g0.0.t0") == [
+        ev.AbortTurn("e0-1.0.t0", "d1", 1, "training"),
+        ev.AssignTurn("g0.0.t0", "d1", 1),
+    ]
+
+
+class Unwilling:
+    """A routing policy that gives training turns no worker."""
+
+    def choose(self, turn, fleet, cluster):
+        return fleet.least(turn) if turn.held_out else None
+
+
+def test_what_a_policy_keeps_waiting_for_reasons_of_its_own_makes_them_go_once():
+    s = scheduler("d0")
+    s._queue._choose = Unwilling().choose
+    ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
+    first = ask(s, "g0.0.t0")
+    assert [type(a).__name__ for a in first] == ["AbortTurn", "AssignTurn"]
+    assert placed(first) == {"e0-1.0.t0": "d0"}
+    assert s.handle(ev.Tick(at=1.0)) == [] and ask(s, "g1.0.t0") == []
