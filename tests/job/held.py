@@ -1,0 +1,32 @@
+"""FrozenLake whose tasks in `held` wait at the first move until a file of their seed's name is in
+`folder`: a test says when a group ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from rose.agent.envs.base import Action, Start, Step
+from rose.agent.envs.frozen_lake import FrozenLake
+
+DEADLINE_S = 400.0
+
+
+class HeldLake(FrozenLake):
+    def __init__(self, folder: str, held: list[int], **lake: Any) -> None:
+        super().__init__(**lake)
+        self._folder, self._held = Path(folder), held
+
+    async def reset(self, seed: int) -> Start:
+        self._seed = seed
+        return await super().reset(seed)
+
+    async def step(self, action: Action) -> Step:
+        end = time.monotonic() + DEADLINE_S
+        while self._seed in self._held and not (self._folder / str(self._seed)).exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"nobody released task {self._seed}")
+            await asyncio.sleep(0.05)
+        return await super().step(action)
