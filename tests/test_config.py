@@ -516,3 +516,27 @@ def test_a_run_stored_before_there_were_adapters_is_one_without(make_config, tmp
     assert stored["trainer"].pop("lora") is None
     (tmp_path / "config.json").write_text(json.dumps(stored))
     assert configuration.load(tmp_path / "config.json").trainer.lora is None
+
+
+def test_a_set_has_the_evaluations_samples_and_temperature_unless_it_has_its_own(make_config):
+    e = make_config(
+        "eval.samples=4",
+        "eval.temperature=0.7",
+        *("+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=8"),
+        *("+env@eval.sets.lake=frozen_lake", "+eval.sets.lake.episodes=8"),
+        *("+eval.sets.lake.samples=1", "+eval.sets.lake.temperature=0"),
+    )
+    assert e.eval.of("frozen_lake") == e.eval.of("sums") == (4, 0.7)
+    assert e.eval.of("lake") == (1, 0.0)
+    assert {name: key for name, (key, _) in e.environments.items()} == {
+        "frozen_lake": "env",
+        "sums": "eval.sets.sums",
+        "lake": "eval.sets.lake",
+    }
+
+
+def test_evaluations_are_due_before_after_and_between(make_config):
+    every = make_config("eval.every=4", "trainer.steps=10").eval
+    assert [step for step in range(11) if every.due(step, 10)] == [0, 4, 8, 10]
+    none = make_config("eval=none", "eval.every=4").eval
+    assert not any(none.due(step, 10) for step in range(11))
