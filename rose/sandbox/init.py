@@ -329,8 +329,10 @@ def leave_low_numbers() -> None:
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     """This process becomes `argv`, with the limits, without what only process 1 may have."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs must not
-        signal.signal(number, signal.SIG_DFL)
+    # Python ignores some, and who began the host others (nohup, a script's &); programs must not
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # the C library's own
+            signal.signal(number, signal.SIG_DFL)
     os.setsid()
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:

@@ -74,10 +74,10 @@ class Inspector:
         for name in shell.keys() | before.keys():
             if shell.get(name) != before.get(name):
                 return PROCESS, f"the shell's {name.decode(errors='replace')} changed", unsure
-        if abs(clock - clock_before) > 1:
-            return PROCESS, "the shell's SECONDS were set", unsure
         if seen["processes"] is not None:
             return PROCESS, seen["processes"], unsure
+        if abs(clock - clock_before) > 1:
+            return PROCESS, "the shell's SECONDS were set", unsure
         if seen["files"] is not None:
             return FILES, seen["files"], unsure
         if seen["blind"]:

@@ -132,7 +132,10 @@ def test_a_synchronous_run_resumes_with_the_very_next_batch_and_the_turns_it_had
     made = config("synchronous")
     _, whole = peers.run(made, tmp_path / "whole")
     first, second, _, step = stopped_and_resumed(
-        made, tmp_path / "broken", lambda c: c.step == 3 and c.rollouts.progress[0] > 2
+        made,
+        tmp_path / "broken",
+        # of the fourth step: progress is the third's until that has begun
+        lambda c: c.step == 3 and c.batch is None and c.rollouts.progress[0] > 2,
     )
     had = {t.id: first.received[t.id] for t in second.trained[4] if t.id in first.received}
     assert len(had) > 2 and all(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rose import config as configuration
 from rose.export import __main__ as command
-from rose.export import folder
+from rose.export import adapter, folder
 from rose.export.folder import divide, export
 from rose.export.weights import ranges
 from rose.observe.metrics import MetricsWriter
@@ -45,7 +45,7 @@ def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp
     assert same(loaded(out), run.weights_of[2])
     names = sorted(path.name for path in out.glob("*.safetensors"))
     assert names == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    index = json.loads((out / folder.INDEX).read_text())
+    index = json.loads((out / adapter.INDEX).read_text())
     assert index["weight_map"].keys() == run.weights.keys()
     assert set(index["weight_map"].values()) == set(names)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in run.weights.values())
@@ -55,7 +55,7 @@ def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp
 def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_path):
     done = export(run.run, None, tmp_path / "home", MIB)
     assert done.step == 3 and same(loaded(done.out), run.weights_of[3])
-    assert (done.out / "model.safetensors").is_file() and not (done.out / folder.INDEX).exists()
+    assert (done.out / "model.safetensors").is_file() and not (done.out / adapter.INDEX).exists()
     assert done.blocks == len(run.plan.blocks)
 
 

@@ -221,6 +221,7 @@ def test_no_check_hides_another_of_its_name():
         gpu_check.gpu_check_machine,
         gpu_check.gpu_check_trainer,
         gpu_check_engine,
+        gpu_check.gpu_check_lora,
         gpu_check_coserving,
         gpu_check.gpu_check_jobs,
     )
