@@ -93,8 +93,11 @@ class _Process:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        """By the system call: asyncio's kill polls first, and may take the exit code from who waits
+        for it."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
 
 class HostRank:

@@ -484,12 +484,6 @@ def test_deterministic_turns_do_not_depend_on_their_company(start, loop):
     ]
 
 
-def test_drafts_on_a_cpu_are_refused_as_the_engine_starts(start):
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    with pytest.raises(EngineError, match="wrong tokens"):
-        start("Qwen3", engine_args={"speculative_config": drafts})
-
-
 def test_a_model_that_cannot_be_served_leaves_no_process(
     loop, folders, rollout, model_config, tmp_path
 ):
