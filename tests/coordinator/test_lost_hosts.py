@@ -274,6 +274,18 @@ def test_the_turns_in_memory_are_bounded(world, rollouts, monkeypatch, capsys):
     assert "none are kept for a lost environment host" in capsys.readouterr().out
 
 
+def check_each_once(coordinator, peer, trajectories):
+    """Each was trained once, with tokens that were made once, and nothing of them is left."""
+    names = [t.id for step in peer.trained.values() for t in step]
+    assert len(names) == trajectories == len(set(names)) and coordinator.rollouts.groups.failed == 0
+    assert max(peer.made.values()) <= peers.TOKENS_OF_A_TURN, "a token was made twice"
+    for t in (t for step in peer.trained.values() for t in step):
+        assert t.tokens[4:] == peer.received[t.id]
+    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
+    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+
+
 @pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
 def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
     policy, make_config, tmp_path
@@ -300,14 +312,7 @@ def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
 
     coordinator, peer = peers.run(config, tmp_path, stop_when=dies)
     assert len(deaths) > 10
-    names = [t.id for step in peer.trained.values() for t in step]
-    assert len(names) == 4 * 8 == len(set(names)) and coordinator.rollouts.groups.failed == 0
-    assert max(peer.made.values()) <= peers.TOKENS_OF_A_TURN, "a token was made twice"
-    for t in (t for step in peer.trained.values() for t in step):
-        assert t.tokens[4:] == peer.received[t.id]
-    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
-    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
-    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+    check_each_once(coordinator, peer, 4 * 8)
     assert sum(row["hosts_lost"] for row in rows_of(read_metrics(tmp_path), "step")) > 5
     [path] = (tmp_path / "journal").iterdir()
     assert journal.replay(path, build(config.scheduler, config.rollout.turn_timeout_s)) > 100

@@ -9,7 +9,7 @@ from rose.coordinator.groups import Rollouts
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
 from tests.coordinator import peers
-from tests.coordinator.test_lost_hosts import HOSTS, ask, lose, started, tokens_of
+from tests.coordinator.test_lost_hosts import HOSTS, ask, check_each_once, lose, started, tokens_of
 
 
 def other(host):
@@ -143,14 +143,7 @@ def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_
 
     # at turns of the loop alone: an order to a peer is no place to give the next
     coordinator, peer = peers.run(config, tmp_path, watch=moves)
-    names = [t.id for step in peer.trained.values() for t in step]
-    assert len(names) == 4 * 8 == len(set(names)) and coordinator.rollouts.groups.failed == 0
-    assert max(peer.made.values()) <= peers.TOKENS_OF_A_TURN, "a token was made twice"
-    for t in (t for step in peer.trained.values() for t in step):
-        assert t.tokens[4:] == peer.received[t.id]
-    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
-    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
-    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+    check_each_once(coordinator, peer, 4 * 8)
     assert len(deaths) > 2
     assert sum(row["trajectories_moved"] for row in rows_of(read_metrics(tmp_path), "step")) > 10
     [path] = (tmp_path / "journal").iterdir()

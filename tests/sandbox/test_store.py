@@ -156,17 +156,23 @@ def test_what_one_copy_has_damaged_the_other_gives(tmp_path):
     assert sum(paced) == packs
 
 
-def test_a_sandbox_goes_on_elsewhere(tmp_path):
-    """Another host's local store has nothing: what a new turn refers to lies in the shared one."""
-    shared = Store(tmp_path / "shared")
-    one, other = Store(tmp_path / "one", behind=shared), Store(tmp_path / "other", behind=shared)
-    upper = Upper(tmp_path / "upper", 7)
+def two_hosts(folder):
+    """The shared store, those of two hosts, of which the first has turn 0 stored, and what the
+    capture of turn 1 has, `raw-1`."""
+    shared = Store(folder / "shared")
+    one, other = (Store(folder / name, behind=shared) for name in ("one", "other"))
+    upper = Upper(folder / "upper", 7)
     upper.change()
-    upper.capture(tmp_path / "raw-0", process=True)
-    one.save("t", 0, tmp_path / "raw-0")
+    upper.capture(folder / "raw-0", process=True)
+    one.save("t", 0, folder / "raw-0")
     one.copy("t", 0, shared, lambda _: None)
     upper.change()
-    made = upper.capture(tmp_path / "raw-1", process=True)
+    return shared, one, other, upper.capture(folder / "raw-1", process=True)
+
+
+def test_a_sandbox_goes_on_elsewhere(tmp_path):
+    """Another host's local store has nothing: what a new turn refers to lies in the shared one."""
+    shared, one, other, made = two_hosts(tmp_path)
     other.save("t", 1, tmp_path / "raw-1", ("t", 0))
     other.copy("t", 1, shared, lambda _: None)
     shared.forget("t", keep=1)
@@ -177,15 +183,7 @@ def test_a_sandbox_goes_on_elsewhere(tmp_path):
 
 
 def test_what_another_host_stored_may_go_before_a_turn_that_has_it_is_copied(tmp_path):
-    shared = Store(tmp_path / "shared")
-    one, other = Store(tmp_path / "one", behind=shared), Store(tmp_path / "other", behind=shared)
-    upper = Upper(tmp_path / "upper", 12)
-    upper.change()
-    upper.capture(tmp_path / "raw-0", process=True)
-    one.save("t", 0, tmp_path / "raw-0")
-    one.copy("t", 0, shared, lambda _: None)
-    upper.change()
-    made = upper.capture(tmp_path / "raw-1", process=True)
+    shared, _, other, made = two_hosts(tmp_path)
     other.save("fork", 1, tmp_path / "raw-1", ("t", 0))
     shared.forget("t")
     assert shared.collect() > 0

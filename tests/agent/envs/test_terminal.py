@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextlib
 import random
 import shutil
 import sys
@@ -350,22 +351,31 @@ def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch):
     asyncio.run(go())
 
 
-@pytest.mark.slow
-def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
-    """The engine is stopped, so that calls have to be repeated."""
-
-    async def go():
-        engine = await Engine(tmp_path / "store", tmp_path / "local").open()
-        envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
-        env, other = envs
+@contextlib.asynccontextmanager
+async def checkpointed(folder, **args):
+    """Two environments; the first has one checkpoint, and then the engine is stopped, so that who
+    resumes has to repeat calls."""
+    engine = await Engine(folder / "store", folder / "local").open()
+    envs = [Terminal(rungs=["print"], **args) for _ in range(2)]
+    try:
         for each in envs:
             each.keep_checkpoints(engine, "t", "classified")
-        try:
-            await env.reset(6)
-            await env.step(bash("echo one > /app/f"))
-            await env.checkpoint()
-            assert await env.settled()
-            engine.stop("by this test")
+        await envs[0].reset(6)
+        await envs[0].step(bash("echo one > /app/f"))
+        await envs[0].checkpoint()
+        assert await envs[0].settled()
+        engine.stop("by this test")
+        yield envs
+    finally:
+        for each in envs:
+            await each.close()
+        await engine.close()
+
+
+@pytest.mark.slow
+def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
+    async def go():
+        async with checkpointed(tmp_path, undo=True) as (env, other):
             await env.step(bash("echo two > /app/f"))
             assert (await env.step(undo(9))).invalid
             assert not (await env.step(undo())).invalid
@@ -379,30 +389,14 @@ def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
             assert refused.invalid and refused.observation == words
             with pytest.raises(SandboxError, match="a call can't be repeated: .*Nothing"):
                 await other.resume(twice)
-        finally:
-            for each in envs:
-                await each.close()
-            await engine.close()
 
     asyncio.run(go())
 
 
 @pytest.mark.slow
 def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_path):
-    """The engine is stopped, so that calls have to be repeated."""
-
     async def go():
-        engine = await Engine(tmp_path / "store", tmp_path / "local").open()
-        envs = [Terminal(rungs=["print"]) for _ in range(2)]
-        env, other = envs
-        for each in envs:
-            each.keep_checkpoints(engine, "t", "classified")
-        try:
-            await env.reset(6)
-            await env.step(bash("echo one > /app/f"))
-            await env.checkpoint()
-            assert await env.settled()
-            engine.stop("by this test")
+        async with checkpointed(tmp_path) as (env, other):
             await env.step(bash("cat /app/f"))
             same = await env.checkpoint()
             await env.step(bash("cat /proc/sys/kernel/random/uuid"))
@@ -411,10 +405,6 @@ def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_path):
             assert (await other.step(bash("cat /app/f"))).observation == "one"
             with pytest.raises(SandboxError, match="a call can't be repeated: .*uuid.* showed"):
                 await other.resume(once)
-        finally:
-            for each in envs:
-                await each.close()
-            await engine.close()
 
     asyncio.run(go())
 
