@@ -43,6 +43,7 @@ class _Group:
     running: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)
     replaced: int = 0
+    lost: set[str] = field(default_factory=set)  # members that failed for their hosts' deaths
 
 
 class Groups:
@@ -116,11 +117,18 @@ class Groups:
         return self._late.pop(name)
 
     def failed_trajectory(
-        self, trajectory: str, name: str, domain: str, error: str, counts: bool = True
+        self, trajectory: str, name: str, domain: str, error: str, lost: bool = False
     ) -> StartTrajectory | None:
-        """The replacement of a failed trajectory. `counts`: among the failures in a row. Raises
-        `TooManyFailures`."""
+        """The replacement of a failed trajectory. `lost`: for its hosts' deaths, which may have
+        come from outside: a member's first such failure isn't one of those in a row, further ones
+        are. Raises `TooManyFailures`."""
         self.failed += 1
+        group = self._groups.get(name)
+        # the group's own name may hold an r, as g12r1
+        member = trajectory.removeprefix(name).partition("r")[0]
+        counts = not lost or (group is not None and member in group.lost)
+        if lost and group is not None:
+            group.lost.add(member)
         self._failures_in_row[domain] += counts
         most, key = self._limits[domain]
         if (failures := self._failures_in_row[domain]) >= most and counts:
@@ -128,13 +136,10 @@ class Groups:
                 f"{failures} environments failed in a row ({key}={most}); the last, {trajectory}: "
                 f"{error}"
             )
-        group = self._groups.get(name)
         if group is None or trajectory not in group.running:
             return None
         group.running.remove(trajectory)
         group.replaced += 1
-        # the group's own name may hold an r, as g12r1
-        member = trajectory.removeprefix(name).partition("r")[0]
         return self._start(name, group, f"{name}{member}r{group.replaced}")
 
     def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:

@@ -368,18 +368,15 @@ class Rollouts:
             )
 
     def _failed(self, m: p.TrajectoryFailed, lost: bool = False) -> None:
-        """Another member takes its place. `lost`: it failed for its hosts' deaths, of which
-        `rollout.host_restarts` says how many are too many. Raises `RunFailed` when environments
-        fail one after the other."""
+        """Another member takes its place. `lost`: it failed for its hosts' deaths. Raises
+        `RunFailed` when environments fail one after the other."""
         running = self._running.pop(m.id)
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
         self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)
         try:
-            replacement = self.groups.failed_trajectory(
-                m.id, m.group, m.domain, m.error, counts=not lost
-            )
+            replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error, lost)
         except control.TooManyFailures as error:
             raise RunFailed(str(error)) from None
         if replacement is not None:

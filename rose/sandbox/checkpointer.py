@@ -56,11 +56,12 @@ class Restored:
     box: Sandbox
     name: str
     turn: int
+    life: int
     wrong: tuple[str, ...] = ()
 
 
 class Checkpointer:
-    """`parent`: the (name, turn) that `box` was restored from. Not for two tasks at once."""
+    """`origin`: what `box` was restored from. Not for two tasks at once."""
 
     def __init__(
         self,
@@ -68,15 +69,17 @@ class Checkpointer:
         engine: Engine,
         name: str,
         policy: str = CLASSIFIED,
-        parent: tuple[str, int] | None = None,
+        origin: Restored | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there are {', '.join(POLICIES)}")
         self.box, self.engine, self.name, self.policy = box, engine, name, policy
-        self.life = time.time_ns()  # an episode may begin anew under its name
+        # An episode may begin anew under its name, or go on where the clock is behind.
+        self.life = max(time.time_ns(), origin.life + 1 if origin else 0)
         self._inspector = Inspector(box)
         self._points: dict[int, _Point] = {}  # by turn: where its state is
-        self._parent = parent
+        self._origin = origin
+        self._parent = (origin.name, origin.turn) if origin else None
         self._last: _Point | None = None  # the newest that was captured
         self._since: Listing | None = None  # its listing
         # the least that the next capture must have: of a restored sandbox the processes are stored
@@ -211,7 +214,10 @@ class Checkpointer:
     async def settled(self, turn: int, wait_s: float = 60.0) -> bool:
         """Whether the state after `turn` can be restored by another host; waits while it is on its
         way, which lets it go first, for `wait_s` seconds at most."""
-        point = self._points.get(turn)
+        point, origin = self._points.get(turn), self._origin
+        if point is None and origin is not None and turn == origin.turn:
+            shared = self.engine.store.behind
+            return await asyncio.to_thread(shared.has, origin.name, turn, origin.life)
         if point is None:
             return False
         self.engine.urge(self.name)
@@ -237,7 +243,7 @@ async def restore(
         else:
             for words in wrong:
                 engine.say(f"{words}; turn {each} is taken")
-            return Restored(box, name, each, tuple(wrong))
+            return Restored(box, name, each, life, tuple(wrong))
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, True)
     raise SandboxError("; ".join(wrong) or f"no turn of sandbox {name} up to {turn} was stored")

@@ -333,6 +333,7 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # the C library's own
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setsid()
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:

@@ -31,7 +31,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_REC, MS_PRIVATE = 16384, 1 << 18
 MNT_DETACH = 2
 
-OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR = 428, 429, 442
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR, PIDFD_GETFD = 428, 429, 442, 438
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 1, 4
@@ -188,6 +188,16 @@ def watch_folder(queue: int, path: str) -> int:
     number by which `events` names it, the same one for the same folder."""
     mask = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR
     return _check(LIBC.inotify_add_watch(queue, os.fsencode(path), mask), f"watch {path!r}")
+
+
+def borrowed(pid: int, number: int) -> int:
+    """A descriptor of what another process has open as `number`: the very same, so that closing it
+    closes nothing."""
+    process = os.pidfd_open(pid)
+    try:
+        return _check(LIBC.syscall(PIDFD_GETFD, process, number, 0), "pidfd_getfd")
+    finally:
+        os.close(process)
 
 
 def events(queue: int) -> list[tuple[int, int, str]]:

@@ -1,4 +1,4 @@
-"""What lies unread in pipes and sockets of a sandbox, as its process 1 sees it.
+"""What lies unread in pipes, terminals and sockets of a sandbox, as its process 1 sees it.
 
 It belongs to no file and to no process's memory, so that only a process image keeps it. Sockets of
 other families than unix, TCP and UDP can't be made in a sandbox or hold nothing.
@@ -13,6 +13,8 @@ import socket
 import struct
 import termios
 
+from rose.sandbox import kernel
+
 NETLINK_SOCK_DIAG, BY_FAMILY, REQUEST, DUMP = 4, 20, 1, 0x300
 SHOW_QUEUES, QUEUES = 0x10, 4  # of linux/unix_diag.h
 DONE, ERROR = 3, 2
@@ -20,9 +22,10 @@ WAIT_S = 1.0
 INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
-def in_pipe(path: str) -> int:
-    """Bytes, of what a file of /proc/PID/fd leads to. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def waiting(pid: int, number: int) -> int:
+    """Bytes in the pipe or terminal that a process has open as `number`, which is not opened anew:
+    whoever waits for that would wake. Raises OSError."""
+    fd = kernel.borrowed(pid, number)
     try:
         return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
     finally:

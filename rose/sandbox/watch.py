@@ -11,7 +11,7 @@ not. Without inotify every look reads everything and can't say that nothing chan
 
 Processes: one that was neither begun nor switched in by the scheduler has done nothing itself. What
 others can do to it is looked for: to its priority and limits, to files without a name that it has
-open, and to its pipes and sockets, where anything unread counts as changed.
+open, and to its pipes, terminals and sockets, where anything unread counts as changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ SETTLE_S = 2.0  # for the session's bash to wait for its next command: it does w
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")
 # Of /proc/PID/status: what else a shell takes along when it is begun anew
 ATTRIBUTES = ("Umask", "Uid", "Gid", "Groups", "SigIgn", "SigCgt", "Cpus_allowed:", "Mems_allowed:")
+TERMINALS = ("/dev/pts/", "/dev/ptmx")
 OWN_PIPES = "/run/rose/"  # the session's, by which commands come and output goes
+PENDING = ("SigPnd", "ShdPnd")
 SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 
 
@@ -184,7 +186,7 @@ class Running:
 
     name: str
     switches: tuple
-    limits: tuple[str, ...] = ()  # and its priority
+    limits: tuple[str, ...] = ()  # priority, scheduling, and signals that wait for it
     nameless: dict[str, tuple] = field(default_factory=dict)  # files without a name, as `open`
     open: dict[str, tuple] = field(default_factory=dict)  # file -> its inode and ctime
     mapped: tuple[str, ...] = ()  # files that it may write through memory
@@ -222,7 +224,7 @@ class Processes:
             elif ran:
                 words = words or f"process {running.name} ran"
             elif old.limits != running.limits:
-                words = words or f"the limits of process {running.name} changed"
+                words = words or f"the limits or signals of process {running.name} changed"
             elif old.nameless != running.nameless:
                 words = words or f"process {running.name} has a file without a name, which changed"
             elif old.open != running.open:
@@ -256,7 +258,7 @@ def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
     if values[0] in "ZX":
         return None, running
     limits = (_read(f"/proc/{pid}/limits"), _read(f"/proc/{pid}/oom_score_adj"))
-    running.limits = (*values[15:17], *limits)
+    running.limits = (*values[15:17], *values[37:39], *limits)
     threads = os.listdir(f"/proc/{pid}/task") if values[17] != "1" else [pid]
     for thread in sorted(threads):
         for line in _read(f"/proc/{pid}/task/{thread}/status").split("\n"):
@@ -264,6 +266,8 @@ def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
                 running.switches += (thread, line.split()[1])
             elif line == "State:\tR (running)":
                 running.switches += ("R",)
+            elif line.startswith(PENDING):
+                running.limits += (line,)
     return (pid, values[19]), running
 
 
@@ -291,10 +295,11 @@ def _open_files(pid: str) -> tuple[dict[str, tuple], tuple[str, ...]]:
 
 
 class Queues:
-    """Pipes and sockets that processes have open, of one look."""
+    """Pipes, terminals and sockets that processes have open, of one look."""
 
     def __init__(self) -> None:
-        self.pipes: dict[tuple[int, int], str] = {}  # device, inode -> a path in /proc
+        # device and inode, or what a terminal's either end is -> process and descriptor
+        self.ends: dict[tuple, tuple[int, int]] = {}
         self.sockets: set[int] = set()
 
     def hold(self, pid: str) -> dict[str, tuple]:
@@ -308,17 +313,20 @@ class Queues:
                 if stat.S_ISSOCK(status.st_mode):
                     self.sockets.add(status.st_ino)
                 elif stat.S_ISFIFO(status.st_mode) and not link.startswith(OWN_PIPES):
-                    self.pipes[status.st_dev, status.st_ino] = path
+                    self.ends[status.st_dev, status.st_ino] = int(pid), int(fd)
+                elif link.startswith(TERMINALS):  # of several masters each is one of its own
+                    which = (pid, fd) if link.endswith("ptmx") else ()
+                    self.ends[link, *which] = int(pid), int(fd)
                 elif stat.S_ISREG(status.st_mode) and link.endswith(" (deleted)"):
                     found[link] = (status.st_ino, status.st_size, status.st_ctime_ns)
         return found
 
     def full(self) -> str | None:
         """A word for one that has something unread, or may have."""
-        for path in self.pipes.values():
-            with contextlib.suppress(FileNotFoundError):
-                if unread.in_pipe(path):
-                    return "a pipe"
+        for pid, fd in self.ends.values():
+            with contextlib.suppress(ProcessLookupError):
+                if unread.waiting(pid, fd):
+                    return "a pipe or terminal"
         return "a socket" if self.sockets and self.sockets & unread.sockets() else None
 
 
@@ -406,7 +414,7 @@ class Watch:
         try:
             full = queues.full()
         except OSError as error:
-            full = f"it can't be seen ({error}) whether a pipe or a socket"
+            full = f"it can't be seen ({error}) whether a pipe, terminal or socket"
         if full or self.full:
             words = words or f"{full or self.full} had something unread"
         self.full = full

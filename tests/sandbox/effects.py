@@ -38,9 +38,24 @@ bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 bound.bind("/tmp/deaf")
 time.sleep(1000)
 """
-# A process that sleeps, accepts or reads by these calls, of x86-64 and arm64, does nothing
+TERMINAL = """\
+import os, pty, time
+master, slave = pty.openpty()
+with open("/tmp/pts.new", "w") as file:
+    file.write(os.ttyname(slave))
+os.rename("/tmp/pts.new", "/tmp/pts")
+time.sleep(1000)
+"""
+POLLER = """\
+import os, select
+watched = select.poll()
+watched.register(os.open("/app/polled", os.O_RDONLY | os.O_NONBLOCK), select.POLLIN)
+open("/tmp/polls", "w").close()
+watched.poll()
+"""
+# A process that sleeps, polls, accepts or reads by these calls, of x86-64 and arm64, does nothing
 SETUP = """\
-idle() { until grep -qE '^(230|115|288|242|0|63) ' /proc/$1/syscall; do :; done; }
+idle() { until grep -qE '^(230|115|288|242|7|271|73|0|63) ' /proc/$1/syscall; do :; done; }
 head -c 8192 /dev/zero > mapped; echo one > f; echo two > g; mkdir d; echo 1 > d/in
 ask() { local seen; read -r seen < /dev/tcp/127.0.0.1/8000; idle $server; }
 ask; f() { local kept=1; kept=2; }; first=(); x=
@@ -146,11 +161,23 @@ COMMANDS = [
     ("cat f > /dev/null", NONE),
     ("disown", PROCESS),
     ("renice -n 19 -p $(pgrep -x sleep) > /dev/null", PROCESS),
+    ("chrt -b -p 0 $(pgrep -x sleep)", PROCESS),
+    ("kill -STOP $(pgrep -x sleep); until grep -q '^State:.T' /proc/$(pgrep -x sleep)/status; do :; done", PROCESS),
+    ("kill -USR1 $(pgrep -x sleep)", PROCESS),
+    ("ls > /dev/null", NONE),
     ("prlimit --pid $(pgrep -x sleep) --nofile=99", PROCESS),
     ("exec 6<>gone; rm gone; sleep 1000 & idle $!; exec 6>&-", PROCESS),
     ("echo new >| /proc/$!/fd/6", PROCESS),
     ("ls > /dev/null", NONE),
     ("kill $!; wait $! 2>/dev/null; true", PROCESS),
+    ("python3 /tmp/terminal.py & until test -s /tmp/pts; do :; done; idle $!", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("echo hello > $(< /tmp/pts)", PROCESS),
+    ("kill $!; wait $! 2>/dev/null; rm /tmp/pts", PROCESS),
+    ("mkfifo polled; python3 /tmp/poller.py & until test -e /tmp/polls; do :; done; idle $!", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("ls > /dev/null", NONE),
+    ("kill $!; wait $! 2>/dev/null; rm polled /tmp/polls", PROCESS),
     ("python3 /tmp/deaf.py & until test -S /tmp/deaf; do :; done; idle $!", PROCESS),
     ("ls > /dev/null", NONE),
     ("python3 -c 'import socket; socket.socket(1, 2).sendto(b\"x\", \"/tmp/deaf\")'", PROCESS),
@@ -188,7 +215,8 @@ async def play(box: Sandbox) -> dict:
     inspector, answers, seconds = Inspector(box), [], []
     await box.write_file("/tmp/in_place.py", IN_PLACE.encode())
     await box.write_file("/tmp/server.py", SERVER.encode())
-    await box.write_file("/tmp/deaf.py", DEAF.encode())
+    for name, text in (("deaf", DEAF), ("terminal", TERMINAL), ("poller", POLLER)):
+        await box.write_file(f"/tmp/{name}.py", text.encode())
     made = await box.run(
         "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null; "
         f"do :; done; {SETUP}",

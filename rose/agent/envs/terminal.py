@@ -18,7 +18,7 @@ from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, Start, Step, ToolCall
 from rose.config import ConfigError
 from rose.sandbox import Limits, Sandbox, SandboxError, Spec
-from rose.sandbox.checkpointer import Checkpointer, restore
+from rose.sandbox.checkpointer import Checkpointer, Restored, restore
 from rose.sandbox.engine import Engine
 from rose.sandbox.probe import AUTO, BACKENDS, choose
 
@@ -230,11 +230,11 @@ class Terminal:
         self._store = (engine, name, policy)
         self.checkpoint, self.resume = self._checkpoint, self._resume
 
-    async def _watch(self, parent: tuple[str, int] | None = None) -> None:
+    async def _watch(self, origin: Restored | None = None) -> None:
         """From here on a turn is what the agent does."""
         if self._store is not None:
             engine, name, policy = self._store
-            self._kept = Checkpointer(self.box, engine, name, policy, parent)
+            self._kept = Checkpointer(self.box, engine, name, policy, origin)
             await self._kept.begin()
 
     async def _checkpoint(self) -> bytes:
@@ -262,7 +262,7 @@ class Terminal:
             made = await restore(state["reference"].encode(), engine, self.backend, exact=True)
             self._lost = made.box.lost
             self.box, self._states = made.box, _undo.Undo(resumed=True) if self.undo else None
-            await self._watch((made.name, made.turn))
+            await self._watch(made)
         self._turn, self._reference = state["turn"], state["reference"]
         self._before = state["stats"]
         self._until = time.monotonic() + self.command_s * (1 + len(state["since"]))
@@ -345,6 +345,7 @@ class Terminal:
         box, self.box, self._task, self._rung = self.box, None, None, None
         states, self._states = self._states, None
         self._kept, self._reference, self._since, self._turn = None, None, [], 0
+        self._before, self._lost = {}, ""
         if box is not None:
             await box.close()
         if states is not None:

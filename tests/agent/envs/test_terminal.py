@@ -402,6 +402,7 @@ def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_path):
             await env.step(bash("cat /proc/sys/kernel/random/uuid"))
             once = await env.checkpoint()
             await other.resume(same)
+            assert await other.settled(), "what it was restored from"
             assert (await other.step(bash("cat /app/f"))).observation == "one"
             with pytest.raises(SandboxError, match="a call can't be repeated: .*uuid.* showed"):
                 await other.resume(once)
