@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from rose.coordinator import journal, replay
+from rose.coordinator.control import first_name
 from rose.scheduler import events as ev
 from rose.sim.study.gains import Interval, interval
 
@@ -69,12 +70,6 @@ def tally(
         replaced=sum(first_name(name) != name for name in names),
         short=sum(len(step) != batch for step in steps),
     )
-
-
-def first_name(trajectory: str) -> str:
-    """g12.3 of g12.3r1: of the member of the group that this one stands for."""
-    group, dot, member = trajectory.rpartition(".")
-    return f"{group}{dot}{member.partition('r')[0]}"
 
 
 def elapsed_s(rows: Iterable[str], component: int, now: datetime) -> float:

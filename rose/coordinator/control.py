@@ -124,8 +124,7 @@ class Groups:
         are. Raises `TooManyFailures`."""
         self.failed += 1
         group = self._groups.get(name)
-        # the group's own name may hold an r, as g12r1
-        member = trajectory.removeprefix(name).partition("r")[0]
+        member = first_name(trajectory)
         counts = not lost or (group is not None and member in group.lost)
         if lost and group is not None:
             group.lost.add(member)
@@ -140,7 +139,7 @@ class Groups:
             return None
         group.running.remove(trajectory)
         group.replaced += 1
-        return self._start(name, group, f"{name}{member}r{group.replaced}")
+        return self._start(name, group, f"{member}r{group.replaced}")
 
     def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:
         """Forget a group: its trajectories that still run, and those that were in."""
@@ -154,6 +153,13 @@ class Groups:
     @property
     def running(self) -> int:
         return sum(len(g.running) for g in self._groups.values())
+
+
+def first_name(trajectory: str) -> str:
+    """g12.3 of g12.3r1: of the member of the group that this one stands for. The group's own name
+    may hold an r, as g12r1."""
+    group, dot, member = trajectory.rpartition(".")
+    return f"{group}{dot}{member.partition('r')[0]}"
 
 
 def fork_points(

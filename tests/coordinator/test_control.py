@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.config import Branching
+from rose.coordinator import control
 from rose.coordinator.control import (
     Groups,
     Task,
@@ -234,3 +235,8 @@ def test_spare_members_and_held_out_tasks_never_fork():
     assert alone.follows == ""
     replaced = groups.failed_trajectory("g4.1", "g4", "lake", "broken")
     assert (replaced.id, replaced.follows) == ("g4.1r1", "")
+
+
+def test_a_name_with_an_r_of_its_own_keeps_it():
+    assert control.first_name("g12r1.3r2") == "g12r1.3"
+    assert control.first_name("g12.3") == "g12.3"

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from rose.coordinator import replay
+from rose.coordinator.control import first_name
 from rose.observe.metrics import read_metrics, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ SMALL = (
 def trained_on(run: Path, steps: int) -> list[str]:
     """Ids of the trajectories of each step, members by their first name."""
     return [
-        t.id.split("r")[0]
+        first_name(t.id)
         for step in range(1, steps + 1)
         for group in replay.load(run, step)
         for t in group

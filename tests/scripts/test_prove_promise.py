@@ -76,11 +76,6 @@ def test_a_group_that_the_policy_dropped_is_not_lost():
     assert promise_count.tally([["g0.0"], ["g2.0"]], admitted, set(), 1).lost == 1
 
 
-def test_a_name_with_an_r_of_its_own_keeps_it():
-    assert promise_count.first_name("g12r1.3r2") == "g12r1.3"
-    assert promise_count.first_name("g12.3") == "g12.3"
-
-
 def test_missing_rollouts_are_named(tmp_path):
     made(tmp_path, ["g0.0", "g0.1"], attempts=[[0]])
     with pytest.raises(ValueError, match="step-000002"):
