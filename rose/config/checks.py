@@ -303,7 +303,7 @@ def _check_eval(c: Config, need: Need) -> None:
     need(
         not e.beside or c.transfer.in_flight != "finish",
         "transfer.in_flight",
-        "recompute or keep, with eval.beside=true: each new version would wait for evaluation turns",
+        "recompute or keep, with eval.beside=true: new weights would wait for evaluation turns",
     )
 
 

@@ -46,7 +46,7 @@ class Evaluations:
         for step in sorted(set(steps) - {row["step"] for row in self._rows}):
             self._on_fault(
                 "evaluation lost",
-                f"step {step}: it ran beside training when the run ended; its checkpoint is kept no "
+                f"step {step}: it ran beside training when the run ended; its checkpoint stays no "
                 "longer than others",
             )
             self._rollouts.forget(f"e{step}-")

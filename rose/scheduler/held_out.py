@@ -39,8 +39,8 @@ class HeldOut:
         return min(filter(None, found), key=lambda worker: worker.load, default=None)
 
     def in_the_way(self, turn: TurnState, kept: int) -> list[TurnState]:
-        """The newest of one worker, as few as make room for `turn`; [] if that doesn't help. Workers
-        that hold a turn of `kept` KV tokens are kept for one."""
+        """The newest of one worker, as few as make room for `turn`; [] if that doesn't help.
+        Workers that could hold a turn of `kept` KV tokens are kept for one."""
         for name in sorted(self._running):
             worker, given = self._cluster.workers[name], []
             if name == turn.avoid or worker.holds >= kept or not self._fleet.is_ready(worker):

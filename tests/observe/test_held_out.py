@@ -34,6 +34,11 @@ def rows(*rewards, every=5):
 
 def test_the_best_is_the_first_of_the_highest_after_a_step():
     assert held_out.best(rows(0.9, 0.2, 0.5, 0.5, 0.1))["step"] == 10
+    beside = rows(0.9, 0.5, 0.5, 0.5)
+    beside[1]["eval_versions_later"], beside[2]["eval_versions_later"] = 2, 0
+    assert held_out.best(beside)["step"] == 10, "of equal ones one without newer weights"
+    beside[1]["eval_reward"] = 0.6
+    assert held_out.best(beside)["step"] == 5 and held_out.later(held_out.best(beside)) == 2
     assert held_out.best(rows(0.9, None)) is None and held_out.best([]) is None
 
 
