@@ -132,7 +132,8 @@ def test_what_a_policy_keeps_waiting_for_reasons_of_its_own_makes_them_go_once()
 def test_no_routing_lets_trajectories_of_evaluations_keep_training_from_beginning(routing):
     s = scheduler("d0", sequences=8, kv=100, routing=routing, routing_args=ARGS.get(routing))
     s.handle(ev.StepBegun(at=0.0, step=1, groups=4))
-    ask(s, "g9.0.t0"), end(s, "g9.0.t0")
+    ask(s, "g9.0.t0")
+    s.handle(ev.TurnEnded(at=0.0, turn="g9.0.t0", tokens=10))
     s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g9.0", tokens=10))
     for i in range(5):
         ask(s, f"e0-{i}.0.t0")  # 20 tokens each: the whole engine
