@@ -362,14 +362,13 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         with local.locked(c.run_dir):
             echo(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
     with local.locked(c.run_dir):
-        if resume.is_finished(c.run_dir, c.trainer.steps):
+        if resume.is_finished(c.run_dir, c):
             early = resume.stopped_early(c.run_dir)
             steps = f"{c.trainer.steps} steps" if early is None else f"eval.stop, step {early}"
-            on = "" if early is None else "eval.stop.patience=0 and "
+            on = "a larger trainer.steps" if early is None else "another eval.stop.patience"
             echo(
                 console,
-                f"{c.run_dir} is finished ({steps}); {on}a larger trainer.steps trains on, "
-                "fresh=true starts over",
+                f"{c.run_dir} is finished ({steps}); {on} trains on, fresh=true starts over",
             )
             terminal.final_table(c.run_dir, console)
             return 0
@@ -407,7 +406,7 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     elif outcome.interrupted:
         echo(console, f"{c.name}: stopped; the same command continues it")
         terminal.show_cost(c.run_dir, console)
-    elif resume.is_finished(c.run_dir, c.trainer.steps):
+    elif resume.is_finished(c.run_dir, c):
         terminal.final_table(c.run_dir, console)
     return outcome.code
 

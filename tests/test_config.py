@@ -158,6 +158,7 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("eval.keep_best=true", ["eval.every=0", "eval.keep_best=true"]),
         ("eval=none eval.every=5 eval.keep_best=true", ["eval.episodes=0", "eval.sets"]),
         ("eval=beside deterministic=true", ["eval.beside=True", "deterministic=true"]),
+        ("eval=beside transfer.in_flight=finish", ["transfer.in_flight='finish'", "eval.beside"]),
         ("eval=beside colocate=true", ["eval.beside=True", "share in turn"]),
         ("+env@eval.sets.sums=calculator", ["eval.sets.sums.episodes", "missing"]),
         ("+env@eval.sets.a.b=calculator", ["eval.sets.a.b=", "no such key"]),

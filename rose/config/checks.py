@@ -300,6 +300,11 @@ def _check_eval(c: Config, need: Need) -> None:
         "false, with deterministic=true or devices that trainer and engines share in turn: "
         "evaluation and training would be one after the other anyway",
     )
+    need(
+        not e.beside or c.transfer.in_flight != "finish",
+        "transfer.in_flight",
+        "recompute or keep, with eval.beside=true: new weights would wait for evaluation turns",
+    )
 
 
 def _check_sandbox(c: Config, need: Need) -> None:

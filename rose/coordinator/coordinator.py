@@ -112,6 +112,7 @@ class Coordinator:
         self.evaluations = Evaluations(
             config, self.run_dir, self.rollouts, self.metrics.write, self._fault
         )
+        self.evaluations.lost(state.get("evaluating", []))
         self.cost = cost.Meter(config, self.run_dir, attempt, time.monotonic())
         self.stopped_early = ""  # why eval.stop ends the run before its last step
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
@@ -176,10 +177,14 @@ class Coordinator:
         await self._bring_up()
         self.exports.resume(self.step, self.trainers[0].store)
         while True:
-            if self.step >= self.config.trainer.steps:
+            last = self.config.trainer.steps
+            if self.step >= last:
                 self.rollouts.end()
-            await self._evaluate()
-            if self.step >= self.config.trainer.steps or self._stops_early():
+            await self._evaluate(last)
+            if self.step >= last:
+                break
+            if self._stops_early():
+                await self._evaluate(last=self.step)
                 break
             began = time.time()
             groups = await self._rollout()
@@ -309,16 +314,18 @@ class Coordinator:
             "scheduler": copy.deepcopy(self.scheduler.snapshot()),
             "failed_trajectories": self.rollouts.groups.failed,
             "engine_restarts": self.hub.engine_restarts,
+            "evaluating": self.evaluations.running,
         }
 
-    async def _evaluate(self) -> None:
-        """The held-out tasks, if that is due. With eval.beside only the last waits for them."""
-        last = self.step >= self.config.trainer.steps
-        beside = self.config.eval.beside and not last
+    async def _evaluate(self, last: int) -> None:
+        """The held-out tasks, if that is due. With eval.beside only those before the first and
+        after the `last` step are waited for."""
+        ends = self.step >= last
+        beside = self.config.eval.beside and self.step > 0 and not ends
         self.evaluations.collect()
-        if due := self.evaluations.due(self.step):
+        if due := self.evaluations.due(self.step, last):
             self.evaluations.begin(self.step, beside)
-        if self.evaluations.collect() or beside or not (due or last):
+        if self.evaluations.collect() or beside or not (due or ends):
             return
         self.live.update(phase="evaluating", step=self.step, waiting_for="")
         with self.recorder.timed("evaluate", step=self.step):
@@ -614,6 +621,6 @@ async def drive(coordinator: Coordinator) -> None:
     except Exception as error:
         await coordinator.dismiss(f"{type(error).__name__}: {error}")
         raise
-    asked = coordinator.config.trainer.steps if coordinator.stopped_early else coordinator.step
-    resume.mark_finished(coordinator.run_dir, coordinator.step, asked)
+    stopped = coordinator.config if coordinator.stopped_early else None
+    resume.mark_finished(coordinator.run_dir, coordinator.step, stopped)
     await coordinator.dismiss("the run is complete")

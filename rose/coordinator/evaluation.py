@@ -31,18 +31,33 @@ class Evaluations:
         write: Callable[[int, dict[str, Any]], None],
         on_fault: Callable[[str, str], None],
     ) -> None:
-        self._config, self._run_dir, self._rollouts = config, run_dir, rollouts
+        self._config, self._rollouts = config, rollouts
         self._write, self._on_fault = write, on_fault
         self._running: dict[int, list[str]] = {}  # step -> its groups
+        self._rows = rows_of(read_metrics(run_dir), "eval")
 
-    def due(self, step: int) -> bool:
+    @property
+    def running(self) -> list[int]:
+        """Steps whose evaluations run."""
+        return list(self._running)
+
+    def lost(self, steps: list[int]) -> None:
+        """What ran beside when the run was interrupted: weights of these steps are gone."""
+        for step in sorted(set(steps) - {row["step"] for row in self._rows}):
+            self._on_fault(
+                "evaluation lost",
+                f"step {step}: it ran beside training when the run ended; its checkpoint stays no "
+                "longer than others",
+            )
+            self._rollouts.forget(f"e{step}-")
+
+    def due(self, step: int, last: int) -> bool:
         """Not if a run that was interrupted right afterwards has it already."""
-        c = self._config
         return (
-            c.rollout.replay is None
-            and c.eval.due(step, c.trainer.steps)
+            self._config.rollout.replay is None
+            and self._config.eval.due(step, last)
             and step not in self._running
-            and step not in [row["step"] for row in rows_of(read_metrics(self._run_dir), "eval")]
+            and step not in [row["step"] for row in self._rows]
         )
 
     def begin(self, step: int, beside: bool) -> None:
@@ -75,7 +90,9 @@ class Evaluations:
             if all(name in self._rollouts.finished for name in names):
                 del self._running[step]
                 groups = self._rollouts.take_evaluated(names)
-                self._write(step, evaluation(groups, self._config, step))
+                row = {"step": step, **evaluation(groups, self._config, step)}
+                self._rows.append(row)
+                self._write(step, row)
         return not self._running
 
     def stop_reason(self) -> str:
@@ -83,8 +100,7 @@ class Evaluations:
         stop = self._config.eval.stop
         if not stop.patience:
             return ""
-        rows = read_metrics(self._run_dir)
-        count = held_out.without_gain(rows, stop.min_gain)
+        count = held_out.without_gain(self._rows, stop.min_gain)
         if count < stop.patience:
             return ""
         return (
@@ -97,5 +113,5 @@ class Evaluations:
         to be it."""
         if not self._config.eval.keep_best:
             return set()
-        best = held_out.best(read_metrics(self._run_dir))
+        best = held_out.best(self._rows)
         return {*self._running, *([best["step"]] if best else [])}

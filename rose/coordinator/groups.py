@@ -120,6 +120,10 @@ class Rollouts:
         """Finished groups of held-out tasks, which are forgotten here."""
         return [self.finished.pop(name) for name in names]
 
+    def forget(self, groups: str) -> None:
+        """Snapshots of an earlier attempt's groups, whose names begin so."""
+        self._hub.log.forget_all(groups)
+
     def take_scoring_failures(self) -> int:
         """Episodes without a score since this was asked, of evaluations, too."""
         failures, self.scoring_failures = self.scoring_failures, 0

@@ -200,6 +200,12 @@ class TurnLog:
         self._forgotten.append(trajectory)
         shutil.rmtree(self._snapshots / trajectory, ignore_errors=True)
 
+    def forget_all(self, beginning: str) -> None:
+        """Trajectories of earlier attempts whose names begin so; their turns go with those of
+        their version."""
+        for path in self._snapshots.glob(f"{beginning}*"):
+            self.forget(path.name)
+
     def trained(self, step: int, trajectories: list[str]) -> None:
         """They are part of `step`: once a checkpoint has that, nobody will ask for them."""
         self._trained[step] = trajectories

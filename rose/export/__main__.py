@@ -90,6 +90,7 @@ def _best(run: Path) -> int:
     print(
         f"step {step} is the best of {len(held_out.evaluated(rows))} evaluations: mean reward "
         f"{held_out.score(best):.3f}"
+        + (f", of weights up to {later} versions newer" if (later := held_out.later(best)) else "")
     )
     return step
 

@@ -98,20 +98,25 @@ def check(stored: Path, new: Config) -> None:
         )
 
 
-def mark_finished(run_dir: Path, steps: int, asked: int | None = None) -> None:
+def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> None:
     """The coordinator's last word: all `steps` training steps and the last evaluation are done and
-    saved. `asked`: of trainer.steps, where eval.stop has ended the run before them."""
+    saved. `stopped`: of a run whose eval.stop has ended it before trainer.steps."""
     path = _mark(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {"steps": steps, "asked": steps if asked is None else asked}
+    done: dict[str, Any] = {"steps": steps}
+    if stopped is not None:
+        done |= {"asked": stopped.trainer.steps, "stop": _stop(stopped)}
     files.write_whole(path, json.dumps(done).encode() + b"\n", sync=True)
 
 
-def is_finished(run_dir: Path, steps: int) -> bool:
-    """True if `run_dir` holds a run that finished with at least `steps` steps, or that was to have
-    as many and stopped early (eval.stop)."""
+def is_finished(run_dir: Path, c: Config) -> bool:
+    """True if `run_dir` holds a run that finished with at least trainer.steps, or that was to have
+    as many and stopped early by the same eval.stop."""
     done = _finished(run_dir)
-    return done is not None and done.get("asked", done["steps"]) >= steps
+    if done is None:
+        return False
+    stopped = done.get("stop", _stop(c)) == _stop(c) and done.get("asked", 0) >= c.trainer.steps
+    return stopped or done["steps"] >= c.trainer.steps
 
 
 def stopped_early(run_dir: Path) -> int | None:
@@ -121,7 +126,11 @@ def stopped_early(run_dir: Path) -> int | None:
     return done["steps"] if early else None
 
 
-def _finished(run_dir: Path) -> dict[str, int] | None:
+def _stop(c: Config) -> list[float]:
+    return [c.eval.stop.patience, c.eval.stop.min_gain]
+
+
+def _finished(run_dir: Path) -> dict[str, Any] | None:
     path = _mark(run_dir)
     return json.loads(path.read_text()) if path.exists() else None
 

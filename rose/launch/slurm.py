@@ -154,7 +154,7 @@ class Run:
         """Raises `RunFailed`."""
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
         with local.locked(self.run_dir):
-            if resume.is_finished(self.run_dir, c.trainer.steps):
+            if resume.is_finished(self.run_dir, c):
                 return "finished already"
             outcome = self._attempt(c)
         # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)

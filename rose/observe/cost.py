@@ -8,7 +8,7 @@ also where an online engine uses them besides; energy is that of the run's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -113,17 +113,21 @@ def dedicated(config: Config) -> int:
     return max(ranks, engines) if config.shares_devices else ranks + engines
 
 
-def of_attempts(run_dir: Path | str) -> dict[int, Cost]:
-    """Attempt -> what it cost so far. Raises OSError, `ValueError` for a damaged file."""
-    return {
-        int(path.stem.removeprefix("attempt-")): msgspec.json.decode(path.read_bytes(), type=Cost)
-        for path in sorted(_folder(run_dir).glob("attempt-*.json"))
-    }
+def of_attempts(run_dir: Path | str) -> tuple[dict[int, Cost], list[str]]:
+    """(attempt -> what it cost so far, each damaged file and why it is left out)."""
+    found, damaged = {}, []
+    for path in sorted(_folder(run_dir).glob("attempt-*.json")):
+        try:
+            one = msgspec.json.decode(path.read_bytes(), type=Cost)
+            found[int(path.stem.removeprefix("attempt-"))] = one
+        except (OSError, ValueError) as error:
+            damaged.append(f"{path} is damaged: {error}")
+    return found, damaged
 
 
-def total(run_dir: Path | str) -> Cost | None:
-    """Of all attempts; None before the first. Raises as `of_attempts`."""
-    found = list(of_attempts(run_dir).values())
+def total(attempts: Iterable[Cost]) -> Cost | None:
+    """Of all together; None of none."""
+    found = list(attempts)
     return sum(found[1:], found[0]) if found else None
 
 

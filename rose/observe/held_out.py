@@ -33,8 +33,14 @@ def score(row: Row) -> float:
 
 def best(rows: list[Row]) -> Row | None:
     """The evaluation with the highest score of those after a training step, of equal ones the
-    first."""
-    return max((row for row in evaluated(rows) if row["step"] > 0), key=score, default=None)
+    first that has no newer weights in it, else the first."""
+    after = (row for row in evaluated(rows) if row["step"] > 0)
+    return max(after, key=lambda row: (score(row), not later(row)), default=None)
+
+
+def later(row: Row) -> int:
+    """Versions by which its newest token's weights are newer than its step's."""
+    return row.get("eval_versions_later", 0)
 
 
 def without_gain(rows: list[Row], min_gain: float) -> int:

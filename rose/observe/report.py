@@ -179,13 +179,13 @@ def _result(evals: list[dict[str, Any]]) -> str:
     if not evals:
         return '<p class="empty">No held-out evaluation has finished yet.</p>'
     chosen = {"Before training": evals[0]} | ({"After training": evals[-1]} if evals[1:] else {})
-    best = max(evals[1:-1], key=lambda e: e["reward"] or 0.0, default=None)
+    best = max(evals[1:-1], key=lambda e: (e["reward"] or 0.0, not e["later"]), default=None)
     if best and (best["reward"] or 0.0) > (evals[-1]["reward"] or 0.0):
         chosen["Best"] = best
     most = [max(e["passes"]) for e in chosen.values() if e["passes"]]  # samples of a task
     rows = [
         [
-            f"{label} <span class=muted>(step {e['step']})</span>",
+            f"{label} <span class=muted>(step {e['step']}{_later(e['later'])})</span>",
             f"{e['rate']:.1%}",
             f"{e['low']:.1%} to {e['high']:.1%}",
             f"{e['successes']} of {e['n']}",
@@ -203,17 +203,19 @@ def _result(evals: list[dict[str, Any]]) -> str:
     return table(titles + ([f"pass@{max(most)}"] if most else []), rows)
 
 
+def _later(versions: int) -> str:
+    return f", weights up to {versions} versions newer" if versions else ""
+
+
 def _cost(run_dir: Path) -> dict[str, str]:
     """A section about what the run has cost, where it is known."""
-    try:
-        attempts = cost.of_attempts(run_dir)
-    except (OSError, ValueError) as error:
-        return {"Cost": f"<p class=empty>Unknown: {escape(str(error))}</p>"}
+    attempts, damaged = cost.of_attempts(run_dir)
+    unknown = "".join(f"<p class=empty>Unknown: {escape(one)}</p>" for one in damaged)
     if not attempts:
-        return {}
+        return {"Cost": unknown} if unknown else {}
     listed = {f"Attempt {number}": one for number, one in attempts.items()}
     if len(attempts) > 1:
-        listed["Together"] = cost.total(run_dir)
+        listed["Together"] = cost.total(attempts.values())
     rows = [
         [
             label,
@@ -224,7 +226,7 @@ def _cost(run_dir: Path) -> dict[str, str]:
         for label, one in listed.items()
     ]
     titles = ("", "Device-hours dedicated", "borrowed", "Tokens made", "by borrowed engines")
-    return {"Cost": table((*titles, "trained", "Energy, kWh"), rows)}
+    return {"Cost": table((*titles, "trained", "Energy, kWh"), rows) + unknown}
 
 
 def _points(difference: float) -> str:

@@ -112,6 +112,7 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         low, high = wilson_interval(successes * tasks / n, tasks)
         rates = {"rate": successes / n, "low": low, "high": high, "reward": row.get("eval_reward")}
         counts = {"step": row["step"], "n": n, "successes": successes, "tasks": tasks}
+        counts["later"] = int(row.get("eval_versions_later") or 0)
         result.append(counts | rates | {"passes": _passes(row)})
     return result
 

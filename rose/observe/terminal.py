@@ -241,11 +241,10 @@ def final_table(run_dir: Path | str, console: Console) -> None:
 
 def show_cost(run_dir: Path | str, console: Console) -> bool:
     """What the run has cost so far, in one line; False where nothing is known of it."""
-    try:
-        spent = cost.total(run_dir)
-    except (OSError, ValueError) as error:
-        echo(console, f"Cost unknown: {error}")
-        return False
+    attempts, damaged = cost.of_attempts(run_dir)
+    for one in damaged:
+        echo(console, f"Cost unknown: {one}")
+    spent = cost.total(attempts.values())
     if spent is not None:
         echo(console, f"Cost: {spent.text()}")
     return spent is not None

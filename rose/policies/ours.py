@@ -199,7 +199,8 @@ class EarliestFinish:
             raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
         self._speeds, self._lengths = Speeds(), Lengths()
-        self._begun: dict[str, None] = {}  # trajectories that have begun and not ended
+        # trajectories of training that have begun and not ended
+        self._begun: dict[str, None] = {}
         # KV tokens of all ready workers, and decisions until it is summed anew
         self._kv, self._look_in = (0, 0)
 
@@ -210,7 +211,7 @@ class EarliestFinish:
             self._begun.pop(event.trajectory, None)
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        if turn.trajectory not in self._begun and not self._fits_one_more(fleet):
+        if not self.lane(turn) and not self._fits_one_more(fleet):
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
         candidates = (
@@ -223,12 +224,14 @@ class EarliestFinish:
         else:
             worker = min(candidates, key=lambda w: self._score(turn, w, w is home))
         self._speeds.sent(turn, worker, worker is home)
-        self._begun[turn.trajectory] = None
+        if not turn.held_out:
+            self._begun[turn.trajectory] = None
         return worker
 
     def lane(self, turn: TurnState) -> bool:
-        """A trajectory that can't begin yet holds up none that has."""
-        return turn.trajectory in self._begun
+        """Whether it may go on: a trajectory that can't begin yet holds up none that has, and none
+        of an evaluation, whose turns make way."""
+        return turn.held_out or turn.trajectory in self._begun
 
     def _fits_one_more(self, fleet: Fleet) -> bool:
         self._look_in -= 1

@@ -105,7 +105,10 @@ class RoseRouting:
 
     def lane(self, turn: TurnState) -> str:
         """A trajectory that the cap lets wait holds up none that has begun; one that waits for a
-        worker with its own device, none that has its prefix on a cooperative worker."""
+        worker with its own device, none that has its prefix on a cooperative worker; and none of
+        training one of an evaluation, to which the cap doesn't apply."""
+        if turn.held_out:
+            return "held_out"
         where = self._where.get(turn.trajectory)
         return "new" if where is None else "lent" if where in self._lent else "own"
 
@@ -115,7 +118,8 @@ class RoseRouting:
             lent = fleet.least(turn, kind="cooperative")  # a safe one, if there is any
             others = [w for w in others if not w.revoked] + ([] if lent is None else [lent])
         where = self._where.get(turn.trajectory)
-        if where is None or where in self._lent and home is not None:
+        begins = where is None or where in self._lent and home is not None
+        if begins and not turn.held_out:
             others = [worker for worker in others if self._below_cap(turn, worker)]
         if not others:
             return home
@@ -245,7 +249,8 @@ class RoseRouting:
         self._leave(turn.trajectory)
         name = worker.worker
         self._where[turn.trajectory] = name
-        need = max(turn.kv_need, int(self._lengths.final))
+        # those of evaluations, which make way turn by turn, count for nothing
+        need = 0 if turn.held_out else max(turn.kv_need, int(self._lengths.final))
         self._need.setdefault(name, {})[turn.trajectory] = need
         self._held[name] = self._held.get(name, 0) + need
 

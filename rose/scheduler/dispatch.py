@@ -24,7 +24,7 @@ from rose.scheduler.events import AbortTurn, AssignTurn, Event
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.held_out import HeldOut
 from rose.scheduler.policies import Order, Routing, optional
-from rose.scheduler.state import UNBOUNDED, Cluster, TurnState, WorkerState
+from rose.scheduler.state import FREE, UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
 # turns of a lane that may find no place before the others of the lane aren't asked about either
@@ -49,7 +49,6 @@ class Dispatch:
         self._watched = TurnQueue()  # running turns that may move
         self._held_out = HeldOut(cluster, fleet)  # running turns of evaluations
         self._waiting_held_out = 0
-        self._vain = ""  # a training turn that evaluation turns made way for, and that still waits
         self._looked: Entry | None = None  # the last that a tick looked at
         self._freed = ""  # a worker that is not watched, and has lost a turn since the last round
         self._lanes: dict[Hashable, TurnQueue] = {}  # none of them empty
@@ -105,27 +104,38 @@ class Dispatch:
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
         """Turns that find a place now, in order, after those that make way for one."""
         actions = self._round(at, tick)
-        while turn := self._wants_room():
-            given = self._held_out.in_the_way(turn)
-            if not given:
-                break
+        while found := self._makes_way():
+            turn, given = found
             for other in given:
                 actions.append(AbortTurn(other.turn, other.worker, other.attempt, "training"))
                 self.take_back(other)
             actions += self._round(at)
-            if turn.worker is None:
-                self._vain = turn.turn
-                break
+            turn.vain = turn.worker is None
         return actions
 
-    def _wants_room(self) -> TurnState | None:
-        """The first training turn that waits, if no worker has room for it while evaluation turns
-        run."""
+    def _makes_way(self) -> tuple[TurnState, list[TurnState]] | None:
+        """The first training turn that no worker has room for, and evaluation turns whose end gives
+        it some. One that these can't help, or that they made way for in vain, holds up none of
+        smaller need; but workers that can hold it are kept for it, as in any round."""
         if not self._held_out or self._cluster.waiting == self._waiting_held_out:
             return None
         self._fleet.begin_round()
-        turn = min(lane.first()[0] for lane in self._lanes.values())[2]
-        return turn if turn.turn != self._vain and turn.kv_need > self._fleet.room() else None
+        heads, kept = self._heads(UNBOUNDED), FREE
+        while heads:
+            entry, name = heappop(heads)
+            turn = entry[2]
+            if turn.held_out:
+                return None
+            if turn.kv_need <= self._fleet.room():
+                continue  # the policy lets it wait, and those of smaller need
+            if not turn.vain:
+                if given := self._held_out.in_the_way(turn, kept):
+                    return turn, given
+                kept = min(kept, turn.kv_need)
+                self._fleet.keep_all(kept)
+            if following := self._lanes[name].first(turn.kv_need - 1, entry)[0]:
+                heappush(heads, (following, name))
+        return None
 
     def _round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
         """One that finds no place keeps what it asked for. A few running ones are asked about too:
@@ -223,6 +233,7 @@ class Dispatch:
     def _assign(self, turn: TurnState, worker: WorkerState, at: float) -> AssignTurn:
         turn.worker, turn.assigned_at, turn.progress_at = worker.worker, at, at
         turn.attempt += 1
+        turn.vain = False
         worker.hold(turn)
         if turn.held_out:
             self._held_out.add(turn)

@@ -23,7 +23,8 @@ class Action(msgspec.Struct, frozen=True, tag=True):
 # --------------------------------------------------------------------------- events
 
 
-Kind = Literal["dedicated", "cooperative", "spot", "serverless", "hybrid"]
+Borrowed = Literal["cooperative", "spot", "serverless"]
+Kind = Literal["dedicated", "hybrid", Borrowed]
 
 
 class WorkerJoined(Event):

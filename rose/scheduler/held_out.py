@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from rose.scheduler.events import Borrowed
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-LENT = ("cooperative", "spot", "serverless")  # kinds of workers that aren't the run's own
+BORROWED = get_args(Borrowed)
 
 
 class HeldOut:
@@ -30,16 +33,17 @@ class HeldOut:
     def borrowed(self, turn: TurnState) -> WorkerState | None:
         """A borrowed worker with room for it: where its prefix is cached, else the least loaded."""
         home = self._cluster.workers.get(self._cluster.home.get(turn.trajectory, ""))
-        if home is not None and home.kind in LENT and self._fleet.get(home.worker, turn):
+        if home is not None and home.kind in BORROWED and self._fleet.get(home.worker, turn):
             return home
-        found = (self._fleet.least(turn, kind=kind) for kind in LENT)
+        found = (self._fleet.least(turn, kind=kind) for kind in BORROWED)
         return min(filter(None, found), key=lambda worker: worker.load, default=None)
 
-    def in_the_way(self, turn: TurnState) -> list[TurnState]:
-        """The newest of one worker, as few as make room for `turn`; [] if that doesn't help."""
+    def in_the_way(self, turn: TurnState, kept: int) -> list[TurnState]:
+        """The newest of one worker, as few as make room for `turn`; [] if that doesn't help.
+        Workers that could hold a turn of `kept` KV tokens are kept for one."""
         for name in sorted(self._running):
             worker, given = self._cluster.workers[name], []
-            if name == turn.avoid or not self._fleet.is_ready(worker):
+            if name == turn.avoid or worker.holds >= kept or not self._fleet.is_ready(worker):
                 continue
             for other in reversed(self._running[name].values()):
                 given.append(other)

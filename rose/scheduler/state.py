@@ -35,6 +35,7 @@ class TurnState:
     stalls: int = 0
     moves: int = 0  # to faster workers
     held_out: bool = False  # of an evaluation
+    vain: bool = False  # evaluation turns made way for it, and it still waits
 
     @property
     def whole_kv_need(self) -> int:

@@ -79,14 +79,16 @@ def test_beside_training_every_step_is_trained_as_without_and_the_last_is_waited
     config, batching, seed, tmp_path
 ):
     wanted = config("eval.beside=true", "eval.every=1", f"scheduler/batching={batching}")
-    phases = set()
+    phases = {}
 
     def watch(coordinator):
-        running = bool(coordinator.rollouts.groups.running_in(Phase.EVAL))
-        phases.add((coordinator.live.status.phase, running))
+        for group in coordinator.rollouts.groups.running_in(Phase.EVAL):
+            step = int(group.removeprefix("e").partition("-")[0])
+            phases.setdefault(step, set()).add(coordinator.live.status.phase)
 
     _, peer = peers.run(wanted, tmp_path, seed=seed, watch=watch)
-    assert len(peer.trained) == STEPS and ("rollout", True) in phases
+    assert len(peer.trained) == STEPS and phases[1] & {"rollout", "train", "sync"}
+    assert phases[0] == phases[STEPS] == {"evaluating"}
     rows = evaluations(tmp_path)
     assert rows[-1]["step"] == STEPS and rows[-1]["eval_versions_later"] == 0
     left_out = [r for r in read_metrics(tmp_path) if r.get("what") == "evaluation left out"]
@@ -96,6 +98,19 @@ def test_beside_training_every_step_is_trained_as_without_and_the_last_is_waited
 
 def score_of(folder):
     return {row["step"]: held_out.score(row) for row in evaluations(folder)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_early_stop_waits_for_what_runs_beside_and_evaluates_its_last_weights(
+    config, seed, tmp_path
+):
+    wanted = config("trainer.steps=40", "eval.every=2", "eval.beside=true", "eval.stop.patience=1")
+    coordinator, peer = peers.run(wanted, tmp_path, seed=seed)
+    rows = evaluations(tmp_path)
+    assert coordinator.stopped_early and max(peer.trained) == coordinator.step < 40
+    assert rows[-1]["step"] == coordinator.step and rows[-1]["eval_versions_later"] == 0
+    begun = {int(g[1:].partition("-")[0]) for g in peer.seed_of_group if g.startswith("e")}
+    assert begun == {row["step"] for row in rows}, "none is thrown away"
 
 
 def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp_path):
@@ -110,9 +125,11 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
     for before in range(4, len(scores)):
         assert max(scores[before - 3 : before]) > max(scores[: before - 3]), "no earlier"
     assert steps_of(tmp_path) == [last]
-    resume.mark_finished(tmp_path, last, asked=40)
-    assert resume.is_finished(tmp_path, 40) and not resume.is_finished(tmp_path, 41)
-    assert resume.stopped_early(tmp_path) == last
+    resume.mark_finished(tmp_path, last, wanted)
+    assert resume.is_finished(tmp_path, wanted) and resume.stopped_early(tmp_path) == last
+    for other in ("trainer.steps=41", "eval.stop.patience=4", "eval.stop.min_gain=0.1"):
+        on = ("trainer.steps=40", "eval.every=1", "eval.stop.patience=3", other)
+        assert not resume.is_finished(tmp_path, config(*on)), other
 
 
 @pytest.mark.parametrize("beside", ["true", "false"])
@@ -141,3 +158,24 @@ def test_a_run_that_is_stopped_in_an_evaluation_beside_makes_it_again(config, tm
     assert checkpoint.step_of(saved) == 2
     peers.run(wanted, tmp_path, attempt=2, resume_from=saved)
     assert {0, 2, 6} <= set(score_of(tmp_path))
+
+
+def test_what_an_evaluation_beside_loses_at_a_restart_is_told(config, tmp_path):
+    wanted = config("eval.beside=true")
+    left = tmp_path / "snapshots" / "e2-0.0"
+    left.mkdir(parents=True)
+
+    def one_step_after(coordinator):
+        coordinator.mailbox.running.pop("e2-0.0", None)  # its environment takes long
+        running = coordinator.rollouts.groups.running_in(Phase.EVAL)
+        return coordinator.step == 3 and "e2-0" in running
+
+    with pytest.raises(Stopped):
+        peers.run(wanted, tmp_path, stop_when=one_step_after)
+    saved = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(saved) == 3 and 2 not in score_of(tmp_path)
+    assert left.exists()
+    peers.run(wanted, tmp_path, attempt=2, resume_from=saved)
+    lost = [r["detail"] for r in read_metrics(tmp_path) if r.get("what") == "evaluation lost"]
+    assert len(lost) == 1 and lost[0].startswith("step 2:") and not left.exists()
+    assert set(score_of(tmp_path)) == {0, 4, 6}

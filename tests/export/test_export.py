@@ -111,8 +111,10 @@ def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, c
     code, said, _ = main(capsys, run.run, "--best", "--out", tmp_path / "best")
     assert code == 0 and "step 2 is the best of 3 evaluations: mean reward 0.750" in said
     assert same(loaded(tmp_path / "best"), run.weights_of[2])
-    metrics.write(7, {"kind": "eval", "eval_n": 1, "eval_successes": 1, "eval_reward": 1.0})
-    code, _, err = main(capsys, run.run, "--best", "--out", tmp_path / "gone")
+    best = {"eval_successes": 1, "eval_reward": 1.0, "eval_versions_later": 2}
+    metrics.write(7, {"kind": "eval", "eval_n": 1} | best)
+    code, said, err = main(capsys, run.run, "--best", "--out", tmp_path / "gone")
+    assert "reward 1.000, of weights up to 2 versions newer" in said
     assert code == 1 and "step 7 can't be had" in err and "eval.keep_best=true" in err
     metrics.truncate(after_step=0)
     metrics.close()

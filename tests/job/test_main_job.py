@@ -53,7 +53,7 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     assert all(0 <= row["eval_pass_at_2/sums"] <= 1 for row in evals)
     assert evals[1]["eval_versions_later"] == 0
     assert [row["lr"] / steps[0]["lr"] for row in steps] == pytest.approx([1, 2 / 3, 1 / 3])
-    spent = cost.total(job.run)
+    spent = cost.total(cost.of_attempts(job.run)[0].values())
     assert spent.trained == sum(row["tokens"] for row in steps) < spent.made
     assert spent.dedicated_s > 4 * sum(row["time_step"] for row in steps) and not spent.borrowed_s
     assert job.said.splitlines()[-1] == f"Cost: {spent.text()}"

@@ -417,10 +417,10 @@ def test_a_run_that_stopped_early_is_finished_and_says_how_it_goes_on(launch, ma
     c = make_config()
     c.run_dir.mkdir(parents=True)
     configuration.save(c, c.run_dir / "config.json")
-    resume.mark_finished(c.run_dir, 12, asked=c.trainer.steps)
+    resume.mark_finished(c.run_dir, 12, c)
     code, out, _ = launch()
     assert code == 0 and "is finished (eval.stop, step 12)" in out
-    assert "eval.stop.patience=0 and a larger trainer.steps" in out
+    assert "another eval.stop.patience trains on" in out
 
 
 def test_the_run_of_another_configuration_is_not_continued(launch, make_config):

@@ -158,9 +158,10 @@ def test_an_earlier_run_is_moved_aside_not_lost(tmp_path):
     assert [(tmp_path / f"run.old-{n}" / "metrics").read_text() for n in (1, 2)] == ["a", "b"]
 
 
-def test_a_finished_run_with_more_steps_asked_for_is_not_finished(tmp_path):
+def test_a_finished_run_with_more_steps_asked_for_is_not_finished(make_config, tmp_path):
     resume.mark_finished(tmp_path, 30)
-    assert resume.is_finished(tmp_path, 30) and not resume.is_finished(tmp_path, 31)
+    assert resume.is_finished(tmp_path, make_config("trainer.steps=30"))
+    assert not resume.is_finished(tmp_path, make_config("trainer.steps=31"))
 
 
 def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(

@@ -29,14 +29,14 @@ def test_devices_are_counted_while_they_are_there_over_all_attempts(meter, tmp_p
     first.tick(100.0 + 3600, borrowed=2, made=MADE)
     first.trained(250.0)
     first.write()
-    found = cost.total(tmp_path)
+    found = cost.total(cost.of_attempts(tmp_path)[0].values())
     assert found.device_hours == pytest.approx((5.0, 1.0)) and found.kwh is None
     assert (found.made, found.made_borrowed, found.trained) == (400, 100, 250)
     second = meter(2, "trainer.ranks=2", "rollout.workers=3")
     second.energy({"GPU-a": 5e6})
     second.energy({"GPU-a": 5e6 + 3.6e6})
     second.tick(100.0 + 3600, borrowed=0, made=MADE)  # which writes
-    found = cost.total(tmp_path)
+    found = cost.total(cost.of_attempts(tmp_path)[0].values())
     assert found.device_hours == pytest.approx((10.0, 1.0)) and found.attempts == 2
     assert found.kwh == pytest.approx(1.0) and found.made == 800
     assert found.text() == (
@@ -70,7 +70,14 @@ def test_the_last_line_the_report_and_rose_state_have_it(meter, tmp_path, monkey
     assert "Device-hours dedicated" in page and "<th scope=row>Attempt 1</th><td>6</td>" in page
     monkeypatch.setattr(sys, "argv", ["rose state", str(tmp_path)])
     assert state.main() == 0 and "Cost: 6 device-hours" in capsys.readouterr().out
-    (tmp_path / "status" / "cost" / "attempt-001.json").write_text("{")
+    meter(2).write()
+    (tmp_path / "status" / "cost" / "attempt-002.json").write_text("{")
+    page, code, said = build_report(tmp_path).read_text(), state.main(), capsys.readouterr().out
+    assert (
+        "<th scope=row>Attempt 1</th><td>6</td>" in page and "attempt-002.json is damaged" in page
+    )
+    assert code == 0 and "Cost: 6 device-hours" in said and "attempt-002.json is damaged" in said
+    (tmp_path / "status" / "cost" / "attempt-001.json").unlink()
     assert "Unknown:" in build_report(tmp_path).read_text()
     assert state.main() == 2 and "Cost unknown" in capsys.readouterr().out
 

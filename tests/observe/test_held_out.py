@@ -5,6 +5,8 @@ from itertools import combinations
 import pytest
 
 from rose.observe import held_out
+from rose.observe.metrics import MetricsWriter
+from rose.observe.report import build_report
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (5, 2), (6, 6), (8, 3)])
@@ -34,6 +36,11 @@ def rows(*rewards, every=5):
 
 def test_the_best_is_the_first_of_the_highest_after_a_step():
     assert held_out.best(rows(0.9, 0.2, 0.5, 0.5, 0.1))["step"] == 10
+    beside = rows(0.9, 0.5, 0.5, 0.5)
+    beside[1]["eval_versions_later"], beside[2]["eval_versions_later"] = 2, 0
+    assert held_out.best(beside)["step"] == 10, "of equal ones one without newer weights"
+    beside[1]["eval_reward"] = 0.6
+    assert held_out.best(beside)["step"] == 5 and held_out.later(held_out.best(beside)) == 2
     assert held_out.best(rows(0.9, None)) is None and held_out.best([]) is None
 
 
@@ -51,3 +58,14 @@ def test_the_best_is_the_first_of_the_highest_after_a_step():
 )
 def test_evaluations_without_gain_are_counted_since_the_best_before_them(rewards, min_gain, count):
     assert held_out.without_gain(rows(*rewards), min_gain) == count
+
+
+def test_the_report_says_which_evaluations_have_newer_weights_in_them(tmp_path):
+    metrics = MetricsWriter(tmp_path, tensorboard=False)
+    for row in rows(0.1, 0.5, 0.5, 0.2):
+        later = 2 if row["step"] == 5 else 0
+        metrics.write(row["step"], row | {"eval_successes": 0, "eval_versions_later": later})
+    assert "(step 10)" in build_report(tmp_path).read_text(), "the best without newer weights"
+    metrics.write(5, rows(0, 0.6)[1] | {"eval_successes": 0, "eval_versions_later": 2})
+    metrics.close()
+    assert "(step 5, weights up to 2 versions newer)" in build_report(tmp_path).read_text()

@@ -1,7 +1,18 @@
 """Turns of evaluations: behind all of training, on borrowed workers first, and never in its way."""
 
+import pytest
+
+from rose.policies.registry import POLICIES
 from rose.scheduler import events as ev
 from tests.scheduler.test_scheduler import end, join, make
+
+ARGS = {
+    "cache_affine": {"imbalance": 1.0},
+    "earliest_finish": {"chunk_tokens": 8192},
+    "libra": {"limits": [5000], "shares": [0.5, 0.5]},
+    "rollart": {"hardware": {}, "default": ""},
+    "seer": {"chunk_tokens": 8192},
+}
 
 
 def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
@@ -115,3 +126,45 @@ def test_what_a_policy_keeps_waiting_for_reasons_of_its_own_makes_them_go_once()
     assert [type(a).__name__ for a in first] == ["AbortTurn", "AssignTurn"]
     assert placed(first) == {"e0-1.0.t0": "d0"}
     assert s.handle(ev.Tick(at=1.0)) == [] and ask(s, "g1.0.t0") == []
+
+
+@pytest.mark.parametrize("routing", POLICIES["routing"])
+def test_no_routing_lets_trajectories_of_evaluations_keep_training_from_beginning(routing):
+    s = scheduler("d0", sequences=8, kv=100, routing=routing, routing_args=ARGS.get(routing))
+    s.handle(ev.StepBegun(at=0.0, step=1, groups=4))
+    ask(s, "g9.0.t0")
+    s.handle(ev.TurnEnded(at=0.0, turn="g9.0.t0", tokens=10))
+    s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g9.0", tokens=10))
+    for i in range(5):
+        ask(s, f"e0-{i}.0.t0")  # 20 tokens each: the whole engine
+    for i in range(2, 5):
+        end(s, f"e0-{i}.0.t0")  # their tools run
+    assert placed(ask(s, "g0.0.t0")) == {"g0.0.t0": "d0"}
+    for i in range(1, 4):
+        assert placed(ask(s, f"g{i}.0.t0"))[f"g{i}.0.t0"] == "d0"
+    for i in range(4):
+        end(s, f"g{i}.0.t0")
+    assert s.waiting == 0, "they go on when training leaves them room"
+
+
+def test_a_large_turn_that_they_cannot_help_holds_up_none_that_they_can():
+    s = scheduler("d0", "s0", sequences=8, kv=100)
+    lent = {"kv_tokens": 50, "max_sequences": 8, "expected_s": 0.0, "revoked": False}
+    s.handle(ev.WorkerCapacity(at=0.0, worker="s0", **lent))
+    ask(s, "e0-0.0.t0", new=40), ask(s, "g0.0.t0", new=60)
+    assert ask(s, "g1.0.t0", new=80) == [], "of 90 tokens: it waits for g0"
+    assert ask(s, "g2.0.t0", new=30) == [
+        ev.AbortTurn("e0-0.0.t0", "s0", 1, "training"),
+        ev.AssignTurn("g2.0.t0", "s0", 1),
+    ], "s0 can't hold g1, whatever makes way"
+    assert ask(s, "g3.0.t0", new=30) == []
+
+
+def test_a_turn_that_they_made_way_for_in_vain_holds_up_none_of_smaller_need():
+    s = scheduler("d0", sequences=2)
+    choose = s._queue._choose
+    s._queue._choose = lambda turn, *state: None if turn.group == "g0" else choose(turn, *state)
+    ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
+    assert ask(s, "g0.0.t0")[0] == ev.AbortTurn("e0-1.0.t0", "d0", 1, "training")
+    assert placed(ask(s, "g1.0.t0", new=5)) == {"g1.0.t0": "d0"}
+    assert s.handle(ev.Tick(at=1.0)) == []

@@ -133,7 +133,7 @@ class Lender:
 
     def _is_finished(self) -> bool:
         try:
-            return resume.is_finished(self.run_dir, settings.of_run(self.run_dir, []).trainer.steps)
+            return resume.is_finished(self.run_dir, settings.of_run(self.run_dir, []))
         except ConfigError:
             return False
 
