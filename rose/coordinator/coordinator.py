@@ -150,6 +150,7 @@ class Coordinator:
             await tasks.run_until(self._tick(), self._ended(), self._stopped())
         except Stopped:
             self.hub.log.stopped()
+            self.training.stop()
             self._stepping.cancel()
             deadline_s = resume.stop_s(self.run_dir, self.config.cluster) / 2
             try:

@@ -31,6 +31,8 @@ class Siblings:
         self._send = send
         self._groups: dict[str, dict[str, _Turn]] = {}  # group -> turn
         self._have: dict[str, dict[str, int]] = {}  # worker -> turn -> bytes of it that are there
+        # worker -> group, once it has held a turn of it -> turns with tokens that it may lack
+        self._new: dict[str, dict[str, dict[str, None]]] = {}
         self._ended: dict[str, list[str]] = {}  # worker -> groups that it doesn't know to be over
 
     def got(self, request: p.TurnRequest, worker: str, tokens: bytes) -> None:
@@ -41,6 +43,9 @@ class Siblings:
             turn = group[request.turn] = _Turn(request.tokens[-BEFORE:])
         turn.tokens += tokens
         self._have.setdefault(worker, {})[request.turn] = len(turn.tokens)
+        for name, new in self._new.items():
+            if name != worker and request.group in new:
+                new[request.group][request.turn] = None
 
     def closed(self, request: p.TurnRequest) -> None:
         """It gets no more."""
@@ -55,26 +60,36 @@ class Siblings:
             for turn in gone:
                 have.pop(turn, None)
             self._ended.setdefault(worker, []).append(group)
+        for new in self._new.values():
+            new.pop(group, None)
 
     def forget(self, worker: str) -> None:
         """It is gone, or has started again."""
         self._have.pop(worker, None)
+        self._new.pop(worker, None)
         self._ended.pop(worker, None)
 
     def flush(self, worker: str, rank: int, groups: Iterable[str]) -> None:
         """Send `worker`, which holds turns of `groups`, what it lacks; at most `MOST` bytes, the
         rest the next time."""
         have, room, spans = self._have.setdefault(worker, {}), MOST, []
+        of_groups = self._new.setdefault(worker, {})
         for group in groups:
-            for name, turn in self._groups.get(group, {}).items():
-                start = have.get(name, 0)
-                new = len(turn.tokens) - start
-                if room <= 0 or new < (LEAST if turn.open else 1):
-                    continue
-                tokens = bytes(turn.tokens[start : start + room])
-                spans.append(p.SiblingTurn(name, start // 4, turn.before, tokens))
-                have[name] = start + len(tokens)
-                room -= len(tokens)
+            turns = self._groups.get(group, {})
+            new = of_groups.get(group)
+            if new is None and turns:
+                new = of_groups[group] = dict.fromkeys(turns)
+            for name in list(new or ()):
+                turn, start = turns[name], have.get(name, 0)
+                lacks = len(turn.tokens) - start
+                if room > 0 and lacks >= (LEAST if turn.open else 1):
+                    tokens = bytes(turn.tokens[start : start + room])
+                    spans.append(p.SiblingTurn(name, start // 4, turn.before, tokens))
+                    have[name] = start + len(tokens)
+                    room -= len(tokens)
+                    lacks -= len(tokens)
+                if not lacks:
+                    del new[name]
         ended = self._ended.pop(worker, [])
         if spans or ended:
             self._send(rank, p.SiblingTurns(spans, ended))

@@ -23,7 +23,8 @@ from rose.trainer.batching import plan_batch, train_messages
 
 Group = list[p.Trajectory]
 # Micro-batches of a rank in a round, about: a stop saves the last step, and waits for the round
-# before. Smaller rounds would fill their micro-batches less.
+# before. Smaller rounds would fill their micro-batches less. A round is one group at least, however
+# large.
 ROUND = 4
 
 
@@ -43,6 +44,7 @@ class Training:
         algorithm = algorithms.build(config.algorithm.name, config.algorithm.args)
         # whether what trajectories share is trained in the first of them alone
         self._once: bool = getattr(algorithm, "trains_segments", False)
+        self._stopping = False
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
@@ -58,6 +60,10 @@ class Training:
         """It will be one of the step's groups in any case."""
         self._waiting[name] = group
         self._go_on()
+
+    def stop(self) -> None:
+        """The run ends: no further round is ahead of what the ranks are told now."""
+        self._stopping = True
 
     def received(self, message: p.TrainedAhead) -> None:
         if message.step == self._step:
@@ -102,7 +108,7 @@ class Training:
             self._since = None
 
     def _go_on(self) -> None:
-        if self._waiting and not self._at_work:
+        if self._waiting and not self._at_work and not self._stopping:
             self._since, self._at_work = time.time(), set(self._ranks)
             self._round(self._next(), more=True)
 

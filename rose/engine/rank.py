@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from rose.transfer.store import edge_name
 HEARTBEAT_S = 1.0
 STOP_DEADLINE_S = 5.0
 PROGRESS_S = 0.1  # between two messages of a turn: what a lost worker costs, against their price
+HINTS = 32  # `SiblingTurns` (a quarter MiB at most) that wait for an engine: of more, the newest
 DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
 
 
@@ -81,6 +83,10 @@ class RolloutWorker:
         self._load_tasks: set[asyncio.Task] = set()
         if not (config.shares_devices and self.dedicated):
             self._has_device.set()
+        # what siblings' turns got, and groups that ended, until an engine is told
+        self._hints: deque[list[p.SiblingTurn]] = deque(maxlen=HINTS)
+        self._groups_ended: list[str] = []
+        self._hinted = asyncio.Event()
         self._ends = False
         # an ended turn's last tokens are still wanted: it goes on elsewhere
         self._hands_back = False
@@ -102,6 +108,7 @@ class RolloutWorker:
 
     def _services(self) -> list[Coroutine]:
         own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
+        own.append(self._pass_hints_on())
         return own + ([self._broadcast.receive()] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
@@ -245,7 +252,9 @@ class RolloutWorker:
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
                 case p.SiblingTurns():
-                    self._tasks.spawn(self._learn_siblings(message))
+                    self._hints.append(message.turns)
+                    self._groups_ended += message.ended
+                    self._hinted.set()
                 case p.Shutdown(reason):
                     self.dismissed = reason
                     return
@@ -319,17 +328,24 @@ class RolloutWorker:
         finally:
             self._turns.pop((m.turn, m.attempt), None)
 
-    async def _learn_siblings(self, m: p.SiblingTurns) -> None:
-        """Only drafts depend on it: an engine that is not up, or dies over it, needs none."""
-        engine = self.engine
-        if engine is None or not engine.alive or not engine.drafts_of_groups:
-            return
-        try:
-            spans = [(turn.turn, turn.start, turn.before, turn.tokens) for turn in m.turns]
-            await engine.learn_siblings(spans, m.ended)
-        except Exception:
-            if not await self._died(engine):
-                raise
+    async def _pass_hints_on(self) -> None:
+        """One call at a time: what comes meanwhile is the next one. Only drafts depend on it: an
+        engine that is not up, or dies over it, needs none."""
+        while True:
+            await self._hinted.wait()
+            self._hinted.clear()
+            turns, ended = [turn for some in self._hints for turn in some], self._groups_ended
+            self._hints.clear()
+            self._groups_ended = []
+            engine = self.engine
+            if engine is None or not engine.alive or not engine.drafts_of_groups:
+                continue
+            try:
+                spans = [(turn.turn, turn.start, turn.before, turn.tokens) for turn in turns]
+                await engine.learn_siblings(spans, ended)
+            except Exception:
+                if not await self._died(engine):
+                    raise
 
     async def _load(self, m: p.LoadVersion) -> None:
         engine, incarnation = self.engine, self.incarnation

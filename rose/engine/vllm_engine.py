@@ -342,8 +342,8 @@ class Engine(Activation, Staging):
 
     async def learn_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]):
         """Take what siblings' turns have got on other engines, as `GroupProposer.feed` has it, and
-        forget the groups `ended`."""
-        await self._worker("rose_siblings", RPC_TIMEOUT_S, spans, ended)
+        forget the groups `ended`. However long it takes: no engine is ended over drafts."""
+        await self._worker("rose_siblings", None, spans, ended)
 
     # ------------------------------------------------------------------ weights
 
@@ -427,7 +427,7 @@ class Engine(Activation, Staging):
             self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S
         )
 
-    async def _worker(self, method: str, timeout_s: float, *args) -> list:
+    async def _worker(self, method: str, timeout_s: float | None, *args) -> list:
         """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one
         of them raised."""
         try:
@@ -519,7 +519,7 @@ class Engine(Activation, Staging):
         self._open.set()  # turns that wait for it see that it is gone
         self._llm.output_processor.propagate_error(EngineDeadError())
 
-    async def _call(self, coroutine, timeout_s: float):
+    async def _call(self, coroutine, timeout_s: float | None):
         """Await a call into the engine, but not beyond its death or `timeout_s`: a process that
         hangs so long is ended, as another one can be started in its place. Raises `EngineDied`, or
         what the engine raised."""

@@ -74,7 +74,8 @@ class Batching(Protocol):
     """Optional, too: `published(version) -> list[Action]`: weights of the version are out;
     `trajectory_ended(trajectory, group) -> list[Action]`; the group is "" if the trajectory had no
     turn; and `certain() -> list[str]`: finished groups that the step which waits for its batch will
-    train in any case, without which a step that streams gets them all at its end."""
+    train in any case, without which a step that streams gets them all at its end. The event that
+    completes the batch adds a group that was not certain before it: no batch was sent whole."""
 
     # the most versions from a group's admission to the step that trains it; 0: groups are on-policy
     staleness: int

@@ -223,8 +223,8 @@ class DeepSpeedEngine:
     def _scaled(self, by: float) -> Iterator[None]:
         """ZeRO divides gradients by a loss scale, at any stage and wherever they are, as it takes
         their norm and clips them. Without ZeRO they are scaled where they lie."""
-        optimizer = self.engine.optimizer
         if self.settings.zero_stage:
+            optimizer = self.engine.optimizer
             before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / by
             try:
                 yield
@@ -232,11 +232,9 @@ class DeepSpeedEngine:
                 optimizer.loss_scale = before
             return
         if by != 1.0:
-            # bfloat16 has DeepSpeed's float32 sums
-            sums = getattr(optimizer, "fp32_groups_gradients_flat", None)
-            own = (p.grad for p in self.policy.parameters() if p.grad is not None)
-            for gradient in sums if sums is not None else own:
-                gradient.mul_(by)
+            for parameter in self.policy.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(by)
         yield
 
     def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:

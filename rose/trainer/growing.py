@@ -6,8 +6,8 @@ tokens are known. An advantage needs its group only. A weight that is normalised
 common: as groups come, all weights shrink alike. So each round's rows get their weights in the unit
 of the first round, whose weights are the algorithm's own for the groups that it had; the sum of
 gradients is in that unit, too; and `scale` turns it into the whole batch's, once, before it is
-clipped and applied. That is the gradient of the batch at once, up to the order of the sum. An
-algorithm of which it isn't true is found out by its numbers, in each round.
+clipped and applied. In float32 that is the gradient of the batch at once, up to the order of the
+sum. An algorithm of which it isn't true is found out by its numbers, in each round.
 """
 
 from __future__ import annotations

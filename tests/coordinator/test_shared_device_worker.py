@@ -19,12 +19,13 @@ DEADLINE_S = 120.0
 class FakeEngine:
     """Keeps what was asked of it, of all engines, in `log`."""
 
-    log, starting = [], None
+    log, starting, drafts_of_groups = [], None, True
     hardware, kv_tokens, pid = "cpu", 100, 4242
 
     def __init__(self, args):
         self.args, self.version, self.asleep, self.alive = args, -1, False, True
         self.died = asyncio.get_running_loop().create_future()
+        self.learns = asyncio.Event()
 
     @classmethod
     async def start(cls, folder, settings, model, **_):
@@ -59,6 +60,10 @@ class FakeEngine:
         self.log.append(f"load {version}")
         self.version = version
         return SimpleNamespace(nbytes=1, route=[], mirrored=0, pause_s=0.0)
+
+    async def learn_siblings(self, spans, ended):
+        self.log.append(([turn for turn, *_ in spans], ended))
+        await self.learns.wait()
 
     async def shutdown(self):
         pass
@@ -181,6 +186,34 @@ def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_
         assert not (await world.told(p.DeviceChanged, 2)).awake
 
     assert play(scene) == ["start", "up", "start", "up", "sleep"]
+
+
+def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):
+    def hint(world, number):
+        turn = p.SiblingTurn(f"t{number}", 0, b"", b"")
+        world.inbox.put_nowait(p.SiblingTurns([turn], [f"g{number}"]))
+
+    async def calls(count):
+        while len(FakeEngine.log) < 2 + count:
+            await asyncio.sleep(0.001)
+
+    async def scene(world):
+        world.tell(p.Wake)
+        await world.told(p.DeviceChanged)
+        hint(world, 0)
+        await calls(1)
+        for number in range(1, rollout.HINTS + 2):
+            hint(world, number)
+        while not world.inbox.empty():
+            await asyncio.sleep(0.001)
+        FakeEngine.last.learns.set()
+        await calls(2)
+
+    kept, ended = range(2, rollout.HINTS + 2), range(1, rollout.HINTS + 2)
+    assert play(scene)[2:] == [
+        (["t0"], ["g0"]),
+        ([f"t{i}" for i in kept], [f"g{i}" for i in ended]),
+    ]
 
 
 def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):

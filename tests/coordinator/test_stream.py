@@ -55,14 +55,19 @@ def test_a_run_that_stops_with_groups_trained_ahead_repeats_the_step(config, tmp
 
 
 def test_a_stop_saves_the_last_step_while_groups_of_the_next_are_trained(config, tmp_path):
-    made = config("synchronous", *STREAM, "trainer.checkpoint_every=100")
+    made, seen = config("synchronous", *STREAM, "trainer.checkpoint_every=100"), []
 
     def stop(coordinator):
+        seen[:] = [coordinator.training]
         return coordinator.step == 2 and bool(coordinator.training._at_work)
 
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, stop_when=stop)
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
+    [training] = seen
+    training._at_work.clear()
+    training.add("late", [trajectory("late.0")])
+    assert not training._at_work, "ranks that save, or end, are given no round"
 
 
 def trajectory(name: str) -> p.Trajectory:
@@ -122,6 +127,16 @@ def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch)
     training.received(p.TrainedAhead(1, 0))
     training.received(p.TrainedAhead(1, 1))
     assert len(orders(training, 5)) == 4, "nothing waits"
+
+
+def test_a_run_that_stops_sends_no_more_rounds(training):
+    for name in ("g0", "g1"):
+        training.add(name, [trajectory(f"{name}.{i}") for i in range(2)])
+    training.stop()
+    for rank in range(2):
+        training.received(p.TrainedAhead(1, rank))
+    training.add("g2", [trajectory("g2.0")])
+    assert len(orders(training, 5)) == 1
 
 
 def test_a_rank_may_have_nothing_to_do_in_a_round(training):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config import Draft
+from rose.engine import vllm_engine
 from rose.engine.vllm_engine import Engine
 from tests.engine.conftest import make_model
 from tests.engine.test_vllm_engine import (
@@ -167,12 +168,13 @@ def steps_of(loop, engine, name: str) -> tuple[list[int], int]:
 
 
 def test_what_a_sibling_got_elsewhere_is_drafted_and_greedy_turns_stay_as_they_are(
-    loop, engine_with
+    loop, engine_with, monkeypatch
 ):
     engine = engine_with("group")
     wanted, alone = steps_of(loop, engine_with("none"), "g5.0.t0#1")
     packed = protocol.pack_tokens(wanted)
     before = protocol.pack_tokens(PROMPT[-16:])
+    monkeypatch.setattr(vllm_engine, "RPC_TIMEOUT_S", 0.0)  # ends engines, but not over hints
     loop.run_until_complete(engine.learn_siblings([("g5.0.t0", 0, before, packed)], []))
     tokens, fed = steps_of(loop, engine, "g5.1.t0#1")
     assert tokens == wanted and fed < alone / 3

@@ -174,6 +174,16 @@ def test_shares_are_between_0_and_1(key, value):
         build("turn_grpo", ARGS | {key: value})
 
 
+def test_groups_of_which_nobody_spoke_are_taken_like_the_batch_that_they_come_in():
+    silent, whole = [[[], []]], [[[], []], [[0.5, 1.0], [0.0, -1.0]]]
+    algorithm, first = build("turn_grpo", ARGS), summary(silent)
+    first = Summary(
+        first.rewards.float(), first.groups, first.response_tokens, first.truncated, None
+    )
+    got = algorithm.advantages(first)
+    assert torch.equal(got, algorithm.advantages(summary(whole))[:2, :1])
+
+
 def test_a_trajectory_without_a_turn_has_nothing_to_train_and_spoils_nothing():
     some = summary([[[0.5, 1.0], [0.0, -1.0], []]])
     got = build("turn_grpo", ARGS).advantages(some)

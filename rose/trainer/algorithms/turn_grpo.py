@@ -22,6 +22,7 @@ groups of turns that stand in the same state, which environments would have to n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -50,8 +51,10 @@ class TurnGrpo(Grpo):
         """(N, K) float32, 0 in the turn's term where a trajectory has no such turn. Raises
         `ValueError` for a trajectory without rewards of turns."""
         rewards = summary.turn_rewards
+        if rewards is None:
+            rewards = summary.rewards.new_full((len(summary.rewards), 1), math.nan).double()
         spoke = summary.response_tokens > 0  # where no prompt fits the context there is no turn
-        if rewards is None or (rewards.isnan().all(1) & spoke).any():
+        if (rewards.isnan().all(1) & spoke).any():
             raise ValueError(
                 "algorithm=turn_grpo: the batch has trajectories without rewards of turns"
             )
