@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from rose.config import read_shape
 from rose.engine import adapter, plugin
 from rose.engine.layout import EMBEDDINGS, LocalSlice, slices
 from rose.transfer import codec
-from rose.transfer.base import compare
+from rose.transfer.base import Base, compare
 from rose.transfer.changes import LEAST
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, check_type
@@ -75,6 +76,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._wanted = False  # whether what is being staged will be flipped
         self._handover = threading.Lock()  # of what was staged, to who flips it
         self._receiver: Receiver | None = None
+        self._below = ""  # fingerprint of an adapter's base that the live weights were found to be
         parallel = vllm_config.parallel_config
         self._rank = parallel.rank % parallel.tensor_parallel_size
         self._status: dict[str, Any] = {"state": "idle"}
@@ -121,7 +123,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
         self._live = self._receiver = self._staged = None
-        self._held, self._status = (None, INITIAL), {"state": "idle"}
+        self._held, self._status, self._below = (None, INITIAL), {"state": "idle"}, ""
 
     def finish_weight_update(self) -> None:
         """Flip what is staged, if anything; then it is read back and compared, while generation
@@ -157,6 +159,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._receiver is None or self._receiver.where != (info.store, info.mirror):
                 if self._receiver is not None:
                     self._receiver.close()
+                    self._receiver = None  # the next one can be refused
                 self._receiver = Receiver(
                     info.store, info.mirror, info.token_file, self._places, self._live
                 )
@@ -234,9 +237,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         places, filled = place_blocks(plan, local, live)
         if plan.base is not None:
-            below = Live(adapter.base(self.model))
-            of_base, _ = place_blocks(plan.base, local, below)
-            compare(plan.base, of_base, below, self._staging.threads, self.model_config.model)
+            if plan.base.fingerprint != self._below:
+                self._compare(plan.base, local)
             return places
         for parameter, count in filled.items():
             wanted = live.matrices[parameter].numel()
@@ -247,3 +249,11 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"parameter {parameter}"
                 )
         return places
+
+    def _compare(self, base: Base, local: Callable[..., LocalSlice | None]) -> None:
+        """See `rose.transfer.base.compare`; once is enough while the live weights stay."""
+        info, live = self._staging, Live(adapter.base(self.model))
+        places, _ = place_blocks(base, local, live)
+        folder, end = self.model_config.model, time.monotonic() + info.timeout_s
+        compare(base, places, live, info.threads, folder, lambda: self._wanted, end)
+        self._below = base.fingerprint

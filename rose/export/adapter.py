@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ class Merged:
         self.adapter, self.source, self.base = adapter, source, None
         self.where = f"{adapter.where}, merged into {source}"
         self.tensors = adapter.base.tensors
-        self._parts = {t.name: t for t in adapter.tensors}
+        self._below = adapter.base.digests()
         self._files = _files(source)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
@@ -59,48 +60,49 @@ class Merged:
         values: dict[str, torch.Tensor] = {}
         digests: dict[str, Digests] = {}
         for tensor in tensors:
-            value = self._below(tensor)
+            value = self._frozen(tensor)
             at = tensor.name.removesuffix("weight")
-            parts = [self._parts.get(f"{at}lora_{kind}.weight") for kind in "AB"]
-            if parts[0] is not None:
-                a, b = self._sound(parts)
+            a, b = (self._parts.get(f"{at}lora_{kind}.weight") for kind in "AB")
+            if a is not None:
                 value = (value.float() + b.float() @ a.float()).to(value.dtype)
             values[tensor.name] = value.contiguous()
             patterns = patterns_of(value.reshape(-1))
             digests[tensor.name] = [
                 (block, digest_of(patterns, block, tensor.columns))
-                for block, _ in self.adapter.base.of(tensor.name)
+                for block, _ in self._below[tensor.name]
             ]
         return values, digests
 
     def culprit(self, block: Block) -> str:
         return "the file that was written"
 
-    def _below(self, tensor: Tensor) -> torch.Tensor:
+    def _frozen(self, tensor: Tensor) -> torch.Tensor:
         path = self.source / self._files.get(tensor.name, WHOLE)
         try:
             with safe_open(path, "pt") as file:
                 value = file.get_tensor(tensor.name).to(DTYPES[tensor.dtype])
         except (OSError, SafetensorError) as error:
             raise Missing(f"{path}: {tensor.name}: {error}") from None
-        digests = self.adapter.base.of(tensor.name)
-        if versions.differing(patterns_of(value.reshape(-1)), tensor, digests) is not None:
+        patterns = patterns_of(value.reshape(-1))
+        if versions.differing(patterns, tensor, self._below[tensor.name]) is not None:
             raise TransferError(
                 f"{path}: {tensor.name} is not what the adapter was trained beside: it is for "
                 "another base model; give the run's own with --base"
             )
         return value
 
-    def _sound(self, parts: list[Tensor]) -> list[torch.Tensor]:
-        values, digests = self.adapter.read(parts)
-        for part in parts:
+    @cached_property
+    def _parts(self) -> dict[str, torch.Tensor]:
+        """The whole adapter, which is small, read and compared once."""
+        values, digests = self.adapter.read(self.adapter.tensors)
+        for part in self.adapter.tensors:
             found = patterns_of(values[part.name].reshape(-1))
             if (bad := versions.differing(found, part, digests[part.name])) is not None:
                 raise Corrupted(
                     f"{self.adapter.culprit(bad)}: {part.name} is not what the engines had: its "
                     "xxh3-128 differs; the file is damaged"
                 )
-        return [values[part.name] for part in parts]
+        return values
 
 
 def _files(source: Path) -> dict[str, str]:

@@ -183,8 +183,9 @@ class DeepSpeedEngine:
         return self.engine.module
 
     def models(self) -> list[Policy]:
-        """The policy, and the reference if there is one."""
-        return [self.policy, *([self.reference.policy] if self.reference else [])]
+        """The policy, and the reference where it is a model of its own."""
+        own = isinstance(self.reference, Reference)
+        return [self.policy, *([self.reference.policy] if own else [])]
 
     def __call__(
         self,
@@ -279,15 +280,14 @@ class DeepSpeedEngine:
 
     def states(self) -> Iterator[torch.Tensor]:
         """Weights, and what the optimizer updates and keeps."""
-        yield from self.policy.parameters()
+        for model in self.models():
+            yield from model.parameters()
         # torch's, within ZeRO's
         optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         for group in optimizer.param_groups:
             yield from group["params"]
         for state in optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
-        if self.reference is not None:
-            yield from self.reference.states()
 
     def hold_reference(self, folder: Path | str) -> None:
         """Read the model of `folder` once more, as the frozen reference of the KL penalty. An

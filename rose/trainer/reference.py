@@ -10,7 +10,7 @@ the policy is, else each rank holds all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,29 +47,21 @@ class Reference:
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         return self._forward(inputs, targets, mask, tree and tree.to(self.device))[0]
 
-    def states(self) -> Iterator[Tensor]:
-        """The reference's weights, which leave the device with the trainer's own."""
-        yield from self.policy.parameters()
-
 
 class BelowAdapter:
     """The reference where an adapter is trained: the policy itself without it. `forward`: the
     trainer's own."""
 
     def __init__(self, policy: Policy, forward: Callable[..., tuple[Tensor, Tensor]]):
-        self.policy, self._forward = policy, forward
+        self._hf, self._forward = policy.hf, forward
 
     @torch.no_grad()
     def logprobs(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
     ) -> Tensor:
         """As `Reference.logprobs`."""
-        with adapter.left_out(self.policy.hf):
+        with adapter.left_out(self._hf):
             return self._forward(inputs, targets, mask, tree)[0]
-
-    def states(self) -> Iterator[Tensor]:
-        """None of its own."""
-        yield from ()
 
 
 def penalty(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:

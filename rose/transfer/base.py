@@ -4,6 +4,7 @@ on its own disk, as hashes, in the plan of the adapter's store.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,13 +23,12 @@ class Base(msgspec.Struct, frozen=True):
     hashes: list[str]  # xxh3-128 of each block's patterns, in hex
     fingerprint: str  # of all tensors' patterns, one after the other, however they are cut
 
-    def of(self, name: str) -> list[tuple[Block, bytes]]:
-        """The blocks of one tensor, and their digests."""
-        return [
-            (block, bytes.fromhex(digest))
-            for block, digest in zip(self.blocks, self.hashes, strict=True)
-            if self.tensors[block.tensor].name == name
-        ]
+    def digests(self) -> dict[str, list[tuple[Block, bytes]]]:
+        """The blocks of each tensor, by its name, and their digests."""
+        found: dict[str, list[tuple[Block, bytes]]] = {tensor.name: [] for tensor in self.tensors}
+        for block, digest in zip(self.blocks, self.hashes, strict=True):
+            found[self.tensors[block.tensor].name].append((block, bytes.fromhex(digest)))
+        return found
 
 
 def measure(
@@ -60,10 +60,28 @@ def digest_of(patterns: np.ndarray, block: Block, columns: int) -> bytes:
     return hasher.digest()
 
 
-def compare(base: Base, places: Mapping[int, Place], live: Live, threads: int, folder: str) -> None:
-    """Raises `TransferError` unless the live parameters, read from `folder`, are these weights."""
+def compare(
+    base: Base,
+    places: Mapping[int, Place],
+    live: Live,
+    threads: int,
+    folder: str,
+    wanted: Callable[[], bool],
+    end: float,
+) -> None:
+    """Raises `TransferError` unless the live parameters, read from `folder`, are these weights; or
+    when, before a block, `wanted` says no or `time.monotonic()` is past `end`."""
 
     def same(number: int) -> bool:
+        if not wanted():
+            raise TransferError(
+                f"the comparison of {folder} with the trainer's base model is not wanted any more"
+            )
+        if time.monotonic() > end:
+            raise TransferError(
+                f"{folder} was not compared with the trainer's base model within "
+                "transfer.load_timeout_s; raise it, or look at what slows this machine"
+            )
         with live.aside():
             found = xxhash.xxh3_128_hexdigest(live.read(places[number]).data.cast("B"))
         return found == base.hashes[number]

@@ -40,22 +40,30 @@ class _Patience:
     """No turn ends before the first new weights have come, however long that takes on a busy
     machine."""
 
+    awaited = 1  # new weights
+
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._most, self._flipped = self.max_num_scheduled_tokens, False
+        self._most, self._flips = self.max_num_scheduled_tokens, 0
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        self._flipped = self._flipped or pause_state is PauseState.UNPAUSED
+        self._flips += pause_state is PauseState.UNPAUSED
         super().set_pause_state(pause_state)
 
     def schedule(self, *args, **kwargs):
-        waits = not self._flipped and any(r.num_tokens >= WAITS_AT for r in self.running)
+        waits = self._flips < self.awaited and any(r.num_tokens >= WAITS_AT for r in self.running)
         self.max_num_scheduled_tokens = 0 if waits else self._most
         return super().schedule(*args, **kwargs)
 
 
 class PatientScheduler(_Patience, AsyncScheduler):
     """For engines whose steps overlap, or could."""
+
+
+class TwicePatientScheduler(PatientScheduler):
+    """For engines that load a version before the turn."""
+
+    awaited = 2
 
 
 class PlainPatientScheduler(_Patience, Scheduler):

@@ -1,10 +1,12 @@
 """vLLM's own LoRA under ROSE's versions: exact against PEFT, in place, only beside its own base."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 import torch
+from relays import TOKEN, Running
 from transformers import AutoModelForCausalLM
 
 from rose import protocol
@@ -14,8 +16,18 @@ from rose.engine import layout
 from rose.trainer import adapter
 from rose.trainer.model import load
 from rose.transfer import TransferError
+from rose.transfer.live import Live
+from rose.transfer.source import Folder
 from rose.transfer.store import edge_name
-from tests.engine.test_vllm_engine import PROMPTS, reference, settings, trainers, turn, turns
+from tests.engine.test_vllm_engine import (
+    DEADLINE_S,
+    PROMPTS,
+    reference,
+    settings,
+    trainers,
+    turn,
+    turns,
+)
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
@@ -114,7 +126,8 @@ def test_two_tensor_parallel_workers_take_their_parts(start, loop, folders, tmp_
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in_flight):
-    engine = start("Qwen3", lora=ALL)
+    twice = {"scheduler_cls": "tests.engine.schedulers.TwicePatientScheduler"}
+    engine = start("Qwen3", engine_args=twice, lora=ALL)
     first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
     world = world_of(tmp_path / "store", folders["Qwen3"], first)
     world.publish(0)
@@ -124,7 +137,7 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in
     loop.run_until_complete(load(0, str(world.store), settings()))
 
     async def flipped() -> tuple[list, list, list]:
-        sampling = protocol.Sampling(max_new_tokens=150, temperature=1.0, seed=None)
+        sampling = protocol.Sampling(max_new_tokens=150, temperature=0.0)
         tokens, logprobs, versions, loading = [], [], [], None
         async for chunk in engine.generate("t", protocol.pack_tokens(PROMPTS[0]), sampling):
             tokens += chunk.tokens
@@ -137,14 +150,18 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in
         await loading
         return tokens, logprobs, versions
 
-    tokens, logprobs, versions = loop.run_until_complete(flipped())
-    assert versions == sorted(versions) and versions[0] == 0
+    tokens, logprobs, versions = loop.run_until_complete(asyncio.wait_for(flipped(), DEADLINE_S))
+    assert versions == sorted(versions) and set(versions) == {0, 1}
     old = versions.count(0)
-    wanted = reference(first.hf, PROMPTS[0], tokens)[1][:old]
-    np.testing.assert_allclose(logprobs[:old], wanted, atol=1e-4)
-    if in_flight == "recompute" and old < len(tokens):
-        wanted = reference(second.hf, PROMPTS[0], tokens)[1][old:]
-        np.testing.assert_allclose(logprobs[old:], wanted, atol=1e-4)
+    before, by_first = reference(first.hf, PROMPTS[0], tokens)
+    assert tokens[:old] == before[:old]
+    np.testing.assert_allclose(logprobs[:old], by_first[:old], atol=1e-4)
+    if in_flight == "recompute":
+        chosen, wanted = reference(second.hf, PROMPTS[0], tokens)
+        assert tokens[old:] == chosen[old:]
+        np.testing.assert_allclose(logprobs[old:], wanted[old:], atol=1e-4)
+    else:  # by the new adapter, on the old one's KV cache
+        assert tokens[old:] != before[old:]
     after = loop.run_until_complete(turn(engine, "after", PROMPTS[1]))
     assert after["tokens"] == reference(second.hf, PROMPTS[1], after["tokens"])[0]
 
@@ -153,6 +170,7 @@ def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
     start, loop, folders, tmp_path
 ):
     engine = start("Qwen3", lora=ALL)
+    load = engine.load_version
     other = AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
@@ -168,7 +186,68 @@ def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
     with pytest.raises(TransferError, match="versions are whole models, and this .* with trainer"):
         loop.run_until_complete(engine.load_version(0, str(whole.store), settings()))
     assert loop.run_until_complete(engine.checksum()) == before and engine.version == -1
-    mine = world_of(tmp_path / "mine", folders["Qwen3"], policy_of(folders["Qwen3"], ALL, 1))
+    first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
+    mine = world_of(tmp_path / "mine", folders["Qwen3"], first)
     mine.publish(0)
-    loop.run_until_complete(engine.load_version(0, str(mine.store), settings()))
-    assert engine.version == 0
+    mine.weights = published(second)
+    mine.publish(1)
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    relayed = settings(relay_token_file=str(token))
+    relay = Running(Folder(mine.store), tmp_path / "cache")
+    try:
+        loop.run_until_complete(load(0, relay.url, relayed))
+        with pytest.raises(TransferError, match="another base model"):
+            loop.run_until_complete(load(0, str(world.store), settings()))
+        assert engine.version == 0
+        loaded = loop.run_until_complete(load(1, relay.url, relayed))
+    finally:
+        relay.stop()
+    assert loaded.route == [edge_name(1, 0)]
+    agrees(second, loop.run_until_complete(turns(engine)))
+
+
+def test_the_base_is_compared_once_and_no_longer_than_somebody_waits(
+    start, loop, folders, tmp_path, monkeypatch
+):
+    began, go, read = tmp_path / "began", tmp_path / "go", Live.read
+
+    def held(live, place):
+        if "lora" not in place.parameter:
+            with began.open("a") as file:
+                file.write(f"{place.parameter}\n")
+            while not go.exists():
+                time.sleep(0.01)
+        return read(live, place)
+
+    monkeypatch.setattr(Live, "read", held)  # before the fork: the engine has it too
+    engine = start("Qwen3", lora=ALL)
+    load = engine.load_version
+    policy = policy_of(folders["Qwen3"], ALL, 1)
+    mine, again = (world_of(tmp_path / name, folders["Qwen3"], policy) for name in ("one", "two"))
+    mine.publish(0)
+    again.publish(0)
+    blocks = len(mine.plan.base.blocks)
+
+    def compared() -> int:
+        return len(began.read_text().splitlines())
+
+    async def cancelled() -> None:
+        loading = asyncio.ensure_future(load(0, str(mine.store), settings()))
+        while not began.exists():
+            await asyncio.sleep(0.01)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        go.touch()
+        await load(0, str(mine.store), settings())
+
+    loop.run_until_complete(asyncio.wait_for(cancelled(), DEADLINE_S))
+    assert compared() == 1 + blocks, "the block at which it was cancelled, then all"
+    loop.run_until_complete(load(0, str(again.store), settings()))
+    assert compared() == 1 + blocks
+    loop.run_until_complete(engine.deactivate())
+    loop.run_until_complete(engine.activate())
+    loop.run_until_complete(load(0, str(mine.store), settings()))
+    assert compared() == 1 + 2 * blocks, "its memory was given back meanwhile"

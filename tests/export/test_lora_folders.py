@@ -9,15 +9,24 @@ from safetensors.torch import load_file, save_file
 from rose import config as configuration
 from rose.config import ConfigError
 from rose.export.folder import export
+from rose.export.weights import StoreWeights
 from rose.trainer.adapter import base_of
 from rose.transfer import TransferError
 from tests.transfer.worlds import World, same
 
 MIB = 2**20
 GENERATOR = torch.Generator().manual_seed(5)
-QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-BELOW = {f"{QUERY}.weight": (8, 6), f"{DOWN}.weight": (6, 10), "model.norm.weight": (6,)}
-ADAPTER = {f"{QUERY}.lora_A.weight": (2, 6), f"{QUERY}.lora_B.weight": (8, 2)}
+QUERIES = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+BELOW = {
+    **{f"{query}.weight": (8, 6) for query in QUERIES},
+    "model.layers.0.mlp.down_proj.weight": (6, 10),
+    "model.norm.weight": (6,),
+}
+ADAPTER = {
+    f"{query}.lora_{kind}.weight": shape
+    for query in QUERIES
+    for kind, shape in (("A", (2, 6)), ("B", (8, 2)))
+}
 
 
 def drawn(shapes) -> dict[str, torch.Tensor]:
@@ -68,14 +77,19 @@ def test_the_adapter_is_written_as_peft_has_them(lora_run, tmp_path):
 
 @pytest.mark.parametrize("shard_bytes", [MIB, 100])
 def test_merged_matrices_are_computed_in_float32_and_others_are_the_bases(
-    lora_run, tmp_path, shard_bytes
+    lora_run, tmp_path, shard_bytes, monkeypatch
 ):
+    reads, read = [], StoreWeights.read
+    monkeypatch.setattr(StoreWeights, "read", lambda *args: reads.append(args) or read(*args))
     done = export(lora_run.run, 1, tmp_path / "home", shard_bytes, merge=True)
-    a, b = (lora_run.weights[f"{QUERY}.lora_{kind}.weight"].float() for kind in "AB")
-    name = f"{QUERY}.weight"
-    merged = (lora_run.below[name].float() + b @ a).bfloat16()
+    merged = {}
+    for query in QUERIES:
+        a, b = (lora_run.weights[f"{query}.lora_{kind}.weight"].float() for kind in "AB")
+        name = f"{query}.weight"
+        merged[name] = (lora_run.below[name].float() + b @ a).bfloat16()
     found = {n: t for path in done.out.glob("*.safetensors") for n, t in load_file(path).items()}
-    assert same(found, lora_run.below | {name: merged})
+    assert same(found, lora_run.below | merged)
+    assert len(reads) == 1, "the adapter is read once, whatever the matrices and shards"
     assert json.loads((done.out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (done.out / "tokenizer.json").exists() and not done.adapter
     assert (done.shards == 1) is (shard_bytes == MIB)

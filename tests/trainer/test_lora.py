@@ -91,6 +91,7 @@ def test_the_adapter_loss_gradient_and_kl_equal_the_plain_loop_over_peft(world):
         assert moved > 1e-4 and (start[name].abs().max() > 0) == ("lora_A" in name)
         np.testing.assert_allclose(trained[name], values, rtol=0, atol=2e-3 * float(moved))
     assert reports[0]["parameters"] == sum(t.numel() for t in expected.values())
+    assert reports[0]["models"] == 1, "the reference is the policy without its adapter"
 
 
 def test_the_plan_has_the_hashes_of_the_models_folder_however_it_is_shared(world, tmp_path):

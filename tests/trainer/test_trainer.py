@@ -194,6 +194,7 @@ def test_kl_penalty_and_advantages_of_turns_equal_the_plain_loop(
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert metrics["reference_kl"] * metrics["tokens"] == pytest.approx(plain.kl, abs=1e-4)
     assert abs(loss - other) > 1e-4  # the penalty is part of what was compared
+    assert reports[0]["models"] == 2
     # weights, Adam's two moments and the reference leave the device together
     for report in reports:
         assert min(report["gone"]) > 0.8 * 16 * report["parameters"] / ranks

@@ -349,6 +349,7 @@ def main(job: dict, rank: int) -> None:
     )
     report: dict = {
         "parameters": trainer.engine.parameters,
+        "models": len(trainer.engine.models()),
         "metrics": [],
         "errors": [],
         "limits_s": limits_s(),

@@ -1,5 +1,7 @@
 """An adapter's store: hashes of the base below it, and versions that begin with zeros."""
 
+import math
+
 import pytest
 import torch
 
@@ -24,10 +26,10 @@ def measured(weights, dtype=torch.bfloat16, cuts=CUTS):
     )
 
 
-def compared(base, weights) -> None:
+def compared(base, weights, wanted=lambda: True, end=math.inf, threads=2) -> None:
     live = Live({name: values.to(torch.bfloat16) for name, values in weights.items()})
     plan = Plan(FORMAT, "", 1, base.tensors, base.blocks)
-    compare(base, whole(plan, live), live, 2, "/models/mine")
+    compare(base, whole(plan, live), live, threads, "/models/mine", wanted, end)
 
 
 def test_a_base_is_known_by_its_bits_in_the_engines_dtype():
@@ -43,12 +45,27 @@ def test_a_base_is_known_by_its_bits_in_the_engines_dtype():
             compared(base, other)
 
 
+def test_a_comparison_ends_once_nobody_wants_it_or_its_time_is_up(monkeypatch):
+    base, read, reads = measured(BELOW), Live.read, []
+    monkeypatch.setattr(Live, "read", lambda *args: reads.append(args) or read(*args))
+    compared(base, BELOW)
+    assert len(reads) == len(base.blocks) > 3
+    reads.clear()
+    answers = iter([True, True])
+    with pytest.raises(TransferError, match="/models/mine with the trainer's base .* not wanted"):
+        compared(base, BELOW, wanted=lambda: next(answers, False), threads=1)
+    assert len(reads) == 2
+    with pytest.raises(TransferError, match="/models/mine was not compared .*load_timeout_s"):
+        compared(base, BELOW, end=-math.inf)
+    assert len(reads) == 2
+
+
 def test_its_fingerprint_is_the_same_however_it_is_cut():
     base, uncut = measured(BELOW), measured(BELOW, cuts={})
     assert base.fingerprint == uncut.fingerprint and len(base.blocks) > len(uncut.blocks)
     changed = BELOW | {"norm": BELOW["norm"] + 1}
     assert measured(changed).fingerprint != base.fingerprint
-    assert [block.tensor for block, _ in base.of("layer.weight")] == [1, 1]
+    assert [block.tensor for block, _ in base.digests()["layer.weight"]] == [1, 1]
 
 
 def test_readers_of_an_adapter_begin_with_zeros(tmp_path):
