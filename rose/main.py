@@ -55,7 +55,9 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     peers = split_by_role(world, me.role)
     rank_status.mark_joined(run_dir, attempt, me.rank)
     mailbox = Mailbox(world)
-    resume_from = share_text(world, _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None)
+    found = _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None
+    what = "the coordinator's word on where to resume"
+    resume_from = share_text(world, found, config.cluster.start_timeout_s, what)
     if me.rank != COORDINATOR:
         mailbox.send(
             COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname())

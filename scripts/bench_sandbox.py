@@ -1,12 +1,13 @@
 """Sandboxes: starts and turns, what killed ones come back to by policy, crowds, branches, looks.
 
-    python scripts/bench_sandbox.py [--only starts looks recovery crowd branch] [--think 2]
+    python scripts/bench_sandbox.py [--only starts looks recovery crowd branch costs] [--think 2]
 
 starts     a turn is the builtin `:`, so that its time is overhead; beside it a plain bash
 looks      the inspector's look at a turn, by how many files were made before
 recovery   killed at every turn of three episodes, restored and played to the end
 crowd      1, 8 and 32 sandboxes at once, with thinking
 branch     sandboxes after an episode's last turn, from its checkpoint and by replaying its commands
+costs      what conf/sim/sandboxes/*.yaml have of an episode
 
 Milliseconds unless it says otherwise, medians and 95th percentiles. `--think`: seconds that an agent
 thinks between two turns; killed runs are played on without.
@@ -33,16 +34,19 @@ from bench_sandbox_policies import (
     crowd,
     kill_at_each_turn,
     play,
+    restoring,
+    saves,
 )
 from rich.console import Console
 from rich.table import Table
 
 from rose.sandbox import Sandbox, SandboxError, Spec
-from rose.sandbox.inspector import Inspector
+from rose.sandbox.inspector import NONE, Inspector
 from rose.sandbox.probe import close
 
 WAIT_S = 60.0
 LOOKS = 50
+RESTORES = 5
 FOLDERS = (0, 20, 200)  # of a hundred files each
 
 
@@ -172,12 +176,30 @@ async def branches(args: argparse.Namespace) -> Table:
     return table
 
 
+async def costs(args: argparse.Namespace) -> Table:
+    """A turn's seconds by kind have the look in them, which the simulator counts apart."""
+    title = "turns by what is captured: share, milliseconds, bytes in the store"
+    table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
+    for episode in EPISODES:
+        classified = await saves(episode, CLASSIFIED, args.think)
+        (full,) = await saves(episode, FULL, args.think)
+        look = next((each.seconds for each in classified if each.kind == NONE), 0.0)
+        for each in classified:
+            row = f"{each.share:.3f}", f"{look * 1e3:.1f}", f"{(each.seconds - look) * 1e3:.1f}"
+            table.add_row(episode.name, each.kind, *row, f"{each.stored:,.0f}")
+        took, size = await restoring(episode, RESTORES)
+        row = "1.000", "", f"{full.seconds * 1e3:.1f}", f"{full.stored:,.0f}"
+        table.add_row(episode.name, FULL, *row, f"{took * 1e3:.1f}, {size:,} bytes")
+    return table
+
+
 PARTS = {
     "starts": starts,
     "looks": looks,
     "recovery": recovery,
     "crowd": crowds,
     "branch": branches,
+    "costs": costs,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from bench_sandbox_episodes import Episode
 from rose.sandbox import Sandbox, SandboxError, Spec
 from rose.sandbox.checkpointer import CLASSIFIED, FULL, Checkpointer, restore
 from rose.sandbox.engine import Engine
-from rose.sandbox.inspector import FILES
+from rose.sandbox.inspector import FILES, NONE, PROCESS
 
 WAIT_S = 120.0
 KEPT = 1000  # turns of a sandbox: all
@@ -175,3 +176,61 @@ async def branch(episode: Episode, ways: int) -> tuple[float, float]:
                 taken.append(time.monotonic() - began)
                 await asyncio.gather(*(box.close() for box in boxes))
             return taken[0], taken[1]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Of the turns that were captured as `kind`: their share of all, the median of the seconds, and
+    the mean of the bytes that were new to the store."""
+
+    kind: str
+    share: float
+    seconds: float
+    stored: float
+
+
+async def saves(episode: Episode, policy: str, think_s: float) -> list[Save]:
+    """What the turns of an episode cost, by what was captured."""
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        async with engine_in(Path(folder)) as engine, await Sandbox.start(Spec()) as box:
+            keeper = await begin(box, engine, "bench", policy)
+            made: dict[str, list[tuple[float, float]]] = {NONE: [], FILES: [], PROCESS: []}
+            for turn, text in enumerate(episode.turns, 1):
+                await command(box, text)
+                before, stored = dict(keeper.stats), engine.counters.stored_bytes
+                await keeper.after_turn(turn)
+                await keeper.settled(turn)
+                await asyncio.sleep(think_s)
+                took = keeper.stats["seconds"] - before["seconds"]
+                (kind,) = (k for k in made if keeper.stats[k] > before[k])
+                made[kind].append((took, engine.counters.stored_bytes - stored))
+    return [
+        Save(
+            kind,
+            len(each) / len(episode.turns),
+            statistics.median(took for took, _ in each),
+            statistics.mean(stored for _, stored in each),
+        )
+        for kind, each in made.items()
+        if each
+    ]
+
+
+async def restoring(episode: Episode, times: int) -> tuple[float, int]:
+    """(median seconds, bytes to be read) of a restore after the episode's last turn, from a
+    checkpoint of all."""
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        async with engine_in(Path(folder)) as engine:
+            async with await Sandbox.start(Spec()) as box:
+                await play(box, episode, 0.0, None)
+                keeper = await begin(box, engine, "bench", FULL)
+                await keeper.after_turn(1)
+                await keeper.settled(1)
+                saved = keeper.saved(1)
+            took = []
+            for _ in range(times):
+                began = time.monotonic()
+                back = await restore(saved, engine)
+                took.append(time.monotonic() - began)
+                await back.box.close()
+            return statistics.median(took), engine.counters.stored_bytes

@@ -121,15 +121,19 @@ class Mailbox:
             self._sending.popleft()
 
 
-def share_text(comm: MPI.Comm, text: str | None, root: int = 0) -> str:
-    """Broadcast a short text at start-up, as bytes (mpi4py's own bcast would unpickle)."""
+def share_text(
+    comm: MPI.Comm, text: str | None, deadline_s: float, what: str, root: int = 0
+) -> str:
+    """The root's short text on every rank; collective. Raises `TimeoutError`, which names `what`,
+    when it does not come within `deadline_s` seconds. Who waits leaves the CPU to the root."""
     import numpy as np
 
     data = np.frombuffer((text or "").encode(), dtype=np.uint8)
     size = np.array([data.size], dtype=np.int64)
-    comm.Bcast(size, root=root)
+    end = time.monotonic() + deadline_s
+    _wait(comm.Ibcast(size, root=root), end, what)
     buffer = data.copy() if comm.Get_rank() == root else np.empty(int(size[0]), dtype=np.uint8)
-    comm.Bcast(buffer, root=root)
+    _wait(comm.Ibcast(buffer, root=root), end, what)
     return buffer.tobytes().decode()
 
 

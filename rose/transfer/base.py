@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,7 +15,9 @@ import xxhash
 
 from rose.transfer.blocks import Block, Cuts, Tensor, cut, take
 from rose.transfer.errors import TransferError
-from rose.transfer.live import Live, Place
+
+if TYPE_CHECKING:  # it brings torch, which not every reader of a store has use for
+    from rose.transfer.live import Live, Place
 
 
 class Base(msgspec.Struct, frozen=True):

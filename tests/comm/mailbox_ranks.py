@@ -65,7 +65,8 @@ found = mpi_process.unname(world)
 assert any(world.allgather(found)), "no shared memory was found: has MPICH changed its name?"
 assert not [name for names in world.allgather(found) for name in names if os.path.exists(name)]
 box = Mailbox(world)
-assert share_text(world, "résumé/step-1" if box.rank == 0 else None) == "résumé/step-1"
+text = "résumé/step-1"
+assert share_text(world, text if box.rank == 0 else None, 30.0, "the test's text") == text
 peers = split_by_role(world, p.Role.COORDINATOR if box.rank == 0 else p.Role.TRAINER)
 assert peers.Get_size() == (1 if box.rank == 0 else 2)
 gather = functools.partial(gather_texts, peers, deadline_s=30.0, what="the test's addresses")

@@ -462,9 +462,10 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
     assert "is not installed" in bare.stderr and "make train" in bare.stderr
 
 
-def test_training_imports_no_simulator_and_its_launcher_no_torch():
+def test_training_imports_no_simulator_and_who_computes_nothing_no_torch():
     words = (
-        "import sys, rose.front, rose.main; "
+        "import sys, rose.front, rose.main, rose.coordinator.coordinator, rose.trainer.checkpoint; "
+        "import rose.agent.rank, rose.agent.process; "
         "print([m for m in sys.modules if 'rose.sim' in m or m == 'torch'])"
     )
     done = subprocess.run(
