@@ -37,7 +37,8 @@ OWN_ARGUMENTS = (
     "api_server_count",
     "data_parallel_size",
 )
-OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
+# of vLLM, which rollout.engine_args may not set
+OTHER_WEIGHTS = ("quantization", "dtype", "moe_backend", "enable_eplb")
 NO_DRAFTS = (
     "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; a run's own engines, where "
@@ -127,9 +128,8 @@ def _check_values(c: Config, need: Need) -> None:
         need(
             name.replace("-", "_") not in OTHER_WEIGHTS,
             f"rollout.engine_args.{name}",
-            "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or "
-            "otherwise converted ones "
-            "can't be updated",
+            "the engine's weights are the trainer's bit for bit, in model.dtype and the trainer's "
+            "order: quantised or otherwise converted ones can't be updated",
         )
         need(
             c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
@@ -727,6 +727,11 @@ def _check_container(container: Container | None, need: Need) -> None:
 def check_model(c: Config, shape: ModelShape) -> None:
     """Checks that need the model's shape. Raises `ConfigError`."""
     lora = c.trainer.lora
+    if shape.experts and lora:
+        raise ConfigError(
+            f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "
+            f"{shape.experts} experts, whose weights are all trained: trainer.lora=null"
+        )
     for target in lora.targets if lora else ():
         if lora.rank > (least := min(shape.projections[target])):
             raise ConfigError(
@@ -746,11 +751,15 @@ def check_model(c: Config, shape: ModelShape) -> None:
             f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
             f"key-value heads of model {c.model.name}"
         )
-    if shape.intermediate % tp:
+    by_expert = bool(shape.experts) and c.rollout.engine_args.get("enable_expert_parallel", False)
+    width, what = shape.intermediate, "intermediate size"
+    if shape.experts:
+        width, what = shape.expert_intermediate, "intermediate size of an expert,"
+    if by_expert:
+        width, what = shape.experts, "number of experts (enable_expert_parallel),"
+    if width % tp:
         raise ConfigError(
-            f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} "
-            "of "
-            f"model {c.model.name}"
+            f"rollout.tensor_parallel={tp}: must divide the {what} {width}, of model {c.model.name}"
         )
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")

@@ -147,6 +147,8 @@ def engine_args(
     if lora is not None:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.slot_rank}
         args["lora_target_modules"] = lora.layers
+    if gpus:
+        args["moe_backend"] = "triton"  # others reorder experts' weights as they are loaded
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):

@@ -5,8 +5,8 @@ model and mixes `WorkerExtension` into its worker class; `Engine` calls the meth
 `collective_rpc`.
 
 At import: ROSE's weight-transfer engine is registered with vLLM. On a CPU, vLLM's prepacked matrix
-kernels (oneDNN, AMX) are switched off: they empty `layer.weight`, so that an update in place would
-change nothing while looking like a success.
+kernels (oneDNN, AMX) are switched off, its experts' too: they empty or reorder the weights, so that
+an update in place would not change what it means to while looking like a success.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine import adapter
+from rose.engine import adapter, cpu_experts
 from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
@@ -34,6 +34,7 @@ if current_platform.is_cpu():
 
     vllm._custom_ops._supports_onednn = False
     linear_kernels.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    cpu_experts.keep_plain()
     if os.environ.get("ROSE_ENGINE_THREADS"):
         torch.set_num_threads(int(os.environ["ROSE_ENGINE_THREADS"]))
 
