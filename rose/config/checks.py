@@ -64,6 +64,7 @@ def check(c: Config) -> None:
     _check_branching(c, need)
     _check_lora(c, need)
     _check_draft(c, need)
+    _check_router_replay(c, need)
     _check_reward(c, need)
     _check_machine(c, need)
 
@@ -466,6 +467,36 @@ def _check_draft(c: Config, need: Need) -> None:
         )
 
 
+def _check_router_replay(c: Config, need: Need) -> None:
+    """Where the experts of every token can be recorded."""
+    for name in c.rollout.engine_args:
+        need(
+            name.replace("-", "_") not in ("enable_return_routed_experts", "aux_output_config"),
+            f"rollout.engine_args.{name}",
+            "is set by ROSE, from trainer.router_replay",
+        )
+    if not c.trainer.router_replay or c.rollout.replay is not None:
+        return
+    key = "trainer.router_replay"
+    for name, member in c.env.members.items():
+        need(
+            member.name != "agent",
+            key,
+            f"false, as {c.env.key_of(name)}.name=agent: histories that fork carry no experts",
+        )
+    need(
+        c.rollout.prefix_caching and not c.deterministic,
+        key,
+        "needs rollout.prefix_caching=true and deterministic=false: vLLM keeps the experts of "
+        "prompts by the blocks of its prefix cache",
+    )
+    need(
+        c.rollout.draft.method == "none" or c.cluster.gpus > 0,
+        key,
+        f"on CPUs not with rollout/draft={c.rollout.draft.method}: rollout/draft=none",
+    )
+
+
 def _check_reward(c: Config, need: Need) -> None:
     """Workers and deadlines of a pool."""
     r = c.reward
@@ -727,6 +758,11 @@ def _check_container(container: Container | None, need: Need) -> None:
 def check_model(c: Config, shape: ModelShape) -> None:
     """Checks that need the model's shape. Raises `ConfigError`."""
     lora = c.trainer.lora
+    if c.trainer.router_replay and not shape.experts:
+        raise ConfigError(
+            f"trainer.router_replay=true: model {c.model.name} is dense and has no router; "
+            "trainer.router_replay=false"
+        )
     if shape.experts and lora:
         raise ConfigError(
             f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "

@@ -285,6 +285,8 @@ class Trainer(Section):
     # compute gradients of the step's finished groups while others still run; absent in what
     # earlier releases stored
     stream: bool = False
+    # of a mixture: the engine's experts for each token, recorded with it; absent as above
+    router_replay: bool = False
 
 
 class Branching(Section):

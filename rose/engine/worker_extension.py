@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine import adapter, cpu_experts
+from rose.engine import adapter, cpu_experts, routing
 from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
@@ -68,6 +68,10 @@ class WorkerExtension(KvWorker, InactiveWorker):
             clock = time.thread_time
         if self.vllm_config.speculative_config.model == PROPOSER:
             self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes, clock)
+
+    def rose_record_routing(self) -> None:
+        """Before the first request of an engine on a CPU that returns its routing."""
+        routing.record(self.model_runner)
 
     def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
         """See `Engine.learn_siblings`."""

@@ -8,8 +8,7 @@ from rose.trainer.experts import parameter_of, parts
 from tests.transfer.worlds import World
 
 
-@pytest.fixture(scope="module")
-def model():
+def tiny_mixture():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -25,8 +24,15 @@ def model():
             num_experts_per_tok=2,
             moe_intermediate_size=16,
             tie_word_embeddings=False,
+            norm_topk_prob=True,
+            initializer_range=0.2,
         )
     )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_mixture()
 
 
 def in_parts(model) -> dict[str, torch.Tensor]:
