@@ -1,5 +1,6 @@
 """Every token of a turn is counted once, whoever made it and however late the words arrive."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,6 +48,26 @@ def test_a_turn_goes_on_elsewhere_from_the_tokens_received():
     assert p.unpack_tokens(result.tokens).tolist() == [4, 5, 7]
     assert p.unpack_tokens(result.versions).tolist() == [0, 0, 1]
     assert len(p.unpack_floats(result.logprobs)) == 3 and len(ledger) == 0
+
+
+def test_experts_go_on_where_the_attempts_that_ended_left_them():
+    """Two bytes a token; the trajectory knows those of its first token. What a lost attempt had is
+    told by the next one, whose prompt it is."""
+    ledger = opened()
+    request = msgspec.structs.replace(ledger.request_of("g0.0.t0"), routed=1)
+    ledger.open(request, host=7)
+    assert ledger.dispatch("g0.0.t0", "a", 1).routed == 1
+    given = msgspec.structs.replace(progress(1, [4, 5]), experts=b"abcdef", routed=3)
+    assert ledger.add(given) == 2
+    assert ledger.dispatch("g0.0.t0", "b", 2).routed == 4
+    ledger.add(progress(2, [6]))  # and is lost
+    assert ledger.dispatch("g0.0.t0", "a", 3).routed == 4
+    last = progress(3, [7])
+    with pytest.raises(ValueError, match="g0.0.t0: 6 bytes of experts for 3 tokens more, of 7"):
+        ledger.add(msgspec.structs.replace(last, experts=b"ghijkl", routed=3))
+    ledger.add(msgspec.structs.replace(last, experts=b"ghij", routed=2))
+    result = ledger.close("g0.0.t0", p.FinishReason.STOP)[1]
+    assert (result.experts, result.routed) == (b"abcdefghij", 5)
 
 
 def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
