@@ -382,7 +382,11 @@ MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
             MIXTURE,
             r"rollout.tensor_parallel=4: must divide the number of experts \(enable_expert_par.* 6",
         ),
-        (["+trainer/lora=linear", "model.dtype=bfloat16"], MIXTURE, "trainer.lora=.* is a mixture of 6 experts"),
+        (
+            ["+trainer/lora=linear", "model.dtype=bfloat16"],
+            MIXTURE,
+            "trainer.lora=.* is a mixture of 6 experts",
+        ),
         (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
     ],
 )
