@@ -60,6 +60,11 @@ class ModelShape(Section):
         return self.layers * block + embeddings + self.hidden
 
     @property
+    def expert_bytes(self) -> int:
+        """Of the number of an expert, where a token's are recorded."""
+        return 1 if self.experts <= 256 else 2
+
+    @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """(rows, columns) of each matrix of a layer, or expert, by its Hugging Face name."""
         h, i = self.hidden, self.expert_intermediate or self.intermediate

@@ -247,7 +247,7 @@ def train_messages(
     parts: list[list[int]] = [[]]
     size = 0
     for row in rows:
-        nbytes = TOKEN_BYTES * len(samples[row].mask)
+        nbytes = TOKEN_BYTES * len(samples[row].mask) + len(samples[row].experts)
         if parts[-1] and size + nbytes > PART_BYTES:
             parts.append([])
             size = 0

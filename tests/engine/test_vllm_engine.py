@@ -323,12 +323,17 @@ def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen2", "Llama"]
-)  # biases and a head of its own; tied embeddings
+    "architecture, engine_args",
+    [
+        ("Qwen2", {}),  # biases and a head of its own
+        ("Llama", {}),  # tied embeddings
+        ("Qwen3Moe", {"enable_expert_parallel": True}),  # two experts each; the rest split
+    ],
+)
 def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_wrote(
-    start, loop, folders, tmp_path, architecture
+    start, loop, folders, tmp_path, architecture, engine_args
 ):
-    engine = start(architecture, tensor_parallel=2)
+    engine = start(architecture, engine_args, tensor_parallel=2)
     world, new = (
         trainers(tmp_path / "store", folders[architecture]),
         perturbed(folders[architecture]),
