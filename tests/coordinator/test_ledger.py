@@ -1,5 +1,7 @@
 """Every token of a turn is counted once, whoever made it and however late the words arrive."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose import protocol as p
+from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.ledger import Ledger
 
 CONTEXT = [1, 2, 3]
@@ -120,3 +123,16 @@ def test_whatever_arrives_only_the_current_attempts_tokens_count(words):
         expected += tokens if attempt == current else []
     _, result = ledger.close("g0.0.t0", p.FinishReason.STOP)
     assert np.array_equal(p.unpack_tokens(result.tokens), expected)
+
+
+@pytest.mark.parametrize("experts", [b"\x7f" * 383, b"\x80" * 384], ids=["too few", "none of 128"])
+def test_a_borrowed_rank_tells_of_no_experts_that_the_model_has_not(make_config, tmp_path, experts):
+    c = make_config("+experiment=qwen3_30b_a3b")
+
+    def nothing(*_):
+        pass
+
+    borrowed = Borrowed(c, tmp_path, 1, 100, lambda: SimpleNamespace(version=0), nothing, nothing)
+    borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=b"\x7f" * 384, routed=1))
+    with pytest.raises(ValueError, match=f"g0.0.t0: {len(experts)} bytes of experts for 1 tokens"):
+        borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=experts, routed=1))
