@@ -118,14 +118,6 @@ def check_trainable(folder: Path, named: str) -> None:
     """Raises `ConfigError` for a model that ROSE can't train, by its config.json alone."""
     raw = json.loads((folder / "config.json").read_text())
     kind = (raw.get("architectures") or ["unknown"])[0]
-    experts = next(
-        (k for k in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(k)), None
-    )
-    if experts:
-        raise ConfigError(
-            f"{named}: {kind} is a mixture of experts ({experts}={raw[experts]}); ROSE "
-            "trains dense Qwen2, Qwen3 and Llama decoders"
-        )
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(
@@ -135,9 +127,16 @@ def check_trainable(folder: Path, named: str) -> None:
         raise ConfigError(
             f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
         )
+    dense = raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1
+    if kind == "Qwen3MoeForCausalLM" and dense:
+        raise ConfigError(
+            f"{named}: some layers have no experts (mlp_only_layers={raw.get('mlp_only_layers')}, "
+            f"decoder_sparse_step={raw.get('decoder_sparse_step')}); ROSE trains mixtures that "
+            "have them in every layer"
+        )
 
 
-TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
 
 def _as_folder(key: str) -> str:

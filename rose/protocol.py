@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 def seed_of(*parts: object) -> int:
@@ -137,6 +137,9 @@ class Trajectory(Record):
     # (trajectory, turns) that made its first turns, in order, before it forked off; its tokens hold
     # theirs. [] of one that began with the prompt
     inherited: list[tuple[str, int]] = []
+    # with trainer.router_replay: the experts that engines chose for the first n <= T tokens, each
+    # (layers, experts per token) uint8, or uint16 of models with more than 256 experts
+    experts: bytes = b""
 
     @property
     def makers(self) -> list[str]:
@@ -236,6 +239,7 @@ class TurnRequest(Message):
     outcome: Literal["", "ok", "failed"] = (
         ""  # of the tool call that the turn follows; "" if it follows none
     )
+    routed: int = 0  # of `tokens` the first whose experts are known
 
 
 class TurnResult(Message):
@@ -247,6 +251,8 @@ class TurnResult(Message):
     versions: bytes  # int32 (n,)
     finish: FinishReason
     migrations: int = 0
+    experts: bytes = b""  # as `Trajectory`'s, of the next `routed` tokens of context and turn
+    routed: int = 0
 
 
 class TrajectoryFinished(Message):
@@ -460,6 +466,7 @@ class GenerateTurn(Message):
     attempt: int
     tokens: bytes  # int32: context and the tokens of this turn made elsewhere
     sampling: Sampling
+    routed: int = 0  # of `tokens` the first whose experts are known
 
 
 class AbortTurn(Message):
@@ -475,6 +482,8 @@ class TurnProgress(Message):
     tokens: bytes
     logprobs: bytes
     version: int
+    experts: bytes = b""  # as `TurnResult`'s, where this attempt has come to an end
+    routed: int = 0
 
 
 class TurnFinished(Message):
@@ -490,6 +499,8 @@ class TurnFinished(Message):
     ttft_s: float = 0.0
     started: float = 0.0  # wall clock, seconds: when the worker got it
     finished: float = 0.0
+    experts: bytes = b""  # as `TurnResult`'s, where this attempt has come to an end
+    routed: int = 0
 
 
 class TurnReturned(Message):
@@ -502,6 +513,8 @@ class TurnReturned(Message):
     logprobs: bytes
     version: int
     reason: str
+    experts: bytes = b""  # as `TurnResult`'s, where this attempt has come to an end
+    routed: int = 0
 
 
 class LoadVersion(Message):

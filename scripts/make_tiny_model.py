@@ -8,7 +8,8 @@ rollout, so that the model knows how to call a tool and plays badly: the rest is
 demonstrator avoids holes, but steps towards the goal with probability 1 - noise only. Its maps come
 from even seeds >= 2**63, which no run uses (its seeds are int64), so none is a held-out one. With
 --env terminal it imitates one on the ladder of that environment, each word of whose commands is
-drawn anew with probability noise; seeds as above. Same arguments on the same machine ->
+drawn anew with probability noise; seeds as above. With --experts N every layer is a mixture of
+them, two to a token, each half as wide as the dense MLP. Same arguments on the same machine ->
 bit-identical files. Left out: any pretraining on text.
 """
 
@@ -29,7 +30,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rose.agent.envs import _ladder
@@ -217,26 +226,33 @@ def to_text(conversation: Conversation) -> str:
 # --------------------------------------------------------------------------- model and warm start
 
 
-def make_model(vocab: int, seed: int, args: argparse.Namespace) -> Qwen3ForCausalLM:
+def make_model(vocab: int, seed: int, args: argparse.Namespace) -> PreTrainedModel:
     torch.manual_seed(seed)
-    # 0.02 is too small for this width: the warm start then never reads the map
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocab,
-            hidden_size=args.hidden,
-            intermediate_size=2 * args.hidden,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden // 32,
-            num_key_value_heads=max(1, args.hidden // 64),
-            head_dim=32,
-            max_position_embeddings=MAX_POSITIONS,
-            rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
-            tie_word_embeddings=True,
-            dtype="float32",
-            attn_implementation="sdpa",
-            initializer_range=0.08,
-        )
+    shape = dict(
+        vocab_size=vocab,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 32,
+        num_key_value_heads=max(1, args.hidden // 64),
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
+        tie_word_embeddings=True,
+        dtype="float32",
+        attn_implementation="sdpa",
+        # 0.02 is too small for this width: the warm start then never reads the map
+        initializer_range=0.08,
     )
+    if not args.experts:
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    mixture = dict(
+        num_experts=args.experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=args.hidden,
+        norm_topk_prob=True,
+    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **mixture))
 
 
 def encode(
@@ -262,7 +278,7 @@ def encode(
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace
+    model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace
 ) -> None:
     """`args.steps` AdamW steps on batches of `args.batch` demonstrations, learning rate falling to
     0."""
@@ -292,7 +308,7 @@ def warm_start(
 
 
 def save(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: dict, out: Path
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: dict, out: Path
 ) -> None:
     """Into a folder beside `out`, then renamed, so that `out` is there whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -322,6 +338,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.6, help="probability of an aimless move")
     parser.add_argument("--hidden", type=int, default=64, help="multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense MLP")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=8, help="demonstrations a step")
     parser.add_argument("--lr", type=float, default=3e-3)

@@ -366,6 +366,52 @@ def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
         check_model(make_config("rollout.tensor_parallel=2", on_gpus), shape(intermediate=129))
 
 
+MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
+
+
+@pytest.mark.parametrize(
+    "overrides, changes, says",
+    [
+        (
+            ["rollout.tensor_parallel=4"],
+            MIXTURE | {"expert_intermediate": 50},
+            "rollout.tensor_parallel=4: must divide the intermediate size of an expert, 50",
+        ),
+        (
+            ["rollout.tensor_parallel=4", "+rollout.engine_args.enable_expert_parallel=true"],
+            MIXTURE,
+            r"rollout.tensor_parallel=4: must divide the number of experts \(enable_expert_par.* 6",
+        ),
+        (
+            ["+trainer/lora=linear", "model.dtype=bfloat16"],
+            MIXTURE,
+            "trainer.lora=.* is a mixture of 6 experts",
+        ),
+        (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
+    ],
+)
+def test_what_a_mixture_cannot_do_is_refused(make_config, overrides, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        check_model(make_config("cluster.gpus=64", *overrides), shape(**changes))
+    allowed = ["rollout.tensor_parallel=2", "trainer.router_replay=true"]
+    check_model(make_config("cluster.gpus=64", *allowed), shape(**MIXTURE))
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["deterministic=true"], "needs rollout.prefix_caching=true and deterministic=false"),
+        (["rollout.prefix_caching=false"], "needs rollout.prefix_caching=true"),
+        (["rollout/draft=ngram"], "on CPUs not with rollout/draft=ngram"),
+        (["env=agent"], "env.name=agent: histories that fork carry no experts"),
+        (["+rollout.engine_args.enable_return_routed_experts=true"], "is set by ROSE"),
+    ],
+)
+def test_where_experts_cannot_be_recorded_router_replay_is_refused(make_config, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        make_config("trainer.router_replay=true", *overrides)
+
+
 def test_a_replay_has_no_engines_and_no_environment_hosts_to_count(make_config):
     make_config("rollout.replay=earlier", "cluster.gpus=1", "cluster.slots=2", "deterministic=true")
     with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=2"):

@@ -144,8 +144,12 @@ def test_what_is_no_id_is_said_to_be_none(cache):
     "change, said",
     [
         (
-            {"num_experts": 128, "architectures": ["Qwen3MoeForCausalLM"]},
-            r"mixture of experts \(num_experts=128\)",
+            {"num_experts": 60, "architectures": ["Qwen2MoeForCausalLM"]},
+            "Qwen2MoeForCausalLM; ROSE trains Qwen2ForCausalLM",
+        ),
+        (
+            {"decoder_sparse_step": 2, "architectures": ["Qwen3MoeForCausalLM"]},
+            r"some layers have no experts \(mlp_only_layers=None, decoder_sparse_step=2\)",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
         (

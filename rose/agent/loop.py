@@ -45,7 +45,7 @@ REMINDER = "Call a tool: write {}"
 # of an episode, what a snapshot has, and one that forks off it
 SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
 SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "inherited")
-SAVED += ("commands_s",)
+SAVED += ("commands_s", "experts", "routed")
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 Clock = Callable[[], float]
@@ -239,6 +239,7 @@ class _Episode:
             guard,
         )
         self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
+        self.experts, self.routed = bytearray(), 0  # of the first so many tokens
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
         self.turn_tokens: list[tuple[int, int]] = []
@@ -460,6 +461,7 @@ class _Episode:
                 sampling=sampling,
                 domain=self.start.domain,
                 outcome=self.outcome,
+                routed=self.routed,
             )
         )
         tokens = checked(result, turn, sampling.max_new_tokens)
@@ -467,6 +469,8 @@ class _Episode:
         self.mask += b"\x01" * len(tokens)
         self.logprobs += result.logprobs
         self.versions += result.versions
+        self.experts += result.experts
+        self.routed += result.routed
         self.turn_tokens.append((self.turns, len(tokens)))
         self.turns += 1
         self.migrations += result.migrations
@@ -551,6 +555,7 @@ class _Episode:
             turn_tokens=self.turn_tokens,
             turn_rewards=self.turn_rewards if getattr(self.env, "rewards_turns", False) else [],
             inherited=self.inherited,
+            experts=bytes(self.experts),
         )
 
 

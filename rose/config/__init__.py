@@ -204,6 +204,10 @@ def read_shape(folder: Path) -> ModelShape:
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             vocab=raw["vocab_size"],
             tied_embeddings=raw.get("tie_word_embeddings", False),
+            # as the hub's folders have it, or as transformers 5 writes it
+            experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
+            experts_per_token=raw.get("num_experts_per_tok") or 0,
+            expert_intermediate=raw.get("moe_intermediate_size") or 0,
         )
     except FileNotFoundError:
         raise ConfigError(

@@ -37,7 +37,8 @@ OWN_ARGUMENTS = (
     "api_server_count",
     "data_parallel_size",
 )
-OTHER_WEIGHTS = ("quantization", "dtype")  # of vLLM, which rollout.engine_args may not set
+# of vLLM, which rollout.engine_args may not set
+OTHER_WEIGHTS = ("quantization", "dtype", "moe_backend", "enable_eplb")
 NO_DRAFTS = (
     "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; a run's own engines, where "
@@ -63,6 +64,7 @@ def check(c: Config) -> None:
     _check_branching(c, need)
     _check_lora(c, need)
     _check_draft(c, need)
+    _check_router_replay(c, need)
     _check_reward(c, need)
     _check_machine(c, need)
 
@@ -127,9 +129,8 @@ def _check_values(c: Config, need: Need) -> None:
         need(
             name.replace("-", "_") not in OTHER_WEIGHTS,
             f"rollout.engine_args.{name}",
-            "the engine's weights are the trainer's bit for bit, in model.dtype: quantised or "
-            "otherwise converted ones "
-            "can't be updated",
+            "the engine's weights are the trainer's bit for bit, in model.dtype and the trainer's "
+            "order: quantised or otherwise converted ones can't be updated",
         )
         need(
             c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
@@ -466,6 +467,36 @@ def _check_draft(c: Config, need: Need) -> None:
         )
 
 
+def _check_router_replay(c: Config, need: Need) -> None:
+    """Where the experts of every token can be recorded."""
+    for name in c.rollout.engine_args:
+        need(
+            name.replace("-", "_") not in ("enable_return_routed_experts", "aux_output_config"),
+            f"rollout.engine_args.{name}",
+            "is set by ROSE, from trainer.router_replay",
+        )
+    if not c.trainer.router_replay or c.rollout.replay is not None:
+        return
+    key = "trainer.router_replay"
+    for name, member in c.env.members.items():
+        need(
+            member.name != "agent",
+            key,
+            f"false, as {c.env.key_of(name)}.name=agent: histories that fork carry no experts",
+        )
+    need(
+        c.rollout.prefix_caching and not c.deterministic,
+        key,
+        "needs rollout.prefix_caching=true and deterministic=false: vLLM keeps the experts of "
+        "prompts by the blocks of its prefix cache",
+    )
+    need(
+        c.rollout.draft.method == "none" or c.cluster.gpus > 0,
+        key,
+        f"on CPUs not with rollout/draft={c.rollout.draft.method}: rollout/draft=none",
+    )
+
+
 def _check_reward(c: Config, need: Need) -> None:
     """Workers and deadlines of a pool."""
     r = c.reward
@@ -727,6 +758,16 @@ def _check_container(container: Container | None, need: Need) -> None:
 def check_model(c: Config, shape: ModelShape) -> None:
     """Checks that need the model's shape. Raises `ConfigError`."""
     lora = c.trainer.lora
+    if c.trainer.router_replay and not shape.experts:
+        raise ConfigError(
+            f"trainer.router_replay=true: model {c.model.name} is dense and has no router; "
+            "trainer.router_replay=false"
+        )
+    if shape.experts and lora:
+        raise ConfigError(
+            f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "
+            f"{shape.experts} experts, whose weights are all trained: trainer.lora=null"
+        )
     for target in lora.targets if lora else ():
         if lora.rank > (least := min(shape.projections[target])):
             raise ConfigError(
@@ -746,11 +787,15 @@ def check_model(c: Config, shape: ModelShape) -> None:
             f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
             f"key-value heads of model {c.model.name}"
         )
-    if shape.intermediate % tp:
+    by_expert = bool(shape.experts) and c.rollout.engine_args.get("enable_expert_parallel", False)
+    width, what = shape.intermediate, "intermediate size"
+    if shape.experts:
+        width, what = shape.expert_intermediate, "intermediate size of an expert,"
+    if by_expert:
+        width, what = shape.experts, "number of experts (enable_expert_parallel),"
+    if width % tp:
         raise ConfigError(
-            f"rollout.tensor_parallel={tp}: must divide the intermediate size {shape.intermediate} "
-            "of "
-            f"model {c.model.name}"
+            f"rollout.tensor_parallel={tp}: must divide the {what} {width}, of model {c.model.name}"
         )
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")

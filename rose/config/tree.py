@@ -34,18 +34,40 @@ class ModelShape(Section):
     head_dim: int
     vocab: int
     tied_embeddings: bool
+    # of a mixture, in each layer; 0: dense, and `intermediate` is the MLP's
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate channels that a token goes through in a layer."""
+        return self.experts_per_token * self.expert_intermediate or self.intermediate
 
     @property
     def parameters(self) -> int:
+        return self._parameters(self.experts * self.expert_intermediate or self.intermediate)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets."""
+        return self._parameters(self.mlp_width)
+
+    def _parameters(self, width: int) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        block = attention + self.hidden * (3 * width + self.experts + 2)
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * block + embeddings + self.hidden
 
     @property
+    def expert_bytes(self) -> int:
+        """Of the number of an expert, where a token's are recorded."""
+        return 1 if self.experts <= 256 else 2
+
+    @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of each matrix of a layer, by its Hugging Face name."""
-        h, i = self.hidden, self.intermediate
+        """(rows, columns) of each matrix of a layer, or expert, by its Hugging Face name."""
+        h, i = self.hidden, self.expert_intermediate or self.intermediate
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = {"q_proj": (queries, h), "k_proj": (keys, h), "v_proj": (keys, h)}
         return attention | {
@@ -268,6 +290,8 @@ class Trainer(Section):
     # compute gradients of the step's finished groups while others still run; absent in what
     # earlier releases stored
     stream: bool = False
+    # of a mixture: the engine's experts for each token, recorded with it; absent as above
+    router_replay: bool = False
 
 
 class Branching(Section):

@@ -78,6 +78,7 @@ class Borrowed:
         self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
         self._on_fault, self._on_change = on_fault, on_change
         self._patience_s = config.rollout.engine_start_timeout_s
+        self._shape = config.model.shape
         self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31
         self._launcher: tuple[str, ...] = ()
         self._door = Door(run_dir, attempt)
@@ -261,6 +262,11 @@ class Borrowed:
                 f"turn {message.turn}: token {tokens.min()} or {tokens.max()} is not in the "
                 f"vocabulary of {self._vocabulary}"
             )
+        if message.routed and not self._are_experts(message.experts, message.routed):
+            raise ValueError(
+                f"turn {message.turn}: {len(message.experts)} bytes of experts for "
+                f"{message.routed} tokens, or experts that the model has not"
+            )
         if not np.isfinite(logprobs).all() or (logprobs > 0).any():
             raise ValueError(f"turn {message.turn}: log-probabilities that are none")
         if (
@@ -268,6 +274,14 @@ class Borrowed:
             or getattr(message, "finish", None) is p.FinishReason.ABORT
         ):
             raise ValueError(f"turn {message.turn}: of version {message.version}, or aborted")
+
+    def _are_experts(self, data: bytes, tokens: int) -> bool:
+        shape = self._shape
+        if shape is None or not shape.experts:
+            return False
+        row = shape.layers * shape.experts_per_token * shape.expert_bytes
+        found = np.frombuffer(data, f"<u{shape.expert_bytes}") if len(data) == tokens * row else ()
+        return len(found) > 0 and int(found.max()) < shape.experts
 
     # ----------------------------------------------------------------- out
 

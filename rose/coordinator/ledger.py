@@ -28,6 +28,8 @@ class _Entry:
     logprobs: list[bytes] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
     made: int = 0
+    experts: list[bytes] = field(default_factory=list)
+    routed: int = 0  # tokens whose experts they are, behind the request's
 
 
 class Ledger:
@@ -42,6 +44,7 @@ class Ledger:
             entry.tokens, entry.logprobs = [begun.tokens], [begun.logprobs]
             entry.versions = [(int(version), 1) for version in p.unpack_tokens(begun.versions)]
             entry.made = len(entry.versions)
+            entry.experts, entry.routed = [begun.experts], begun.routed
 
     def dispatch(self, turn: str, worker: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
         """The message for the worker that takes attempt `attempt`: context, then the tokens
@@ -63,9 +66,8 @@ class Ledger:
                 top_k=sampling.top_k,
                 seed=_seed(sampling.seed, attempt if entry.made else 0),
             )
-        return p.GenerateTurn(
-            turn, attempt, b"".join([entry.request.tokens, *entry.tokens]), sampling
-        )
+        tokens = b"".join([entry.request.tokens, *entry.tokens])
+        return p.GenerateTurn(turn, attempt, tokens, sampling, entry.request.routed + entry.routed)
 
     def leave(self, trajectory: str) -> None:
         """Its host is lost: what is open goes on, for whoever asks for the same turns."""
@@ -128,11 +130,23 @@ class Ledger:
             raise ValueError(
                 f"turn {message.turn}: {total} tokens, where 1 to {wanted} were asked for"
             )
+        context = len(entry.request.tokens) // 4
+        if message.routed and not (
+            len(message.experts) % message.routed == 0
+            and 0 < entry.request.routed + entry.routed + message.routed < context + total
+        ):
+            raise ValueError(
+                f"turn {message.turn}: {len(message.experts)} bytes of experts for "
+                f"{message.routed} tokens more, of {context + total}"
+            )
         if count:
             entry.tokens.append(message.tokens)
             entry.logprobs.append(message.logprobs)
             entry.versions.append((message.version, count))
             entry.made += count
+        if message.routed:
+            entry.experts.append(message.experts)
+            entry.routed += message.routed
         return count
 
     def chunk_ended(self, turn: str) -> bool:
@@ -188,6 +202,8 @@ def _result(entry: _Entry, finish: p.FinishReason) -> p.TurnResult:
         p.pack_tokens(versions),
         finish,
         migrations=max(0, entry.attempt - 1 - entry.chunks),
+        experts=b"".join(entry.experts),
+        routed=entry.routed,
     )
 
 

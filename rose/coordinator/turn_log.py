@@ -43,6 +43,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes  # float32 (n,)
     versions: bytes  # int32 (n,)
     finish: FinishReason
+    experts: bytes = b""  # as `TurnResult`'s
+    routed: int = 0
 
 
 Records = dict[bytes, deque[Record]]  # by `_key`, in the order made
@@ -186,7 +188,13 @@ class TurnLog:
     def _taken(self, request: TurnRequest, record: Record) -> TurnResult:
         self.took_over(1, len(record.tokens) // 4)
         return TurnResult(
-            request.turn, record.tokens, record.logprobs, record.versions, record.finish
+            request.turn,
+            record.tokens,
+            record.logprobs,
+            record.versions,
+            record.finish,
+            experts=record.experts,
+            routed=record.routed,
         )
 
     def versions(self, version: int) -> tuple[int, int]:
@@ -224,7 +232,15 @@ class TurnLog:
         if not result.tokens:
             return
         key = _key(request)
-        record = Record(key, result.tokens, result.logprobs, result.versions, result.finish)
+        record = Record(
+            key,
+            result.tokens,
+            result.logprobs,
+            result.versions,
+            result.finish,
+            result.experts,
+            result.routed,
+        )
         self.running.add(request.trajectory, key, record, asked)
         if self._behind is None:
             return
@@ -278,13 +294,15 @@ def _learn(known: Records, key: bytes, record: Record) -> None:
 
 
 def _size(record: Record) -> int:
-    return len(record.tokens) + len(record.logprobs) + len(record.versions)
+    fields = (record.tokens, record.logprobs, record.versions, record.experts)
+    return sum(map(len, fields))
 
 
 def _key(request: TurnRequest) -> bytes:
-    """Of the trajectory, its context and how the turn is sampled. Not of the turn's number: an
-    agent's concurrent calls come in any order."""
-    rest = msgspec.msgpack.encode((request.trajectory, request.sampling))
+    """Of the trajectory, its context, of which it knows the experts so far, and how the turn is
+    sampled. Not of the turn's number: an agent's concurrent calls come in any order."""
+    routed = (request.routed,) if request.routed else ()
+    rest = msgspec.msgpack.encode((request.trajectory, request.sampling, *routed))
     return xxhash.xxh3_128_digest(rest + request.tokens)
 
 

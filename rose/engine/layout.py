@@ -4,8 +4,10 @@ Covers the decoder family that Qwen2, Qwen3 and Llama share: q, k, v fused into 
 bias in Qwen2), gate and up fused into `gate_up_proj`, rows of fused layers and columns of `o_proj`
 and `down_proj` split over ranks, key-value heads replicated where there are fewer of them than
 ranks, the vocabulary padded to a multiple of 64 and split, norms on every rank; and adapters, whose
-matrices an engine keeps apart for every projection. Mixture-of-experts and quantized layouts are
-not here.
+matrices an engine keeps apart for every projection. Qwen3's mixtures have a router on every rank
+and all experts of a layer in two parameters, one expert below the other: `w13_weight`, gate above
+up, and `w2_weight`. Each expert is split as an MLP is or, with expert parallelism, stands whole on
+one rank. Quantized layouts are not here.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(self_attn|mlp)\.(\w+)\.(weight|bias)")
 _ADAPTER = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
-_NORM = re.compile(
+_WHOLE = re.compile(
     r"model\.norm\.weight|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|"
-    r"self_attn\.q_norm|self_attn\.k_norm)\.weight"
+    r"self_attn\.q_norm|self_attn\.k_norm|mlp\.gate)\.weight"
+)
+_EXPERT = re.compile(
+    r"(model\.layers\.\d+\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight"
 )
 
 
@@ -57,10 +62,16 @@ def cuts(
 
 
 def slices(
-    name: str, shape: tuple[int, ...], model: ModelShape, tp_rank: int, tp_size: int
+    name: str,
+    shape: tuple[int, ...],
+    model: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+    expert_parallel: bool = False,
 ) -> LocalSlice | None:
     """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds; null for
-    `lm_head.weight` of a model with tied embeddings, which vLLM doesn't keep twice.
+    `lm_head.weight` of a model with tied embeddings, which vLLM doesn't keep twice, and for another
+    rank's expert. Of what has three dimensions there, `destination` takes the first two as one.
 
     Raises `ValueError` for a tensor that this family doesn't have, a shape that isn't the model's,
     or a `tp_size` that doesn't divide what it must.
@@ -71,14 +82,27 @@ def slices(
         _expect(name, shape, (model.vocab, model.hidden))
         kept = name != "lm_head.weight" or not model.tied_embeddings
         return _vocabulary(name, model, tp_rank, tp_size) if kept else None
-    if _NORM.fullmatch(name):
+    if _WHOLE.fullmatch(name):
         whole = tuple(slice(0, size) for size in shape)
         return LocalSlice(name, whole, whole)
+    if match := _EXPERT.fullmatch(name):
+        prefix, expert, projection = match.groups()
+        if int(expert) >= model.experts:
+            raise ValueError(f"tensor {name!r}: the model has {model.experts} experts")
+        _expect(name, shape, model.projections[projection])
+        if not expert_parallel:
+            return _expert(name, prefix, int(expert), projection, model, tp_rank, tp_size)
+        each = _divide(name, model.experts, tp_size)
+        if int(expert) // each != tp_rank:
+            return None
+        return _expert(name, prefix, int(expert) % each, projection, model, 0, 1)
     if match := _ADAPTER.fullmatch(name):
         return _adapter(name, *match.groups(), shape, model, tp_rank, tp_size)
     match = _LAYER.fullmatch(name)
     if match is None:
-        raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
+        raise ValueError(
+            f"tensor {name!r} is not one of a Qwen2, Qwen3, Qwen3-MoE or Llama decoder"
+        )
     prefix, block, projection, kind = match.groups()
     bias = kind == "bias"
     if block == "self_attn" and projection in ("q_proj", "k_proj", "v_proj"):
@@ -99,7 +123,7 @@ def slices(
             (slice(0, model.hidden), slice(0, columns)),
             (slice(0, model.hidden), slice(tp_rank * columns, (tp_rank + 1) * columns)),
         )
-    raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3 or Llama decoder")
+    raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3, Qwen3-MoE or Llama decoder")
 
 
 def _adapter(
@@ -125,6 +149,29 @@ def _adapter(
         return LocalSlice(name, (slice(0, rank), slice(0, local)), source)
     source, local = (rows, slice(0, rank)), rows.stop - rows.start
     return LocalSlice(name, (slice(0, local), slice(0, rank)), source)
+
+
+def _expert(
+    name: str,
+    prefix: str,
+    number: int,
+    projection: str,
+    model: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+) -> LocalSlice:
+    """Expert `number` of those of this rank, or its part of it."""
+    width = _divide(name, model.expert_intermediate, tp_size)
+    own, hidden = slice(tp_rank * width, (tp_rank + 1) * width), slice(0, model.hidden)
+    if projection == "down_proj":
+        below = slice(number * model.hidden, (number + 1) * model.hidden)
+        return LocalSlice(
+            f"{prefix}routed_experts.w2_weight", (below, slice(0, width)), (hidden, own)
+        )
+    start = (2 * number + (projection == "up_proj")) * width
+    return LocalSlice(
+        f"{prefix}routed_experts.w13_weight", (slice(start, start + width), hidden), (own, hidden)
+    )
 
 
 def _vocabulary(name: str, model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice:

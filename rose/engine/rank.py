@@ -44,10 +44,16 @@ class _Word:
         self.version = version
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.routing = {"experts": b"", "routed": 0}
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.routing["routed"])
 
     def add(self, chunk: Chunk) -> None:
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
+        self.routing["experts"] += chunk.experts
+        self.routing["routed"] += chunk.routed
 
     def packed(self) -> tuple[bytes, bytes, int]:
         return p.pack_tokens(self.tokens), p.pack_floats(self.logprobs), self.version
@@ -133,6 +139,7 @@ class RolloutWorker:
             gpus=self.config.cluster.gpus > 0,
             seed=seed_of(self.config.seed, self.name, self.incarnation),
             lora=self.config.trainer.lora,
+            routing=self.config.trainer.router_replay,
         )
         self.incarnation += 1
 
@@ -275,25 +282,27 @@ class RolloutWorker:
         engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
         word, progress_at = _Word(engine.version), began
         try:
-            async for delta in engine.generate(f"{m.turn}#{m.attempt}", m.tokens, m.sampling):
+            name = f"{m.turn}#{m.attempt}"
+            async for delta in engine.generate(name, m.tokens, m.sampling, m.routed):
                 now = time.time()
                 first = first or now
                 made += len(delta.tokens)
                 cached = max(cached, delta.cached_tokens)
                 if delta.version != word.version:
-                    if word.tokens:
-                        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+                    if word:
+                        self._progress(m, word)
                     word = _Word(delta.version)
                 word.add(delta)
                 if delta.finish is None:
                     if now - progress_at >= PROGRESS_S:
-                        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+                        self._progress(m, word)
                         word, progress_at = _Word(delta.version), now
                 else:
                     if delta.finish is p.FinishReason.ABORT:
                         self._returned += 1
                         why = "evicted by the engine"
-                        self._send(p.TurnReturned(m.turn, m.attempt, *word.packed(), why))
+                        given = (m.turn, m.attempt, *word.packed(), why)
+                        self._send(p.TurnReturned(*given, **word.routing))
                     else:
                         self._send(
                             p.TurnFinished(
@@ -305,6 +314,7 @@ class RolloutWorker:
                                 ttft_s=first - began,
                                 started=began,
                                 finished=now,
+                                **word.routing,
                             )
                         )
                     self.recorder.span(
@@ -319,14 +329,17 @@ class RolloutWorker:
                         finish=delta.finish.value,
                     )
         except asyncio.CancelledError:
-            if word.tokens and self._hands_back:
-                self._send(p.TurnProgress(m.turn, m.attempt, *word.packed()))
+            if word and self._hands_back:
+                self._progress(m, word)
             raise
         except Exception:
             if not await self._died(engine):
                 raise
         finally:
             self._turns.pop((m.turn, m.attempt), None)
+
+    def _progress(self, m: p.GenerateTurn, word: _Word) -> None:
+        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed(), **word.routing))
 
     async def _pass_hints_on(self) -> None:
         """One call at a time: what comes meanwhile is the next one. Only drafts depend on it: an

@@ -121,6 +121,7 @@ def engine_args(
     seed: int,
     gpus: bool = False,
     lora: Lora | None = None,
+    routing: bool = False,
 ) -> dict:
     """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew."""
     args = dict(
@@ -147,6 +148,10 @@ def engine_args(
     if lora is not None:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.slot_rank}
         args["lora_target_modules"] = lora.layers
+    if gpus:
+        args["moe_backend"] = "triton"  # others reorder experts' weights as they are loaded
+    if routing:
+        args["enable_return_routed_experts"] = True
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):
@@ -184,11 +189,13 @@ def build(args: dict, gpus: bool):
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from rose.engine import plugin
+    from rose.engine import plugin, routing
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
     # rose.engine.worker_extension registers it in each worker
     transfer = WeightTransferConfig(backend="rose")
+    if not gpus:
+        routing.allow()
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
     plugin.refuse_drafts(config, mended=("custom_class", "ngram"))
     if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more

@@ -67,6 +67,9 @@ class Chunk(NamedTuple):
     version: int  # policy version that made them
     finish: protocol.FinishReason | None
     cached_tokens: int  # of the prompt, found in the prefix cache
+    # with `routing`, as a request ends: `routed` rows, as `protocol.TurnResult` has them
+    experts: bytes = b""
+    routed: int = 0
 
 
 class Stats(NamedTuple):
@@ -145,9 +148,11 @@ class Engine(Activation, Staging):
         gpus: bool = False,
         seed: int = 0,
         lora: Lora | None = None,
+        routing: bool = False,
     ) -> Engine:
         """Start the engine process and wait until it serves. `seed`, of turns without one, must
-        differ between engines, or they draw alike. With `lora` versions are an adapter's. Raises
+        differ between engines, or they draw alike. With `lora` versions are an adapter's; with
+        `routing` turns come with the experts that their tokens were sent to. Raises
         `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process is left
         then."""
         folder = await asyncio.to_thread(local_folder, folder)
@@ -160,7 +165,7 @@ class Engine(Activation, Staging):
         building = asyncio.get_running_loop().run_in_executor(
             _starter,
             build,
-            engine_args(folder, rollout, model, deterministic, seed, gpus, lora),
+            engine_args(folder, rollout, model, deterministic, seed, gpus, lora, routing),
             gpus,
         )
         try:
@@ -172,6 +177,8 @@ class Engine(Activation, Staging):
                 await llm.get_supported_tasks()
                 if lora is not None:
                     await llm.collective_rpc("rose_adapter")
+                if routing and not gpus:
+                    await llm.collective_rpc("rose_record_routing")
                 if llm.vllm_config.speculative_config is not None:
                     await llm.collective_rpc("rose_begin_drafts", args=begin)
         except BaseException as error:
@@ -192,10 +199,12 @@ class Engine(Activation, Staging):
     # ------------------------------------------------------------------ turns
 
     async def generate(
-        self, turn_id: str, tokens: bytes, sampling: protocol.Sampling
+        self, turn_id: str, tokens: bytes, sampling: protocol.Sampling, routed: int = 0
     ) -> AsyncIterator[Chunk]:
         """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or
-        when a co-serving engine gives the turn back (stop_reason `plugin.EVICTED`).
+        when a co-serving engine gives the turn back (stop_reason `plugin.EVICTED`). With routing
+        all chunks together have the experts of what follows the first `routed` tokens, but for the
+        turn's last token, which goes through the model with the next turn.
 
         The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
         continued from partial tokens doesn't draw the same numbers again. Raises `EngineDied`;
@@ -227,8 +236,10 @@ class Engine(Activation, Staging):
                     )
                     yield Chunk([], [], self.version, finish, 0)
                     return
-                async for chunk in self._stream(turn, turn_id, prompt, sampling, end - len(prompt)):
+                left = end - len(prompt)
+                async for chunk in self._stream(turn, turn_id, prompt, sampling, left, routed):
                     prompt += chunk.tokens
+                    routed += chunk.routed
                     # the abort came before vLLM knew the request
                     if turn.aborted and chunk.finish is None:
                         await self._llm.abort(turn.request)
@@ -236,7 +247,7 @@ class Engine(Activation, Staging):
                         turn.aborted or turn.evicted
                     )
                     finish = None if interrupted else chunk.finish
-                    if chunk.tokens or finish:
+                    if chunk.tokens or chunk.routed or finish:
                         yield chunk._replace(finish=finish)
         finally:
             del self._turns[turn_id]
@@ -248,6 +259,7 @@ class Engine(Activation, Staging):
         prompt: list[int],
         sampling: protocol.Sampling,
         max_tokens: int,
+        routed: int,
     ) -> AsyncIterator[Chunk]:
         """One vLLM request, from start to its own end."""
         from vllm import SamplingParams
@@ -273,6 +285,7 @@ class Engine(Activation, Staging):
             detokenize=False,
             ignore_eos=True,  # else a tokenizer's, where an engine has one, would end turns too
             output_kind=RequestOutputKind.DELTA,
+            routed_experts_prompt_start=routed,
             skip_clone=True,
         )
         # a prefix that older weights cached, or whose memory was given back, never matches
@@ -294,7 +307,9 @@ class Engine(Activation, Staging):
                 low, high, made_by = ends[-1]
                 made += len(tokens)
                 self._generated += len(tokens)
-                yield Chunk(tokens[low:high], logprobs[low:high], made_by, finish, cached)
+                rows = part.routed_experts
+                experts = (b"", 0) if rows is None else (rows.tobytes(), len(rows))
+                yield Chunk(tokens[low:high], logprobs[low:high], made_by, finish, cached, *experts)
         except EngineDeadError as error:
             raise EngineDied(f"engine process {self.pid} died during turn {turn_id}") from error
 

@@ -226,9 +226,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         they are an adapter's, unless the engine has the weights below it."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
+        by_expert = self.parallel_config.enable_expert_parallel
 
         def local(name: str, extent: tuple[int, ...]) -> LocalSlice | None:
-            return slices(name, extent, shape, self._rank, tp_size)
+            return slices(name, extent, shape, self._rank, tp_size, by_expert)
 
         if (plan.base is not None) != bool(adapter.slots(self.model)):
             has, is_ = ("an adapter", "without") if plan.base else ("whole models", "with")

@@ -5,8 +5,8 @@ model and mixes `WorkerExtension` into its worker class; `Engine` calls the meth
 `collective_rpc`.
 
 At import: ROSE's weight-transfer engine is registered with vLLM. On a CPU, vLLM's prepacked matrix
-kernels (oneDNN, AMX) are switched off: they empty `layer.weight`, so that an update in place would
-change nothing while looking like a success.
+kernels (oneDNN, AMX) are switched off, its experts' too: they empty or reorder the weights, so that
+an update in place would not change what it means to while looking like a success.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine import adapter
+from rose.engine import adapter, cpu_experts, routing
 from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
@@ -34,6 +34,7 @@ if current_platform.is_cpu():
 
     vllm._custom_ops._supports_onednn = False
     linear_kernels.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    cpu_experts.keep_plain()
     if os.environ.get("ROSE_ENGINE_THREADS"):
         torch.set_num_threads(int(os.environ["ROSE_ENGINE_THREADS"]))
 
@@ -67,6 +68,10 @@ class WorkerExtension(KvWorker, InactiveWorker):
             clock = time.thread_time
         if self.vllm_config.speculative_config.model == PROPOSER:
             self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes, clock)
+
+    def rose_record_routing(self) -> None:
+        """Before the first request of an engine on a CPU that returns its routing."""
+        routing.record(self.model_runner)
 
     def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
         """See `Engine.learn_siblings`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import torch
 
 from rose.processes import usable_threads
 from rose.trainer import adapter, checkpoint
+from rose.trainer.experts import parameter_of
 from rose.transfer import versions
 from rose.transfer.base import Base
 from rose.transfer.blocks import Block, Tensor
@@ -106,30 +107,37 @@ class CheckpointWeights:
         )
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        wanted = {PREFIX + adapter.parameter_name(t.name): t for t in tensors}
+        wanted: dict[str, list[tuple[Tensor, int]]] = {}
+        for tensor in tensors:
+            parameter, start = parameter_of(adapter.parameter_name(tensor.name), tensor.shape)
+            wanted.setdefault(PREFIX + parameter, []).append((tensor, start))
         found = self._split(wanted) if self.stage == 3 else self._whole(wanted)
         values = {}
         for name, value in found:
-            # first as it is in the trainer's parameter, then as it was published
-            tensor, held = wanted[name], value.to(self.dtype)
-            if adapter.is_scaled(tensor.name):
-                held = held.float() * self.scale
-            values[tensor.name] = held.to(DTYPES[tensor.dtype]).contiguous()
-        return values, {t.name: self._digests[t.name] for t in tensors}
+            for tensor, start in wanted[name]:
+                part = value.reshape(-1)[start : start + tensor.size].view(tensor.shape)
+                # first as it is in the trainer's parameter, then as it was published
+                held = part.to(self.dtype)
+                if adapter.is_scaled(tensor.name):
+                    held = held.float() * self.scale
+                values[tensor.name] = held.to(DTYPES[tensor.dtype]).clone()
+        return {t.name: values[t.name] for t in tensors}, {
+            t.name: self._digests[t.name] for t in tensors
+        }
 
     def culprit(self, block: Block) -> str:
         return str(self._states(block.owner) if self.stage == 3 else self._model(0))
 
-    def _whole(self, wanted: dict[str, Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Below stage 3 every rank has all parameters, and the first has saved them. The caller
-        gets copies: the file's mapping ends with the loop."""
+        copies: the file's mapping ends with the loop."""
         module = _load(self._model(0))["module"]
         for name in wanted:
             if name not in module:
                 raise Corrupted(f"{self._model(0)}: has no {name}")
-            yield name, module[name].clone()
+            yield name, module[name]
 
-    def _split(self, wanted: dict[str, Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _split(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Stage 3: of every parameter each rank has an equal part, the last one padded, in float32,
         in the order of `param_shapes`, within one or several flat tensors that follow each
         other."""
@@ -146,7 +154,7 @@ class CheckpointWeights:
                 pieces = [piece for flat in flats for piece in _run(flat, at, part)]
                 yield name, torch.cat(pieces)[: shape.numel()].view(shape)
             at += part
-        if missing := wanted.keys() - shapes.keys():
+        if missing := set(wanted) - shapes.keys():
             raise Corrupted(f"{self._model(0)}: has no {min(missing)}")
 
     def _model(self, rank: int) -> Path:

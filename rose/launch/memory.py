@@ -19,19 +19,22 @@ Trainer, at the worst moment of a pass, more:
   stage3_max_live_parameters)
 - activations: kept for the backward pass. With e elements per token and layer (the two norms'
   inputs in fp32 and outputs, q, k, v, attention output, the gated MLP's four; attention matrices
-  are never stored), b T e layers; with gradient_checkpointing b T h layers (arXiv 2205.05198,
-  section 5, for this block)
+  are never stored; of a mixture the MLP's four of each expert chosen, with its input and output,
+  and the router's fp32 probabilities), b T e layers; with gradient_checkpointing b T h layers
+  (arXiv 2205.05198, section 5, for this block)
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
   reduced; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
   there three times), with the output matrix's gradient twice, since chunks are added up; that
-  gradient as it is reduced, in the dtype and in fp32. An adapter leaves the output matrix alone,
-  and keeps its own products besides, rank elements per token and target, and one target's output
+  gradient, or a layer's experts' if that is larger, as it is reduced, in the dtype and in fp32. An
+  adapter leaves the output matrix alone, and keeps its own products besides, rank elements per
+  token and target, and one target's output
 Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9
 elements of this rank's. The larger of both moments counts. Prefix trees need nothing more: their
 mask is a table of blocks (flex attention). Rollout (vLLM), per device of a tensor-parallel group of
 size tp:
 - weights: b P / tp; an adapter's memory, which tp is taken not to share (it shares A or B)
-- activations of max_batched_tokens: b T' (2 h + 3 i / tp) and logits of max_sequences, in the
+- activations of max_batched_tokens: b T' (2 h + 3 i / tp), i and one more h for each expert chosen,
+  and logits of max_sequences, in the
   dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at
@@ -151,10 +154,11 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     chunk = min(tokens, max(1, logits // shape.vocab))
     copies = (2 if chunk < tokens else 1) if t.lora is None else 0
     beside = max(shape.projections[name][0] for name in t.lora.targets) if t.lora else 0
-    passing = 3 * shape.intermediate + 2 * shape.hidden + beside
+    passing = 3 * shape.mlp_width + (2 + shape.experts_per_token) * shape.hidden + beside
     work = {
         "a layer at work": size * tokens * (layer + passing) + bucket,
-        "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab + copies * size * largest,
+        "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab
+        + copies * size * shape.vocab * shape.hidden,
         "largest gradient": size * largest + (4 * largest if largest > BUCKET_ELEMENTS else bucket),
     }
     worst = max(work, key=work.__getitem__)
@@ -172,7 +176,8 @@ def _largest(c: Config, shape: ModelShape) -> int:
     """Elements of the largest parameter that has a gradient."""
     lora = c.trainer.lora
     if lora is None:
-        return shape.vocab * shape.hidden
+        experts = shape.experts * 2 * shape.expert_intermediate
+        return max(shape.vocab, experts) * shape.hidden
     return lora.rank * max(max(shape.projections[name]) for name in lora.targets)
 
 
@@ -180,7 +185,8 @@ def _elements(shape: ModelShape, size: int) -> int:
     """Of the dtype, kept for the backward pass by a layer, per token."""
     norms = 2 * shape.hidden * (2 + 4 // size)
     attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
-    return norms + attention + 4 * shape.intermediate
+    routed = 2 * shape.hidden * shape.experts_per_token + 4 // size * shape.experts
+    return norms + attention + 4 * shape.mlp_width + routed
 
 
 def _at_the_update(c: Config, shape: ModelShape) -> Items:
@@ -193,7 +199,8 @@ def _at_the_update(c: Config, shape: ModelShape) -> Items:
 def rollout(c: Config, shape: ModelShape) -> Estimate:
     r, size = c.rollout, BYTES[c.model.dtype]
     tp = r.tensor_parallel
-    work = size * r.max_batched_tokens * (2 * shape.hidden + 3 * shape.intermediate // tp)
+    wide = (2 + shape.experts_per_token) * shape.hidden
+    work = size * r.max_batched_tokens * (wide + 3 * shape.mlp_width // tp)
     logits = (size + 8) * r.max_sequences * shape.vocab
     adapter = c.trainer.lora.slot_parameters(shape) if c.trainer.lora else 0
     items = _gib(

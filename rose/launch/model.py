@@ -33,7 +33,9 @@ def shape(c: Config) -> ModelShape | None:
     if c.cluster.dry_run and c.model.shape is not None:
         return c.model.shape
     if c.model.path is not None:
-        return read_shape(models.check_folder(Path(c.model.path).expanduser()))
+        folder = models.check_folder(Path(c.model.path).expanduser())
+        hub.check_trainable(folder, f"model.path={c.model.path!r}")
+        return read_shape(folder)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
 

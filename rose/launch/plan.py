@@ -213,8 +213,17 @@ def _span(members: list[Rank]) -> str:
 def _size(shape: ModelShape | None) -> str:
     if shape is None:
         return "not made yet"
-    count = shape.parameters
-    return f"{count / 1e9:.2f}B parameters" if count >= 1e9 else f"{count / 1e6:.2f}M parameters"
+    words = f"{_count(shape.parameters)} parameters"
+    return (
+        f"{words}, {_count(shape.active_parameters)} of them active "
+        f"({shape.experts_per_token} of {shape.experts} experts)"
+        if shape.experts
+        else words
+    )
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 
 def _nodes(plan: Plan) -> Iterator[str]:

@@ -25,6 +25,7 @@ CURVES = (
     "importance_capped",
     "mismatch_kl",
     "mismatch_max_ratio",
+    "routing_differs",
     "reference_kl",
     "groups_equal",
     "staleness_mean",

@@ -195,12 +195,11 @@ def gpu(name: str) -> Gpu:
 
 
 def model(name: str, shape: ModelShape) -> Model:
-    """A dense decoder in bf16."""
-    parameters = float(shape.parameters)
+    """A decoder in bf16."""
     return Model(
         name,
-        parameters,
-        parameters - shape.vocab * shape.hidden * (not shape.tied_embeddings),
+        float(shape.parameters),
+        float(shape.active_parameters) - shape.vocab * shape.hidden * (not shape.tied_embeddings),
         shape.layers,
         float(shape.kv_bytes_per_token),
     )

@@ -135,7 +135,7 @@ def flops(shape: ModelShape, flex: bool = False) -> Costs:
     """Costs by arithmetic: 2 per weight of a layer and token, 4 per pair and channel."""
     attention = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
-    weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.intermediate)
+    weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.mlp_width + shape.experts)
     tree = 4.0 * attention * (FLEX if flex else MASKED)
     return Costs(2.0 * weights, 4.0 * attention, tree, not flex)
 
@@ -247,7 +247,7 @@ def train_messages(
     parts: list[list[int]] = [[]]
     size = 0
     for row in rows:
-        nbytes = TOKEN_BYTES * len(samples[row].mask)
+        nbytes = TOKEN_BYTES * len(samples[row].mask) + len(samples[row].experts)
         if parts[-1] and size + nbytes > PART_BYTES:
             parts.append([])
             size = 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from rose.protocol import Trajectory, unpack_floats, unpack_tokens
 from rose.trainer import prefix_tree
 from rose.trainer.prefix_tree import PrefixTree
+from rose.trainer.router_replay import RouterReplay
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,16 @@ class MicroBatch:
     turns: Tensor
     # of `inputs`, each up to its last token that predicts one of the policy's
     tree: PrefixTree | None
+    # of `inputs`, (B, T, layers, top k) int16: -1 where nobody recorded them; with router replay
+    experts: Tensor | None
 
 
 def collate(
-    rows: list[int], trajectories: dict[int, Trajectory], vocabulary: int, trees: bool = False
+    rows: list[int],
+    trajectories: dict[int, Trajectory],
+    vocabulary: int,
+    trees: bool = False,
+    replay: RouterReplay | None = None,
 ) -> MicroBatch:
     """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that
     the rank still takes part in the collectives of forward and backward. `trees`: with a prefix
@@ -65,7 +72,15 @@ def collate(
     inputs = torch.from_numpy(tokens[:, :-1].copy())
     arrays = (tokens, mask, behaviour, versions, turns)
     shifted = (torch.from_numpy(array[:, 1:].copy()) for array in arrays)
-    return MicroBatch(torch.tensor(rows, dtype=torch.int64), inputs, *shifted, tree)
+    experts = None
+    if replay is not None:
+        chosen = np.full((*inputs.shape, replay.layers, replay.top_k), -1, np.int16)
+        for i, row in enumerate(rows):
+            t = trajectories[row]
+            found = replay.unpack(t.experts, len(fields[i][0]), t.id)[: chosen.shape[1]]
+            chosen[i, : len(found)] = found
+        experts = torch.from_numpy(chosen)
+    return MicroBatch(torch.tensor(rows, dtype=torch.int64), inputs, *shifted, tree, experts)
 
 
 def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:

@@ -48,7 +48,7 @@ def measure(
         return statistics.median(rounds[1:])
 
     length = max(4 * BRANCHES, min(tokens, TOKENS))
-    sizes = (length, shape.hidden), (shape.intermediate, shape.hidden)
+    sizes = (length, shape.hidden), (shape.mlp_width, shape.hidden)
     product = seconds(nn.functional.linear, *sizes)
     part = length // 2
     plain = build_from_rows([part] * BRANCHES, [part // BRANCHES] * BRANCHES).to(device)
@@ -57,7 +57,7 @@ def measure(
     masked = seconds(_attention(shape, mask), *_heads(shape, len(tree.tokens)))
     size = len(plain.tokens)
     pairs = float((plain.depths + 1 + PARTLY).sum()) if flex else float(size**2)
-    per_flop = product / (2.0 * length * shape.hidden * shape.intermediate)
+    per_flop = product / (2.0 * length * shape.hidden * shape.mlp_width)
     return Costs(flops(shape).token * per_flop, causal / (length**2 / 2), masked / pairs, not flex)
 
 

@@ -3,7 +3,7 @@
 DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a
 sum over all micro-batches and ranks, and their number varies from step to step, so gradient
 accumulation is driven from outside and the average over ranks is multiplied away. Left out: fp16,
-MoE, ZeRO-Infinity.
+DeepSpeed's own MoE layers, ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -193,12 +194,14 @@ class DeepSpeedEngine:
         targets: torch.Tensor,
         mask: torch.Tensor,
         tree: PrefixTree | None = None,
+        experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Policy.forward`, on tensors from anywhere."""
-        inputs, targets, mask = (
-            x.to(self.device, non_blocking=True) for x in (inputs, targets, mask)
+        inputs, targets, mask, experts = (
+            x if x is None else x.to(self.device, non_blocking=True)
+            for x in (inputs, targets, mask, experts)
         )
-        return self.engine(inputs, targets, mask, tree and tree.to(self.device))
+        return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before each micro-batch's forward pass; `last` of the update, on every rank alike."""
@@ -295,7 +298,8 @@ class DeepSpeedEngine:
         if self.settings.lora is not None:
             self.reference = BelowAdapter(self.policy, self)
             return
-        policy = _load_policy(self.settings, folder, self.policy.head.elements)
+        routes = msgspec.structs.replace(self.settings, router_replay=False)  # by its own routers
+        policy = _load_policy(routes, folder, self.policy.head.elements)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
         whole = self.settings.zero_stage != 3
         split = None if whole else _frozen_config(self.settings, policy.largest_layer())
@@ -393,6 +397,7 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
 def _load_policy(trainer: configuration.Trainer, folder: Path | str, logit_elements: int) -> Policy:
     dtype = DTYPES[trainer.dtype]
     args = (folder, dtype, trainer.gradient_checkpointing, logit_elements, trainer.lora)
+    args += (trainer.router_replay,)
     if trainer.zero_stage != 3:
         return load(*args)
     from transformers.integrations import HfDeepSpeedConfig

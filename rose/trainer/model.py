@@ -19,6 +19,7 @@ from rose.config import Lora
 from rose.trainer import adapter, tree_attention
 from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
+from rose.trainer.router_replay import RouterReplay
 
 HF_PREFIX = "hf."  # of parameter names in `Policy`; without it they are those of the model's folder
 
@@ -58,10 +59,15 @@ class Head(nn.Module):
 
 class Policy(nn.Module):
     def __init__(
-        self, hf: nn.Module, logit_elements: int = LOGIT_ELEMENTS, lora: Lora | None = None
+        self,
+        hf: nn.Module,
+        logit_elements: int = LOGIT_ELEMENTS,
+        lora: Lora | None = None,
+        router_replay: bool = False,
     ):
         super().__init__()
         self.hf, self.lora = hf, lora
+        self.replay = RouterReplay(hf) if router_replay else None
         self.flex = False  # whether trees are attended to by flex attention
         self.head = Head(hf.get_output_embeddings(), logit_elements)
         if lora is not None:
@@ -95,12 +101,20 @@ class Policy(nn.Module):
         self.flex = True
 
     def forward(
-        self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        tree: PrefixTree | None = None,
+        experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at
         temperature 1, (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32.
-        A `tree` of the inputs changes no value, only the cost."""
+        A `tree` of the inputs changes no value, only the cost. `experts`: of the inputs, as
+        `RouterReplay.begin` takes them; there is no tree then."""
         made = mask.bool()
+        if self.replay is not None:
+            self.replay.begin(experts, mask)
         if tree is None:
             # (N, H)
             hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]
@@ -136,6 +150,7 @@ def load(
     gradient_checkpointing: bool,
     logit_elements: int = LOGIT_ELEMENTS,
     lora: Lora | None = None,
+    router_replay: bool = False,
 ) -> Policy:
     """The model of an HF folder (or hub id), without dropout, with a new adapter if it is to have
     one. Under an `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split over
@@ -161,4 +176,4 @@ def load(
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:
         adapter.attach(hf, lora, dtype)
-    return Policy(hf, logit_elements, lora)
+    return Policy(hf, logit_elements, lora, router_replay)

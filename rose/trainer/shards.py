@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from rose.trainer.experts import parts
 from rose.transfer.blocks import Block, Shards, Tensor, take
 
 PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -41,11 +42,18 @@ class ShardReader:
         world: int,
         scales: Mapping[str, float] | None = None,
     ):
-        self._weights, self._dtype, self._scales = weights, dtype, scales or {}
+        self._dtype, self._scales = dtype, scales or {}
         name = str(dtype).removeprefix("torch.")
-        self.tensors = [Tensor(n, tuple(getattr(p, "ds_shape", p.shape)), name) for n, p in weights]
+        self.tensors: list[Tensor] = []
+        self._sources: list[
+            tuple[torch.nn.Parameter, int]
+        ] = []  # and the tensor's first flat index
+        for whole, parameter in weights:
+            for part in parts(whole, tuple(getattr(parameter, "ds_shape", parameter.shape))):
+                self.tensors.append(Tensor(part.name, part.shape, name))
+                self._sources.append((parameter, part.start))
         self.shards: Shards | None = None
-        # parameter -> group, offset within it, first flat index
+        # parameter -> group, offset within it, the parameter's first flat index there
         self._masters: dict[int, tuple[int, int, int]] = {}
         if stage == 3:
             self._flats = engine.optimizer.fp32_partitioned_groups_flat
@@ -56,28 +64,39 @@ class ShardReader:
 
     def read(self, block: Block) -> np.ndarray:
         """(n,) uint16 or uint32: the block's patterns now, a copy."""
-        weight, parameter = self._weights[block.tensor]
+        tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
             values = self._flats[group].detach()[at:]
         else:
             values, first = parameter.detach().reshape(-1), 0
-        found = take(values, first, block, self.tensors[block.tensor].columns)
+        found = take(values, first - start, block, tensor.columns)
         pieces = [piece.reshape(-1) for piece in found]
         whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
         held = whole.to(parameter.dtype)  # as it is in the parameter
-        if scale := self._scales.get(weight):
+        if scale := self._scales.get(tensor.name):
             held = held.float() * scale
         return patterns_of(held.to(self._dtype))
 
-    def _split_evenly(self, optimizer, rank: int, world: int) -> None:
-        self.shards = {}
-        for tensor, (_, parameter) in zip(self.tensors, self._weights, strict=True):
-            part = parameter.ds_tensor.ds_numel
-            self.shards[tensor.name] = [
-                (r, min(r * part, tensor.size), min((r + 1) * part, tensor.size))
-                for r in range(world)
+    def _share(self, ranges: Mapping[int, list[tuple[int, int, int]]]) -> Shards:
+        """The shards of each tensor, from each parameter's (owner, start, stop) of flat indices."""
+        found = {}
+        for tensor, (parameter, start) in zip(self.tensors, self._sources, strict=True):
+            clipped = [
+                (owner, max(low - start, 0), min(high - start, tensor.size))
+                for owner, low, high in ranges[id(parameter)]
             ]
+            found[tensor.name] = [c for c in clipped if c[1] < c[2]]
+        return found
+
+    def _split_evenly(self, optimizer, rank: int, world: int) -> None:
+        ranges = {}
+        for parameter, _ in self._sources:
+            part, size = parameter.ds_tensor.ds_numel, parameter.ds_numel
+            ranges[id(parameter)] = [
+                (r, min(r * part, size), min((r + 1) * part, size)) for r in range(world)
+            ]
+        self.shards = self._share(ranges)
         for number, group in enumerate(optimizer.fp16_groups):
             at = 0
             for parameter in group:
@@ -86,18 +105,18 @@ class ShardReader:
                 at += part
 
     def _split_groups(self, optimizer, rank: int, world: int) -> None:
-        names = {id(parameter): name for name, parameter in self._weights}
-        self.shards = {}
+        ranges = {}
         o = optimizer
         groups, offsets_of = o.round_robin_bit16_groups, o.round_robin_bit16_offsets
-        parts = zip(groups, offsets_of, o.bit16_groups_flat, strict=True)
-        for number, (group, offsets, flat) in enumerate(parts):
+        per_group = zip(groups, offsets_of, o.bit16_groups_flat, strict=True)
+        for number, (group, offsets, flat) in enumerate(per_group):
             part = flat.numel() // world
             for parameter, offset in zip(group, offsets, strict=True):
                 end = offset + parameter.numel()
-                self.shards[names[id(parameter)]] = [
+                ranges[id(parameter)] = [
                     (r, max(offset, r * part) - offset, min(end, (r + 1) * part) - offset)
                     for r in range(offset // part, -(-end // part))
                 ]
                 begin = max(offset, rank * part)
                 self._masters[id(parameter)] = (number, begin - rank * part, begin - offset)
+        self.shards = self._share(ranges)

@@ -97,6 +97,8 @@ class Trainer:
         unless `deterministic`."""
         t, policy = self.config.trainer, self.engine.policy
         found = obstacle(policy.hf.config)
+        if t.router_replay:  # what rows share was routed once for each of them
+            found = "trainer.router_replay=true"
         if found or not t.share_prefixes:
             return found or "", None
         without = policy.why_not_flex(self.device)
@@ -275,9 +277,10 @@ class _Step:
         # each (N,), or (N, turns)
         self.advantages, self.weights = self.growing.extend(summary)
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
-        vocabulary = self.engine.policy.vocabulary
+        policy = self.engine.policy
+        known = policy.vocabulary, step.trees, policy.replay
         self.updates = [
-            [collate(rows, trajectories, vocabulary, step.trees) for rows in update]
+            [collate(rows, trajectories, *known) for rows in update]
             for update in step.micro_batches
         ]
 
@@ -305,7 +308,7 @@ class _Step:
             return {}
         with self._phase("proximal"), torch.no_grad():
             return {
-                (u, m): self.engine(batch.inputs, batch.targets, batch.mask, batch.tree)[0]
+                (u, m): self._forward(batch)[0]
                 for u, update in enumerate(self.updates)
                 if u
                 for m, batch in enumerate(update)
@@ -336,7 +339,7 @@ class _Step:
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
         """This micro-batch's part of the batch's loss; adds its statistics to the sums."""
-        logprobs, entropy = self.engine(batch.inputs, batch.targets, batch.mask, batch.tree)
+        logprobs, entropy = self._forward(batch)
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
         proximal = policy if self.algorithm.recompute_proximal else behaviour
@@ -346,11 +349,16 @@ class _Step:
         cap = None if self.algorithm.corrects_mismatch else self.cap
         importance = importance_weights(proximal, behaviour, mask, cap)
         statistics |= {"entropy": entropy.detach(), "tokens": mask.sum()}
+        if (replay := self.engine.policy.replay) is not None:
+            statistics["routing_differs"] = replay.differs
         self._count(statistics, mismatch(policy, behaviour, mask, cap))
         losses = importance * losses
         if self.kl_coef:
             losses = losses + self.kl_coef * self._penalty(logprobs, mask, batch)
         return (self._of(self.weights, batch).view(len(mask), -1) * losses).sum()
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return self.engine(batch.inputs, batch.targets, batch.mask, batch.tree, batch.experts)
 
     def _penalty(self, logprobs: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
         """(B, T) KL to the reference, which is counted, too."""

@@ -41,8 +41,8 @@ def check_type(name: str, tensor: torch.Tensor) -> None:
 class Live:
     """The live parameters of one engine rank as integer matrices.
 
-    `parameters`: name -> contiguous tensor, all of one device, (rows, ...) of bfloat16 or float32.
-    Raises `TransferError` for one that is not.
+    `parameters`: name -> contiguous tensor, all of one device, (..., columns) or (rows,), of
+    bfloat16 or float32. Raises `TransferError` for one that is not.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
@@ -58,7 +58,8 @@ class Live:
                     f"live parameter {name} is on {tensor.device}, the first one on {self.device}"
                 )
             patterns = tensor.detach().view(PATTERNS[tensor.element_size()])
-            self.matrices[name] = patterns.view(patterns.shape[0] if patterns.dim() else 1, -1)
+            shape = patterns.shape  # of three dimensions the first two count as rows
+            self.matrices[name] = patterns.view(-1, shape[-1] if len(shape) > 1 else 1)
 
     def aside(self):
         """Context in which copies from and to a GPU don't wait for what the engine computes there.

@@ -5,6 +5,7 @@ import math
 from contextlib import suppress
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -126,6 +127,23 @@ def run(chats):
         )
 
     return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
+
+
+def test_experts_are_asked_for_from_where_they_are_known(run, tokenizer):
+    """As an engine does, each turn tells of all tokens behind those known but its own last."""
+
+    class Routed(Script):
+        async def __call__(self, request):
+            result = await super().__call__(request)
+            context = len(request.tokens) // 4
+            rows = context + len(result.tokens) // 4 - 1 - request.routed
+            experts = bytes(range(request.routed, request.routed + rows))
+            return msgspec.structs.replace(result, experts=experts, routed=rows)
+
+    source = Routed(tokenizer, STEP)
+    t = run(Walk(3), source)
+    assert t.experts == bytes(range(len(t.mask) - 1))
+    assert [r.routed for r in source.requests][0] == 0 < source.requests[1].routed
 
 
 def test_the_domain_goes_with_every_turn_and_stays_with_the_trajectory(run, tokenizer):

@@ -1,11 +1,15 @@
 """Every token of a turn is counted once, whoever made it and however late the words arrive."""
 
+from types import SimpleNamespace
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rose import protocol as p
+from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.ledger import Ledger
 
 CONTEXT = [1, 2, 3]
@@ -47,6 +51,26 @@ def test_a_turn_goes_on_elsewhere_from_the_tokens_received():
     assert p.unpack_tokens(result.tokens).tolist() == [4, 5, 7]
     assert p.unpack_tokens(result.versions).tolist() == [0, 0, 1]
     assert len(p.unpack_floats(result.logprobs)) == 3 and len(ledger) == 0
+
+
+def test_experts_go_on_where_the_attempts_that_ended_left_them():
+    """Two bytes a token; the trajectory knows those of its first token. What a lost attempt had is
+    told by the next one, whose prompt it is."""
+    ledger = opened()
+    request = msgspec.structs.replace(ledger.request_of("g0.0.t0"), routed=1)
+    ledger.open(request, host=7)
+    assert ledger.dispatch("g0.0.t0", "a", 1).routed == 1
+    given = msgspec.structs.replace(progress(1, [4, 5]), experts=b"abcdef", routed=3)
+    assert ledger.add(given) == 2
+    assert ledger.dispatch("g0.0.t0", "b", 2).routed == 4
+    ledger.add(progress(2, [6]))  # and is lost
+    assert ledger.dispatch("g0.0.t0", "a", 3).routed == 4
+    last = progress(3, [7])
+    with pytest.raises(ValueError, match="g0.0.t0: 6 bytes of experts for 3 tokens more, of 7"):
+        ledger.add(msgspec.structs.replace(last, experts=b"ghijkl", routed=3))
+    ledger.add(msgspec.structs.replace(last, experts=b"ghij", routed=2))
+    result = ledger.close("g0.0.t0", p.FinishReason.STOP)[1]
+    assert (result.experts, result.routed) == (b"abcdefghij", 5)
 
 
 def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
@@ -99,3 +123,16 @@ def test_whatever_arrives_only_the_current_attempts_tokens_count(words):
         expected += tokens if attempt == current else []
     _, result = ledger.close("g0.0.t0", p.FinishReason.STOP)
     assert np.array_equal(p.unpack_tokens(result.tokens), expected)
+
+
+@pytest.mark.parametrize("experts", [b"\x7f" * 383, b"\x80" * 384], ids=["too few", "none of 128"])
+def test_a_borrowed_rank_tells_of_no_experts_that_the_model_has_not(make_config, tmp_path, experts):
+    c = make_config("+experiment=qwen3_30b_a3b")
+
+    def nothing(*_):
+        pass
+
+    borrowed = Borrowed(c, tmp_path, 1, 100, lambda: SimpleNamespace(version=0), nothing, nothing)
+    borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=b"\x7f" * 384, routed=1))
+    with pytest.raises(ValueError, match=f"g0.0.t0: {len(experts)} bytes of experts for 1 tokens"):
+        borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=experts, routed=1))

@@ -48,6 +48,15 @@ def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
     assert (log.resumed_turns, log.resumed_tokens) == (1, 2)
 
 
+def test_a_turns_experts_are_kept_for_who_knows_as_many_before(tmp_path):
+    asked = msgspec.structs.replace(request(), routed=2)
+    made = msgspec.structs.replace(result(), experts=b"abcd", routed=2)
+    written(tmp_path, (asked, made))
+    log = opened(tmp_path, 0, 0)
+    assert log.find(request(), 0) is None
+    assert log.find(asked, 0) == made
+
+
 def test_the_same_context_asked_twice_has_two_answers_in_their_order(tmp_path):
     written(tmp_path, (request(), result()), (request("g0.0.t1"), result(tokens=(9,))))
     log = opened(tmp_path, 0, 0)

@@ -28,6 +28,14 @@ EXTRA = {
     "Qwen3": dict(head_dim=32, tie_word_embeddings=True),
     "Qwen2": dict(hidden_size=128, tie_word_embeddings=False),
     "Llama": dict(tie_word_embeddings=True, head_dim=32),
+    "Qwen3Moe": dict(
+        head_dim=32,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Slices put together over all ranks are the Hugging Face tensors: checked with vLLM's own rules on
 CPU tensors."""
 
+import msgspec
 import pytest
 import torch
 
@@ -147,6 +148,48 @@ def test_an_adapter_for_another_model_is_refused(name, shape, words):
         slices(name, shape, SHAPE, 0, 1)
 
 
+MIXTURE = msgspec.structs.replace(SHAPE, experts=4, experts_per_token=2, expert_intermediate=16)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_experts_of_all_ranks_together_compute_each_experts_mlp(tp, expert_parallel):
+    """vLLM's parameters: (experts, 2 x width, hidden), gate above up, and (experts, hidden,
+    width)."""
+    generator = torch.Generator().manual_seed(0)
+    source = {
+        f"{LAYER}mlp.experts.{expert}.{kind}.weight": torch.randn(
+            MIXTURE.projections[kind], generator=generator, dtype=torch.float64
+        )
+        for expert in range(4)
+        for kind in ("gate_proj", "up_proj", "down_proj")
+    }
+    held, width = (4 // tp, 16) if expert_parallel else (4, 16 // tp)
+    x, found = torch.randn(5, 32, generator=generator, dtype=torch.float64), {}
+    for rank in range(tp):
+        w13, w2 = torch.zeros(held, 2 * width, 32), torch.zeros(held, 32, width)
+        live = {"w13_weight": w13.double(), "w2_weight": w2.double()}
+        for name, tensor in source.items():
+            place = slices(name, tuple(tensor.shape), MIXTURE, rank, tp, expert_parallel)
+            if place is not None:
+                prefix, _, parameter = place.parameter.rpartition(".")
+                assert prefix == f"{LAYER}mlp.experts.routed_experts"
+                rows = live[parameter].view(-1, live[parameter].shape[-1])
+                rows[place.destination] = tensor[place.source]
+        for number in range(held):
+            expert = rank * held + number if expert_parallel else number
+            gate, up = (x @ live["w13_weight"][number].T).chunk(2, -1)
+            made = (torch.nn.functional.silu(gate) * up) @ live["w2_weight"][number].T
+            found[expert] = found.get(expert, 0) + made
+    for expert in range(4):
+        gate, up, down = (
+            source[f"{LAYER}mlp.experts.{expert}.{kind}_proj.weight"]
+            for kind in ("gate", "up", "down")
+        )
+        whole = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        torch.testing.assert_close(found[expert], whole, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_the_vocabulary_is_split_and_its_padding_stays_zero(tp):
     source, ranks = load(tp)
@@ -165,8 +208,6 @@ def test_norms_stand_whole_on_every_rank(tp):
 
 
 def test_tied_embeddings_are_kept_once():
-    import msgspec
-
     tied = msgspec.structs.replace(SHAPE, tied_embeddings=True)
     assert slices("lm_head.weight", (263, 32), tied, 0, 1) is None
     assert slices("model.embed_tokens.weight", (263, 32), tied, 0, 1) is not None
@@ -176,6 +217,7 @@ def test_tied_embeddings_are_kept_once():
     "name, shape, tp, says",
     [
         ("model.layers.0.mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
+        ("model.layers.0.mlp.experts.0.up_proj.weight", (48, 32), 1, "has 0 experts"),
         ("model.layers.0.self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
         ("model.embed_tokens.weight", (264, 32), 1, "config says"),
         ("model.layers.0.self_attn.q_proj.weight", (32, 32), 3, "can't be split"),

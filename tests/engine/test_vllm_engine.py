@@ -1,6 +1,7 @@
 """The real vLLM, in its own process: right numbers, right weights, clean death."""
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from rose import config, protocol
 from rose.config import read_shape
 from rose.engine import layout, vllm_engine
 from rose.engine.vllm_engine import EngineDied, EngineError
+from rose.trainer.experts import parts
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
 from tests.engine import schedulers
@@ -67,8 +69,15 @@ def reference(model, prompt: list[int], tokens: list[int]) -> tuple[list[int], l
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """Tied ones once."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """As the model's folder has them: tied ones once, each expert by itself."""
+    return {
+        part.name: whole.detach()
+        .reshape(-1)[part.start :][: math.prod(part.shape)]
+        .view(part.shape)
+        .clone()
+        for name, whole in model.named_parameters()
+        for part in parts(name, tuple(whole.shape))
+    }
 
 
 def trainers(store, folder, degrees=(1, 2), **options) -> World:
@@ -112,7 +121,7 @@ def agrees(model, results, prompts=PROMPTS) -> None:
         np.testing.assert_allclose(result["logprobs"], logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama"])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama", "Qwen3Moe"])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a_new_version(
     warm, loop, folders, tmp_path, architecture
 ):
@@ -314,12 +323,17 @@ def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen2", "Llama"]
-)  # biases and a head of its own; tied embeddings
+    "architecture, engine_args",
+    [
+        ("Qwen2", {}),  # biases and a head of its own
+        ("Llama", {}),  # tied embeddings
+        ("Qwen3Moe", {"enable_expert_parallel": True}),  # two experts each; the rest split
+    ],
+)
 def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_wrote(
-    start, loop, folders, tmp_path, architecture
+    start, loop, folders, tmp_path, architecture, engine_args
 ):
-    engine = start(architecture, tensor_parallel=2)
+    engine = start(architecture, engine_args, tensor_parallel=2)
     world, new = (
         trainers(tmp_path / "store", folders[architecture]),
         perturbed(folders[architecture]),

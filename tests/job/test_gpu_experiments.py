@@ -10,7 +10,8 @@ from pathlib import Path
 import hub_cache
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+import transformers
+from transformers import AutoConfig
 
 from rose import config as configuration
 from rose import models
@@ -43,39 +44,43 @@ SIZES = (
 )
 
 
-def qwen2(tiny: Path, folder: Path) -> Path:
-    """The tiny model's tokenizer with a random Qwen2 decoder: biases in attention, an output matrix
-    of its own."""
+MIXTURE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+
+
+def random_model(tiny: Path, folder: Path, kind: str, **more) -> Path:
+    """The tiny model's tokenizer with a random decoder that has an output matrix of its own: of
+    Qwen2 (biases in attention) or Qwen3Moe."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     of = AutoConfig.from_pretrained(tiny)
     torch.manual_seed(0)
-    made = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=of.vocab_size,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=2048,
-            tie_word_embeddings=False,
-            eos_token_id=of.eos_token_id,
-            pad_token_id=of.pad_token_id,
-        )
+    shape = getattr(transformers, f"{kind}Config")(
+        vocab_size=of.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=of.eos_token_id,
+        pad_token_id=of.pad_token_id,
+        **more,
     )
+    made = getattr(transformers, f"{kind}ForCausalLM")(shape)
     made.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def hub_home(tmp_path_factory):
-    """An HF_HOME whose hub has acme/tiny-qwen2 and acme/tiny-qwen3."""
+    """An HF_HOME whose hub has acme/tiny-qwen2, acme/tiny-qwen3 and acme/tiny-moe."""
     home = tmp_path_factory.mktemp("hf")
     tiny = models.resolve(configuration.from_dict(compose_tree()).model)
     hub_cache.add(home / "hub", "acme/tiny-qwen3", tiny)
-    hub_cache.add(
-        home / "hub", "acme/tiny-qwen2", qwen2(tiny, tmp_path_factory.mktemp("made") / "qwen2")
-    )
+    made = tmp_path_factory.mktemp("made")
+    for name, kind, more in (("tiny-qwen2", "Qwen2", {}), ("tiny-moe", "Qwen3Moe", MIXTURE)):
+        folder = random_model(tiny, made / name, kind, **more)
+        hub_cache.add(home / "hub", f"acme/{name}", folder)
     return home
 
 
@@ -87,6 +92,7 @@ def hub_home(tmp_path_factory):
         ("qwen7b_lora", "acme/tiny-qwen2", 1, 2),
         ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3),
         ("qwen32b", "acme/tiny-qwen3", 2, 3),
+        ("qwen3_30b_a3b", "acme/tiny-moe", 2, 3),
     ],
 )
 def test_an_experiment_trains_a_step_with_only_its_sizes_changed(

@@ -318,7 +318,7 @@ def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):
 
 
 def test_parameters_of_the_published_models(make_config):
-    """Model cards: 7.62B, 8.19B (8.2B), 32.8B and 134.5M parameters."""
+    """Model cards: 7.62B, 8.19B (8.2B), 32.8B, 134.5M and 30.5B (3.3B active) parameters."""
     counts = {
         name: make_config(f"model={name}", "trainer=zero3_gpu").model.shape.parameters
         for name in ("qwen2_5_7b", "qwen3_8b", "qwen3_32b", "smollm2")
@@ -327,6 +327,9 @@ def test_parameters_of_the_published_models(make_config):
     assert counts["qwen3_8b"] == pytest.approx(8.19e9, rel=1e-3)
     assert counts["qwen3_32b"] == pytest.approx(32.8e9, rel=2e-3)
     assert counts["smollm2"] == 134_515_008
+    mixture = make_config("model=qwen3_30b_a3b", "trainer=zero3_gpu").model.shape
+    assert mixture.parameters == pytest.approx(30.5e9, rel=2e-3)
+    assert mixture.active_parameters == pytest.approx(3.3e9, rel=2e-2)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +341,7 @@ def test_parameters_of_the_published_models(make_config):
         ("qwen7b_lora", 4, 1, "7.62B"),
         ("qwen8b_frozenlake", 18, 16, "8.19B"),
         ("qwen32b", 28, 48, "32.76B"),
+        ("qwen3_30b_a3b", 24, 24, "30.53B parameters, 3.35B of them active (8 of 128 experts)"),
         ("rose_8b", 18, 16, "8.19B"),
         ("rose_32b", 28, 48, "32.76B"),
     ],

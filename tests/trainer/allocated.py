@@ -27,20 +27,18 @@ SHAPE = {
     "vocab": 2048,
     "tied_embeddings": False,
 }
+MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96}
 DEADLINE_S = 540.0
 
 
-def measure(tokens: int, overrides: list[str], vocab: int) -> dict[str, tuple[float, float]]:
+def measure(
+    tokens: int, overrides: list[str], shape: dict[str, int]
+) -> dict[str, tuple[float, float]]:
     """moment -> (estimated, allocated), bytes. Raises RuntimeError when the rank fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job = {
-        "tokens": tokens,
-        "port": port,
-        "overrides": overrides,
-        "shape": SHAPE | {"vocab": vocab},
-    }
+    job = {"tokens": tokens, "port": port, "overrides": overrides, "shape": SHAPE | shape}
     with tempfile.TemporaryDirectory(prefix="rose-memory-") as folder:
         process = multiprocessing.get_context("spawn").Process(target=_rank, args=(job, folder))
         process.start()
@@ -178,9 +176,14 @@ def _steps(engine, job: dict[str, Any], meter: Meter) -> dict[str, float]:
 
 def _save(shape: dict[str, Any], folder: Path, dtype: str) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config = Qwen3Config(
+    kind, mixture = "Qwen3", {}
+    if experts := shape.get("experts"):
+        kind, mixture = "Qwen3Moe", {"num_experts": experts}
+        mixture["num_experts_per_tok"] = shape["experts_per_token"]
+        mixture["moe_intermediate_size"] = shape["expert_intermediate"]
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["intermediate"],
@@ -189,5 +192,7 @@ def _save(shape: dict[str, Any], folder: Path, dtype: str) -> None:
         num_key_value_heads=shape["kv_heads"],
         head_dim=shape["head_dim"],
         tie_word_embeddings=shape["tied_embeddings"],
+        **mixture,
     )
-    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -7,10 +7,13 @@ from tests.trainer import allocated
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "vocab"), [(3, 2048), (3, 256), (2, 2048)])
-def test_a_trainer_rank_allocates_what_is_estimated(stage, vocab):
+@pytest.mark.parametrize(
+    ("stage", "vocab", "mixture"),
+    [(3, 2048, {}), (3, 256, {}), (2, 2048, {}), (3, 2048, allocated.MIXTURE)],
+)
+def test_a_trainer_rank_allocates_what_is_estimated(stage, vocab, mixture):
     """With a large vocabulary the logits need most, with a small one the layers."""
-    found = allocated.measure(256, [f"trainer.zero_stage={stage}"], vocab)
+    found = allocated.measure(256, [f"trainer.zero_stage={stage}"], {"vocab": vocab} | mixture)
     assert found.keys() == {"forward and backward", "update", "between steps"}
     for moment, (estimated, counted) in found.items():
         assert estimated == pytest.approx(counted, rel=0.15), (moment, found)

@@ -1,0 +1,46 @@
+"""Experts of a mixture, as transformers holds them and as the model's folder has them.
+
+transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts,
+2 x width, hidden), gate above up, and `mlp.experts.down_proj` (experts, hidden, width). Folders and
+versions have a matrix for each expert and projection, so that one is a block of its own: each is a
+run of the parameter's values. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+_FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+_OWN = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+class Part(NamedTuple):
+    name: str  # in the model's folder
+    shape: tuple[int, ...]
+    start: int  # flat index of its first value within the parameter
+
+
+def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
+    """What a parameter is made of, in order: experts' matrices, or itself alone."""
+    match = _FUSED.fullmatch(name)
+    if match is None:
+        return [Part(name, shape, 0)]
+    prefix, fused = match.groups()
+    experts, rows, columns = shape
+    kinds = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+    own = (rows // len(kinds), columns)
+    names = [f"{prefix}{expert}.{kind}.weight" for expert in range(experts) for kind in kinds]
+    return [Part(each, own, i * math.prod(own)) for i, each in enumerate(names)]
+
+
+def parameter_of(name: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """Inverse of `parts`: the parameter that a folder's tensor is in, and where it begins."""
+    match = _OWN.fullmatch(name)
+    if match is None:
+        return name, 0
+    prefix, expert, kind = match[1], int(match[2]), match[3]
+    if kind == "down_proj":
+        return f"{prefix}down_proj", expert * math.prod(shape)
+    return f"{prefix}gate_up_proj", (2 * expert + (kind == "up_proj")) * math.prod(shape)

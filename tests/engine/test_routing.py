@@ -1,0 +1,159 @@
+"""The experts that an engine on a CPU says its tokens went to, against transformers' routers."""
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rose import protocol
+from rose.trainer.importance import mismatch
+from rose.trainer.model import load
+from tests.engine.test_vllm_engine import PROMPTS, perturbed, publish, settings
+from tests.trainer.test_router_replay import chosen_by
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = protocol.Sampling(max_new_tokens=40)
+LAYERS, TOP_K = 2, 2
+# 24 tokens a step, and memory for three of the turns: prompts come in parts, and turns are preempted
+ARGS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
+ARGS |= {"block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def engine(loop, start_one):
+    engine = start_one("Qwen3Moe", engine_args=ARGS, routing=True)
+    yield engine
+    loop.run_until_complete(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return AutoModelForCausalLM.from_pretrained(folders["Qwen3Moe"]).float().eval()
+
+
+async def turn(engine, name: str, prompt: list[int], routed: int = 0, sampling=SAMPLING):
+    """(all tokens, their experts from `routed` on, log-probabilities, finish)"""
+    tokens, rows, logprobs, finish = list(prompt), b"", [], None
+    async for chunk in engine.generate(name, protocol.pack_tokens(prompt), sampling, routed):
+        tokens, rows = tokens + chunk.tokens, rows + chunk.experts
+        logprobs, finish = logprobs + chunk.logprobs, chunk.finish
+    return tokens, np.frombuffer(rows, np.uint8), logprobs, finish
+
+
+def same(model, tokens: list[int], rows: np.ndarray, routed: int = 0) -> None:
+    """Sets are compared: vLLM's CPU router does not sort them."""
+    expected = np.sort(chosen_by(model, tokens)[routed:-1], axis=-1)
+    assert np.array_equal(np.sort(rows.reshape(-1, LAYERS, TOP_K), axis=-1), expected)
+
+
+def test_every_token_but_the_last_comes_with_its_experts_and_logprobs_are_the_trainers(
+    engine, loop, model
+):
+    """Prompts of several chunks, the same ones again from the prefix cache, turns preempted."""
+
+    async def all_of(tag: str):
+        return await asyncio.gather(
+            *(turn(engine, f"{tag}{i}", prompt) for i, prompt in enumerate(PROMPTS))
+        )
+
+    for tag in ("new", "cached"):
+        for tokens, rows, logprobs, _ in loop.run_until_complete(all_of(tag)):
+            same(model, tokens, rows)
+            with torch.no_grad():
+                whole = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            made = len(logprobs)
+            expected = whole[-made - 1 : -1].gather(1, torch.tensor(tokens[-made:])[:, None])[:, 0]
+            np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
+    assert engine.stats().cached_tokens > 0
+
+
+def test_the_next_turn_brings_what_the_last_one_lacks(engine, loop, model):
+    tokens, rows, _, _ = loop.run_until_complete(turn(engine, "t0", PROMPTS[2]))
+    same(model, tokens, rows)
+    more, rest, _, _ = loop.run_until_complete(
+        turn(engine, "t1", [*tokens, 5, 6, 7], routed=len(tokens) - 1)
+    )
+    same(model, more, rest, len(tokens) - 1)
+
+
+def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
+    engine, loop, model, folders, tmp_path
+):
+    """With `in_flight=recompute`: what the old weights made keeps its experts."""
+    new = perturbed(folders["Qwen3Moe"])
+    store = publish(tmp_path / "store", folders["Qwen3Moe"], 3, new)
+
+    async def interrupted():
+        long = protocol.Sampling(max_new_tokens=200)
+        running = asyncio.create_task(turn(engine, "long", PROMPTS[0], sampling=long))
+        while engine.stats().generated_tokens < before + 5:
+            await asyncio.sleep(0.005)
+        await engine.load_version(3, store, settings())
+        at = engine.stats().generated_tokens
+        while engine.stats().generated_tokens < at + 5:
+            await asyncio.sleep(0.005)
+        await engine.abort("long")
+        return await running
+
+    before = engine.stats().generated_tokens
+    tokens, rows, _, finish = loop.run_until_complete(asyncio.wait_for(interrupted(), 60))
+    rows = rows.reshape(-1, LAYERS, TOP_K)
+    assert finish is protocol.FinishReason.ABORT and len(rows) == len(tokens) - 1
+    old, now = (np.sort(chosen_by(m, tokens)[:-1], axis=-1) for m in (model, new))
+    rows, prompt = np.sort(rows, axis=-1), len(PROMPTS[0])
+    assert np.array_equal(rows[: prompt + 3], old[: prompt + 3])
+    assert not np.array_equal(rows, old) and (rows[-3:] == now[-3:]).mean() > 0.9
+
+
+def test_in_bfloat16_replay_closes_most_of_the_gap_to_the_trainer(start, loop, folders, tmp_path):
+    """`pytest -s` prints the figures of docs/transfer.md."""
+    torch.manual_seed(0)
+    shape = Qwen3MoeConfig(
+        vocab_size=263,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.2,
+        eos_token_id=1,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
+    folders["wide"] = tmp_path / "wide"
+    Qwen3MoeForCausalLM(shape).to(torch.bfloat16).save_pretrained(folders["wide"])
+    engine = start("wide", engine_args={"dtype": "bfloat16"}, routing=True)
+
+    async def all_of():
+        prompts = [np.random.default_rng(i).integers(2, 263, 20 + i).tolist() for i in range(32)]
+        sampling = protocol.Sampling(max_new_tokens=100)
+        return await asyncio.gather(
+            *(turn(engine, f"t{i}", prompt, 0, sampling) for i, prompt in enumerate(prompts))
+        )
+
+    made, found = loop.run_until_complete(all_of()), {}
+    for replay in (False, True):
+        policy = load(folders["wide"], torch.bfloat16, False, router_replay=replay)
+        found[replay] = sums = Counter()
+        for tokens, rows, logprobs, _ in made:
+            whole, count = torch.tensor([tokens]), len(logprobs)
+            mask, behaviour = torch.zeros(2, 1, len(tokens) - 1)
+            mask[0, -count:], behaviour[0, -count:] = 1, torch.tensor(logprobs)
+            experts = torch.tensor(rows.reshape(1, -1, 4, 4)) if replay else None
+            with torch.no_grad():
+                given = policy(whole[:, :-1], whole[:, 1:], mask, None, experts)[0]
+            gap = mismatch(given, behaviour, mask)
+            sums.update({name: gap[name].item() for name in ("kl_k3", "abs_diff")}, tokens=count)
+            if replay:
+                sums["differs"] += policy.replay.differs.item()
+    for replay, sums in found.items():
+        shares = {name: value / sums["tokens"] for name, value in sums.items()}
+        print(f"router_replay={replay}: {sums['tokens']} tokens, {shares}")
+    assert found[True]["kl_k3"] < found[False]["kl_k3"] / 4
+    assert 0 < found[True]["differs"] < 0.1 * found[True]["tokens"]
