@@ -268,6 +268,12 @@ class Trainer(Section):
     # compute gradients of the step's finished groups while others still run; absent in what
     # earlier releases stored
     stream: bool = False
+    sequence_parallel: Count = 1  # ranks that compute a row together; so is this
+
+    @property
+    def replicas(self) -> int:
+        """Parts into which a batch's rows are dealt."""
+        return self.ranks // self.sequence_parallel
 
 
 class Branching(Section):

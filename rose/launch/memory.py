@@ -1,9 +1,10 @@
 """How much memory each role needs on one device, item by item, in GiB. Pure.
 
 P parameters, of which A are trained (all, or trainer.lora's), N trainer ranks, b bytes per element
-of the role's dtype, T = trainer.micro_batch_tokens, E = vocab x hidden, the largest parameter. What
-is said of DeepSpeed was read in 0.19.8 and measured by tests/trainer/allocated.py (with bfloat16,
-without an adapter; in float32 stages 1 and 2 need up to 8 A more).
+of the role's dtype, T = trainer.micro_batch_tokens / trainer.sequence_parallel, E = vocab x hidden,
+the largest parameter. What is said of DeepSpeed was read in 0.19.8 and measured by
+tests/trainer/allocated.py (with bfloat16, without an adapter; in float32 stages 1 and 2 need up to
+8 A more).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
@@ -142,9 +143,11 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
 def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
-    tokens, largest = t.micro_batch_tokens, _largest(c, shape)
+    tokens, largest = -(-t.micro_batch_tokens // t.sequence_parallel), _largest(c, shape)
     bucket = 4 * min(_trained(c, shape), BUCKET_ELEMENTS)
-    elements = _elements(shape, size) + (t.lora.rank * len(t.lora.targets) if t.lora else 0)
+    elements = _elements(shape, size, t.sequence_parallel) + (
+        t.lora.rank * len(t.lora.targets) if t.lora else 0
+    )
     kept = shape.hidden * shape.layers if t.gradient_checkpointing else elements * shape.layers
     layer = elements if t.gradient_checkpointing else 0
     logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
@@ -176,10 +179,11 @@ def _largest(c: Config, shape: ModelShape) -> int:
     return lora.rank * max(max(shape.projections[name]) for name in lora.targets)
 
 
-def _elements(shape: ModelShape, size: int) -> int:
-    """Of the dtype, kept for the backward pass by a layer, per token."""
+def _elements(shape: ModelShape, size: int, parts: int) -> int:
+    """Of the dtype, kept for the backward pass by a layer, per token. Of `parts` ranks that share a
+    row each has all of its tokens in one key-value head at least."""
     norms = 2 * shape.hidden * (2 + 4 // size)
-    attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, parts))
     return norms + attention + 4 * shape.intermediate
 
 

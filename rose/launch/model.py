@@ -5,6 +5,7 @@ Left out: making it and where it lies (rose/models.py), and loading it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ def shape(c: Config) -> ModelShape | None:
     if c.model.source == "hub":
         if folder := _in_cache(c):
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
-            return read_shape(folder)
+            return _shape_of(folder, c)
         if c.model.shape is None:
             raise ConfigError(
                 f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its "
@@ -33,7 +34,7 @@ def shape(c: Config) -> ModelShape | None:
     if c.cluster.dry_run and c.model.shape is not None:
         return c.model.shape
     if c.model.path is not None:
-        return read_shape(models.check_folder(Path(c.model.path).expanduser()))
+        return _shape_of(models.check_folder(Path(c.model.path).expanduser()), c)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
 
@@ -67,7 +68,7 @@ def fetch(c: Config, stored: Path) -> Config:
     commit = _commit_of(stored, c)
     folder = hub.snapshot(models.hub_id(c.model), commit or c.model.revision)
     hub.check_trainable(folder, f"model.path={c.model.path!r}")
-    found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))
+    found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
     return msgspec.structs.replace(c, model=found)
 
 
@@ -84,8 +85,33 @@ def prepare(c: Config) -> Config:
     Raises `ConfigError` when the recipe fails, or where a hub's snapshot can't be seen."""
     folder = models.resolve(c.model)
     if c.model.source == "hub":
-        found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))
+        found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
         return msgspec.structs.replace(c, model=found)
     folder = folder.resolve()
-    made = msgspec.structs.replace(c.model, path=str(folder), shape=read_shape(folder))
+    made = msgspec.structs.replace(c.model, path=str(folder), shape=_shape_of(folder, c))
     return msgspec.structs.replace(c, model=made)
+
+
+def _shape_of(folder: Path, c: Config) -> ModelShape:
+    """Raises `ConfigError` where ranks can't share the model's rows: DeepSpeed's Ulysses computes
+    attention to the whole context only, and positions whose angles depend on a row's length would
+    be those of a part."""
+    shape = read_shape(folder)
+    if c.trainer.sequence_parallel == 1:
+        return shape
+    raw = json.loads((folder / "config.json").read_text())
+    partly = set(raw.get("layer_types") or ["full_attention"]) - {"full_attention"}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if partly:
+        found = f"layers of the kind {', '.join(sorted(partly))}"
+    elif raw.get("sliding_window") and raw.get("use_sliding_window", True):
+        found = f"sliding_window={raw['sliding_window']}"
+    elif kind in ("dynamic", "longrope"):
+        found = f"rotary positions of the kind {kind}"
+    else:
+        return shape
+    raise ConfigError(
+        f"trainer.sequence_parallel={c.trainer.sequence_parallel}: model {c.model.name} has "
+        f"{found}, whose rows ranks can't share; set it to 1"
+    )

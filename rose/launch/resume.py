@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "fresh",
     "colocate",
     "output_dir",
+    "trainer.sequence_parallel",
     "transfer.*",
     "serving.*",
     "reward.ranks",

@@ -354,6 +354,8 @@ def main(job: dict, rank: int) -> None:
         "errors": [],
         "limits_s": limits_s(),
     }
+    parts = trainer.config.trainer.sequence_parallel
+    replicas, replica = job["ranks"] // parts, rank // parts
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
@@ -365,11 +367,11 @@ def main(job: dict, rank: int) -> None:
                 summary.truncated,
                 summary.turn_rewards,
             )
-            everyone, trees = plan(seed, rows, job["ranks"], limit, updates)
+            everyone, trees = plan(seed, rows, replicas, limit, updates)
             mine = {
-                row: rows[row] for update in everyone[rank] for micro in update for row in micro
+                row: rows[row] for update in everyone[replica] for micro in update for row in micro
             }
-            step = p.TrainStep(number, summary, everyone[rank], trees, 1)
+            step = p.TrainStep(number, summary, everyone[replica], trees, 1)
             try:
                 report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
@@ -380,21 +382,21 @@ def main(job: dict, rank: int) -> None:
             halves = [in_halves(t) if action == "split" else t for t in whole.values()]
             split = segments.samples(halves, summary.segments)
             rows = {row: sample for row, (sample, _) in enumerate(split)}
-            everyone, trees = plan(seed, rows, job["ranks"], limit, 1)
+            everyone, trees = plan(seed, rows, replicas, limit, 1)
             owners = [owner for _, owner in split]
-            step = p.TrainStep(number, summary, everyone[rank], trees, 1, owners)
+            step = p.TrainStep(number, summary, everyone[replica], trees, 1, owners)
             report["metrics"].append(trainer.train(step, rows))
         elif action == "rounds":
             name, arguments, seed, kind, rounds, limit, kept = args
             trainer.algorithm = build(name, arguments)
             gradients: list = []
             watch_gradients(trainer, gradients)
-            *first, last = stream_rounds(seed, kind, rounds, job["ranks"], limit)
+            *first, last = stream_rounds(seed, kind, rounds, replicas, limit)
             for steps, rows in first:
-                trainer.train_ahead(steps[rank], rows)
+                trainer.train_ahead(steps[replica], rows)
                 if kept.startswith("saves"):
                     save(trainer, folder / "between")
-            report["metrics"].append(trainer.train(last[0][rank], last[1]))
+            report["metrics"].append(trainer.train(last[0][replica], last[1]))
             del trainer.engine._update
             gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
             np.savez(folder / f"{kept}-{rank}.npz", **gradients[0])
