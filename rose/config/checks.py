@@ -355,6 +355,12 @@ def _check_batch(c: Config, need: Need) -> None:
         f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
     )
     need(
+        not c.trainer.offload_activations or c.trainer.gradient_checkpointing,
+        "trainer.offload_activations",
+        "needs trainer.gradient_checkpointing=true: else all that layers compute would go to the "
+        "host and back",
+    )
+    need(
         c.trainer.micro_batch_tokens >= c.model.max_context,
         "trainer.micro_batch_tokens",
         f"must hold one trajectory of model.max_context={c.model.max_context} tokens",

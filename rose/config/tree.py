@@ -268,7 +268,9 @@ class Trainer(Section):
     # compute gradients of the step's finished groups while others still run; absent in what
     # earlier releases stored
     stream: bool = False
-    sequence_parallel: Count = 1  # ranks that compute a row together; so is this
+    # both absent there, too: ranks that compute a row together; the layers' inputs in host memory
+    sequence_parallel: Count = 1
+    offload_activations: bool = False
 
     @property
     def replicas(self) -> int:

@@ -21,7 +21,7 @@ Trainer, at the worst moment of a pass, more:
 - activations: kept for the backward pass. With e elements per token and layer (the two norms'
   inputs in fp32 and outputs, q, k, v, attention output, the gated MLP's four; attention matrices
   are never stored), b T e layers; with gradient_checkpointing b T h layers (arXiv 2205.05198,
-  section 5, for this block)
+  section 5, for this block), on the host with offload_activations
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
   reduced; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
   there three times), with the output matrix's gradient twice, since chunks are added up; that
@@ -84,7 +84,11 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
     size, share = BYTES[c.trainer.dtype], _trained(c, shape) / c.trainer.ranks
-    host = {"last published version": size * share, "offloaded optimizer": _offloaded(c, shape)}
+    host = {
+        "last published version": size * share,
+        "offloaded optimizer": _offloaded(c, shape),
+        "offloaded activations": _kept(c, shape) if c.trainer.offload_activations else 0,
+    }
     return Estimate(
         _gib(c, resting | worst),
         sum(resting[name] for name in states) / GIB,
@@ -143,13 +147,9 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
 def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
-    tokens, largest = -(-t.micro_batch_tokens // t.sequence_parallel), _largest(c, shape)
+    tokens, largest = _tokens(c), _largest(c, shape)
     bucket = 4 * min(_trained(c, shape), BUCKET_ELEMENTS)
-    elements = _elements(shape, size, t.sequence_parallel) + (
-        t.lora.rank * len(t.lora.targets) if t.lora else 0
-    )
-    kept = shape.hidden * shape.layers if t.gradient_checkpointing else elements * shape.layers
-    layer = elements if t.gradient_checkpointing else 0
+    layer = _elements(c, shape) if t.gradient_checkpointing else 0
     logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
     chunk = min(tokens, max(1, logits // shape.vocab))
     copies = (2 if chunk < tokens else 1) if t.lora is None else 0
@@ -166,7 +166,7 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     )
     return {
         "gathered parameters": float(gathered),
-        "activations": float(size * tokens * kept),
+        "activations": 0.0 if t.offload_activations else float(_kept(c, shape)),
         worst: float(work[worst]),
     }
 
@@ -179,12 +179,25 @@ def _largest(c: Config, shape: ModelShape) -> int:
     return lora.rank * max(max(shape.projections[name]) for name in lora.targets)
 
 
-def _elements(shape: ModelShape, size: int, parts: int) -> int:
-    """Of the dtype, kept for the backward pass by a layer, per token. Of `parts` ranks that share a
+def _tokens(c: Config) -> int:
+    """Of a micro-batch on one rank."""
+    return -(-c.trainer.micro_batch_tokens // c.trainer.sequence_parallel)
+
+
+def _kept(c: Config, shape: ModelShape) -> int:
+    """Bytes that the layers keep for the backward pass."""
+    each = shape.hidden if c.trainer.gradient_checkpointing else _elements(c, shape)
+    return BYTES[c.trainer.dtype] * _tokens(c) * shape.layers * each
+
+
+def _elements(c: Config, shape: ModelShape) -> int:
+    """Of the dtype, that a layer computes for the backward pass, per token. Of ranks that share a
     row each has all of its tokens in one key-value head at least."""
-    norms = 2 * shape.hidden * (2 + 4 // size)
-    attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, parts))
-    return norms + attention + 4 * shape.intermediate
+    t = c.trainer
+    norms = 2 * shape.hidden * (2 + 4 // BYTES[t.dtype])
+    attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, t.sequence_parallel))
+    adapter = t.lora.rank * len(t.lora.targets) if t.lora else 0
+    return norms + attention + 4 * shape.intermediate + adapter
 
 
 def _at_the_update(c: Config, shape: ModelShape) -> Items:

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "colocate",
     "output_dir",
     "trainer.sequence_parallel",
+    "trainer.offload_activations",
     "transfer.*",
     "serving.*",
     "reward.ranks",

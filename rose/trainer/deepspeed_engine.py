@@ -169,6 +169,7 @@ class DeepSpeedEngine:
         parts = trainer.sequence_parallel
         self.shared = SequenceGroup(parts, trainer.step_timeout_s) if parts > 1 else None
         policy = _load_policy(trainer, folder, logits, self.shared)
+        policy.offloads = trainer.offload_activations
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
             model=policy,

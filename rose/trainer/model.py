@@ -7,7 +7,9 @@ exists. Left out: heads that scale or cap their logits (Gemma 2, Granite); `load
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,8 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.lora, self.shared = hf, lora, shared
         self.flex = False  # whether trees are attended to by flex attention
+        # whether what layers keep for the backward pass waits in host memory, page-locked
+        self.offloads = False
         self.head = Head(hf.get_output_embeddings(), logit_elements)
         if lora is not None:
             self.register_state_dict_post_hook(adapter.keep_own)
@@ -116,19 +120,21 @@ class Policy(nn.Module):
         if self.shared is not None:
             return self._together(self.shared, inputs, targets, made, tree)
         if tree is None:
-            # (N, H)
-            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]
+            hidden = self._states(input_ids=inputs)[made]  # (N, H)
         else:
             tree, attended = tree_attention.attended(tree, self.flex)
-            states = self.hf.base_model(
-                input_ids=tree.tokens[None],
-                attention_mask=attended,
-                position_ids=tree.depths[None],
-                use_cache=False,
-            ).last_hidden_state[0]  # (L, H)
-            hidden = states[tree.nodes[made]]
+            states = self._states(
+                input_ids=tree.tokens[None], attention_mask=attended, position_ids=tree.depths[None]
+            )
+            hidden = states[0, tree.nodes[made]]
         logprobs, entropy = self.head(hidden, targets[made])
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
+
+    def _states(self, **inputs: Any) -> Tensor:
+        """(B, L, H): the last hidden states."""
+        host = torch.autograd.graph.save_on_cpu(pin_memory=True)
+        with host if self.offloads else nullcontext():
+            return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
 
     def _together(
         self,
@@ -149,9 +155,8 @@ class Policy(nn.Module):
             tree, attended = tree_attention.attended(tree, self.flex, shared.size)
             tokens, positions, nodes = tree.tokens[None], tree.depths[None], tree.nodes
         begin, (tokens, positions) = shared.part(tokens, positions)
-        states = self.hf.base_model(
-            input_ids=tokens, attention_mask=attended, position_ids=positions, use_cache=False
-        ).last_hidden_state  # (B, T / size, H), or (1, L / size, H) of a tree
+        # (B, T / size, H), or (1, L / size, H) of a tree
+        states = self._states(input_ids=tokens, attention_mask=attended, position_ids=positions)
         own = made & (nodes >= begin) & (nodes < begin + tokens.shape[1])
         rows = own.nonzero()[:, 0] if tree is None else 0
         logprobs, entropy = self.head(states[rows, nodes[own] - begin], targets[own])

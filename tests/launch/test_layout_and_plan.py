@@ -182,6 +182,14 @@ def test_ranks_that_share_rows_have_their_part_of_the_activations(make_config):
     assert found[8]["activations"] / 2 < less < found[8]["activations"]
 
 
+def test_offloaded_activations_wait_on_the_host(make_config):
+    there = memory.trainer(make_config(*QWEN3_8B), make_config(*QWEN3_8B).model.shape)
+    c = make_config(*QWEN3_8B, "trainer.offload_activations=true")
+    away = memory.trainer(c, c.model.shape)
+    assert "activations" not in away.items
+    assert away.host["offloaded activations"] == there.items["activations"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -33,7 +33,7 @@ SETTINGS = [
 ]
 
 
-def save_model(folder: Path, tied: bool = True) -> Path:
+def save_model(folder: Path, tied: bool = True, kv_heads: int = 2) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,7 +44,7 @@ def save_model(folder: Path, tied: bool = True) -> Path:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=8,
         tie_word_embeddings=tied,
         max_position_embeddings=256,
@@ -54,7 +54,7 @@ def save_model(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def make_batch(seed: int):
+def make_batch(seed: int, lengths: list[int] = LENGTHS):
     """(trajectories by row, summary): two groups of four that begin alike, of one to three turns;
     behaviour near uniform, so off-policy as can be."""
     from rose import protocol as p
@@ -62,7 +62,7 @@ def make_batch(seed: int):
     random = np.random.default_rng(seed)
     rows = {}
     begin = random.integers(0, VOCABULARY, 6)
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         mask = (
             (random.random(length) < 0.6).astype(np.uint8)
             if row != SILENT
@@ -359,7 +359,7 @@ def main(job: dict, rank: int) -> None:
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
-            rows, summary = make_batch(seed)
+            rows, summary = make_batch(seed, job.get("lengths", LENGTHS))
             summary = p.BatchSummary(
                 [r * float(reward_scale) for r in summary.rewards],
                 summary.groups,
