@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -93,25 +94,33 @@ def prepare(c: Config) -> Config:
 
 
 def _shape_of(folder: Path, c: Config) -> ModelShape:
-    """Raises `ConfigError` where ranks can't share the model's rows: DeepSpeed's Ulysses computes
-    attention to the whole context only, and positions whose angles depend on a row's length would
-    be those of a part."""
-    shape = read_shape(folder)
-    if c.trainer.sequence_parallel == 1:
-        return shape
-    raw = json.loads((folder / "config.json").read_text())
-    partly = set(raw.get("layer_types") or ["full_attention"]) - {"full_attention"}
+    """Raises `ConfigError` for a context longer than the model's, which vLLM would refuse later,
+    and where ranks can't share its rows."""
+    shape, raw = read_shape(folder), json.loads((folder / "config.json").read_text())
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    positions = raw.get("max_position_embeddings", c.model.max_context)
+    if kind == "default" and c.model.max_context > positions:
+        raise ConfigError(
+            f"model.max_context={c.model.max_context}: model {c.model.name} has {positions} "
+            "positions (max_position_embeddings in its config.json); lower it, or give a model "
+            "for longer contexts"
+        )
+    parts, found = c.trainer.sequence_parallel, _unshareable(raw, kind)
+    if parts > 1 and found:
+        raise ConfigError(
+            f"trainer.sequence_parallel={parts}: model {c.model.name} has {found}, whose rows "
+            "ranks can't share; set it to 1"
+        )
+    return shape
+
+
+def _unshareable(raw: dict[str, Any], rope: str) -> str:
+    """What in a config.json forbids it, "" if nothing does: DeepSpeed's Ulysses attends to the
+    whole context, and angles that depend on a row's length would be those of a part's."""
+    partly = set(raw.get("layer_types") or ()) - {"full_attention"}
     if partly:
-        found = f"layers of the kind {', '.join(sorted(partly))}"
-    elif raw.get("sliding_window") and raw.get("use_sliding_window", True):
-        found = f"sliding_window={raw['sliding_window']}"
-    elif kind in ("dynamic", "longrope"):
-        found = f"rotary positions of the kind {kind}"
-    else:
-        return shape
-    raise ConfigError(
-        f"trainer.sequence_parallel={c.trainer.sequence_parallel}: model {c.model.name} has "
-        f"{found}, whose rows ranks can't share; set it to 1"
-    )
+        return f"layers of the kind {', '.join(sorted(partly))}"
+    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
+        return f"sliding_window={raw['sliding_window']}"
+    return f"rotary positions of the kind {rope}" if rope in ("dynamic", "longrope") else ""

@@ -209,6 +209,7 @@ def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
         "vocab_size": 9,
         "sliding_window": 4096,
         "use_sliding_window": False,
+        "max_position_embeddings": 256,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
     }
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -218,6 +219,9 @@ def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     assert model.shape(make_config(*shared, "trainer.sequence_parallel=1")).heads == 2
     with pytest.raises(ConfigError, match=f"trainer.sequence_parallel=2: .*{words}"):
+        model.shape(make_config(*shared))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": None}))
+    with pytest.raises(ConfigError, match="model.max_context=512: .* has 256 positions"):
         model.shape(make_config(*shared))
 
 
