@@ -22,7 +22,7 @@ CASES = [
     ["tree_grpo", GRPO, 2, "forked", WHOLE],
 ]
 LIMIT = 64
-LAST = ["train", 3, LIMIT, 2, 1]
+LAST = ["rounds", *CASES[0], LIMIT, "last"]
 ACTIONS = [["publish", 0], ["save"]]
 for number, case in enumerate(CASES):
     ACTIONS += [["load"], ["rounds", *case, LIMIT, f"case{number}"]]
