@@ -264,10 +264,12 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
             if process.pid is not None:  # it has been started
                 process.kill()
                 process.join()
-    for code, path in zip(codes, words, strict=True):
-        assert code == 0, (
-            f"exit code {code} (None: not within {DEADLINE_S} s)\n{path.read_text()[-6000:]}"
-        )
+    failed = [
+        f"rank {rank}: exit code {code} (None: not within {DEADLINE_S} s)\n{text.read_text()[-4000:]}"
+        for rank, (code, text) in enumerate(zip(codes, words, strict=True))
+        if code != 0
+    ]
+    assert not failed, "\n".join(failed)
     return [
         json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)
     ]
@@ -316,6 +318,7 @@ def save(trainer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     trainer.save(folder)
     assert trainer.engine.writer.wait(120), "the checkpoint is still being written"
+    trainer._peers.barrier()  # the others' files are needed to load it
 
 
 def main(job: dict, rank: int) -> None:
