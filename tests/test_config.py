@@ -54,6 +54,12 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ),
         ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
         ("trainer.steps=0", ["trainer.steps=0", ">= 1"]),
+        ("trainer.sequence_parallel=2", ["trainer.sequence_parallel=2", "trainer.ranks=1"]),
+        (
+            "trainer.offload_activations=true",
+            ["trainer.offload_activations=True", "trainer.gradient_checkpointing=true"],
+        ),
+        ("trainer.sequence_parallel=0", ["trainer.sequence_parallel=0", ">= 1"]),
         ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "> 0"]),
         ("trainer.optimizer.lr=.inf", ["trainer.optimizer.lr=inf", "finite"]),
         ("trainer.optimizer.lr=.nan", ["trainer.optimizer.lr=nan"]),

@@ -339,11 +339,27 @@ def _check_batch(c: Config, need: Need) -> None:
         "group of one always are",
     )
     need(
-        c.trainer.batch_size >= c.trainer.ranks * c.trainer.updates_per_step,
+        c.trainer.ranks % c.trainer.sequence_parallel == 0,
+        "trainer.sequence_parallel",
+        f"must divide trainer.ranks={c.trainer.ranks}: so many ranks compute each row together",
+    )
+    replicas = (
+        f"trainer.ranks={c.trainer.ranks} ranks"
+        if c.trainer.sequence_parallel == 1
+        else f"{c.trainer.replicas} times trainer.sequence_parallel={c.trainer.sequence_parallel} "
+        "ranks"
+    )
+    need(
+        c.trainer.batch_size >= c.trainer.replicas * c.trainer.updates_per_step,
         "trainer.batch_size",
-        f"must give each of trainer.ranks={c.trainer.ranks} ranks at least one trajectory in each "
-        "of "
+        f"must give each of {replicas} at least one trajectory in each of "
         f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
+    )
+    need(
+        not c.trainer.offload_activations or c.trainer.gradient_checkpointing,
+        "trainer.offload_activations",
+        "needs trainer.gradient_checkpointing=true: else all that layers compute would go to the "
+        "host and back",
     )
     need(
         c.trainer.micro_batch_tokens >= c.model.max_context,
@@ -475,9 +491,16 @@ def _check_router_replay(c: Config, need: Need) -> None:
             f"rollout.engine_args.{name}",
             "is set by ROSE, from trainer.router_replay",
         )
-    if not c.trainer.router_replay or c.rollout.replay is not None:
+    if not c.trainer.router_replay:
         return
     key = "trainer.router_replay"
+    need(
+        c.trainer.sequence_parallel == 1,
+        key,
+        f"not with trainer.sequence_parallel={c.trainer.sequence_parallel}: 1",
+    )
+    if c.rollout.replay is not None:
+        return
     for name, member in c.env.members.items():
         need(
             member.name != "agent",
@@ -774,19 +797,11 @@ def check_model(c: Config, shape: ModelShape) -> None:
                 f"trainer.lora.rank={lora.rank}: at most {least}, the smaller side of {target} in "
                 f"model {c.model.name}"
             )
+    _check_heads("trainer.sequence_parallel", c.trainer.sequence_parallel, c, shape)
     if c.rollout.replay is not None:
         return  # no engines, and all of them are about engines
     tp = c.rollout.tensor_parallel
-    if shape.heads % tp:
-        raise ConfigError(
-            f"rollout.tensor_parallel={tp}: must divide the {shape.heads} attention heads of model "
-            f"{c.model.name}"
-        )
-    if max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
-        raise ConfigError(
-            f"rollout.tensor_parallel={tp}: must divide, or be a multiple of, the {shape.kv_heads} "
-            f"key-value heads of model {c.model.name}"
-        )
+    _check_heads("rollout.tensor_parallel", tp, c, shape)
     by_expert = bool(shape.experts) and c.rollout.engine_args.get("enable_expert_parallel", False)
     width, what = shape.intermediate, "intermediate size"
     if shape.experts:
@@ -799,3 +814,16 @@ def check_model(c: Config, shape: ModelShape) -> None:
         )
     if c.cluster.gpus == 0 and tp > 1:
         raise ConfigError(f"rollout.tensor_parallel={tp}: needs GPUs, and cluster.gpus=0")
+
+
+def _check_heads(key: str, parts: int, c: Config, shape: ModelShape) -> None:
+    """So many ranks can have like shares of the attention heads. Raises `ConfigError`."""
+    if shape.heads % parts:
+        raise ConfigError(
+            f"{key}={parts}: must divide the {shape.heads} attention heads of model {c.model.name}"
+        )
+    if max(shape.kv_heads, parts) % min(shape.kv_heads, parts):
+        raise ConfigError(
+            f"{key}={parts}: must divide, or be a multiple of, the {shape.kv_heads} "
+            f"key-value heads of model {c.model.name}"
+        )

@@ -292,6 +292,14 @@ class Trainer(Section):
     stream: bool = False
     # of a mixture: the engine's experts for each token, recorded with it; absent as above
     router_replay: bool = False
+    # both absent there, too: ranks that compute a row together; the layers' inputs in host memory
+    sequence_parallel: Count = 1
+    offload_activations: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """Parts into which a batch's rows are dealt."""
+        return self.ranks // self.sequence_parallel
 
 
 class Branching(Section):

@@ -116,7 +116,7 @@ class Training:
         """Of the groups that wait, those of a round: one at least."""
         c, taken, tokens = self._config.trainer, {}, 0
         for name, group in self._waiting.items():
-            if taken and tokens >= ROUND * c.ranks * c.micro_batch_tokens:
+            if taken and tokens >= ROUND * c.replicas * c.micro_batch_tokens:
                 break
             taken[name] = group
             tokens += sum(len(sample.mask) for t in group for sample in t.samples())
@@ -135,7 +135,7 @@ class Training:
         c = self._config.trainer
         plan, trees = plan_batch(
             [p.unpack_tokens(s.tokens) for s in samples[first:]],
-            c.ranks,
+            c.replicas,
             c.micro_batch_tokens,
             c.updates_per_step,
             self.costs,
@@ -143,5 +143,7 @@ class Training:
         )
         for index, own in enumerate(plan):
             rows = [[[first + row for row in batch] for batch in update] for update in own]
-            for message in train_messages(self._step, summary, rows, trees, samples, owners, more):
-                self._send(self._ranks[index], message)
+            messages = train_messages(self._step, summary, rows, trees, samples, owners, more)
+            for rank in range(index * c.sequence_parallel, (index + 1) * c.sequence_parallel):
+                for message in messages:
+                    self._send(self._ranks[rank], message)

@@ -1,9 +1,10 @@
 """How much memory each role needs on one device, item by item, in GiB. Pure.
 
 P parameters, of which A are trained (all, or trainer.lora's), N trainer ranks, b bytes per element
-of the role's dtype, T = trainer.micro_batch_tokens, E = vocab x hidden, the largest parameter. What
-is said of DeepSpeed was read in 0.19.8 and measured by tests/trainer/allocated.py (with bfloat16,
-without an adapter; in float32 stages 1 and 2 need up to 8 A more).
+of the role's dtype, T = trainer.micro_batch_tokens / trainer.sequence_parallel, E = vocab x hidden,
+the largest parameter. What is said of DeepSpeed was read in 0.19.8 and measured by
+tests/trainer/allocated.py (with bfloat16, without an adapter; in float32 stages 1 and 2 need up to
+8 A more).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
@@ -21,7 +22,7 @@ Trainer, at the worst moment of a pass, more:
   inputs in fp32 and outputs, q, k, v, attention output, the gated MLP's four; attention matrices
   are never stored; of a mixture the MLP's four of each expert chosen, with its input and output,
   and the router's fp32 probabilities), b T e layers; with gradient_checkpointing b T h layers
-  (arXiv 2205.05198, section 5, for this block)
+  (arXiv 2205.05198, section 5, for this block), on the host with offload_activations
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
   reduced; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
   there three times), with the output matrix's gradient twice, since chunks are added up; that
@@ -86,7 +87,11 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
     size, share = BYTES[c.trainer.dtype], _trained(c, shape) / c.trainer.ranks
-    host = {"last published version": size * share, "offloaded optimizer": _offloaded(c, shape)}
+    host = {
+        "last published version": size * share,
+        "offloaded optimizer": _offloaded(c, shape),
+        "offloaded activations": _kept(c, shape) if c.trainer.offload_activations else 0,
+    }
     return Estimate(
         _gib(c, resting | worst),
         sum(resting[name] for name in states) / GIB,
@@ -145,11 +150,9 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
 def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
-    tokens, largest = t.micro_batch_tokens, _largest(c, shape)
+    tokens, largest = _tokens(c), _largest(c, shape)
     bucket = 4 * min(_trained(c, shape), BUCKET_ELEMENTS)
-    elements = _elements(shape, size) + (t.lora.rank * len(t.lora.targets) if t.lora else 0)
-    kept = shape.hidden * shape.layers if t.gradient_checkpointing else elements * shape.layers
-    layer = elements if t.gradient_checkpointing else 0
+    layer = _elements(c, shape) if t.gradient_checkpointing else 0
     logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
     chunk = min(tokens, max(1, logits // shape.vocab))
     copies = (2 if chunk < tokens else 1) if t.lora is None else 0
@@ -167,7 +170,7 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     )
     return {
         "gathered parameters": float(gathered),
-        "activations": float(size * tokens * kept),
+        "activations": 0.0 if t.offload_activations else float(_kept(c, shape)),
         worst: float(work[worst]),
     }
 
@@ -181,12 +184,26 @@ def _largest(c: Config, shape: ModelShape) -> int:
     return lora.rank * max(max(shape.projections[name]) for name in lora.targets)
 
 
-def _elements(shape: ModelShape, size: int) -> int:
-    """Of the dtype, kept for the backward pass by a layer, per token."""
-    norms = 2 * shape.hidden * (2 + 4 // size)
-    attention = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
-    routed = 2 * shape.hidden * shape.experts_per_token + 4 // size * shape.experts
-    return norms + attention + 4 * shape.mlp_width + routed
+def _tokens(c: Config) -> int:
+    """Of a micro-batch on one rank."""
+    return -(-c.trainer.micro_batch_tokens // c.trainer.sequence_parallel)
+
+
+def _kept(c: Config, shape: ModelShape) -> int:
+    """Bytes that the layers keep for the backward pass."""
+    each = shape.hidden if c.trainer.gradient_checkpointing else _elements(c, shape)
+    return BYTES[c.trainer.dtype] * _tokens(c) * shape.layers * each
+
+
+def _elements(c: Config, shape: ModelShape) -> int:
+    """Of the dtype, that a layer computes for the backward pass, per token. Of ranks that share a
+    row each has all of its tokens in one key-value head at least."""
+    t = c.trainer
+    norms = 2 * shape.hidden * (2 + 4 // BYTES[t.dtype])
+    attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, t.sequence_parallel))
+    routed = 2 * shape.hidden * shape.experts_per_token + 4 // BYTES[t.dtype] * shape.experts
+    adapter = t.lora.rank * len(t.lora.targets) if t.lora else 0
+    return norms + attention + 4 * shape.mlp_width + routed + adapter
 
 
 def _at_the_update(c: Config, shape: ModelShape) -> Items:

@@ -5,7 +5,9 @@ Left out: making it and where it lies (rose/models.py), and loading it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,7 +23,7 @@ def shape(c: Config) -> ModelShape | None:
     if c.model.source == "hub":
         if folder := _in_cache(c):
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
-            return read_shape(folder)
+            return _shape_of(folder, c)
         if c.model.shape is None:
             raise ConfigError(
                 f"model.shape=None: {c.model.path} is not in the cache yet, so planning needs its "
@@ -35,7 +37,7 @@ def shape(c: Config) -> ModelShape | None:
     if c.model.path is not None:
         folder = models.check_folder(Path(c.model.path).expanduser())
         hub.check_trainable(folder, f"model.path={c.model.path!r}")
-        return read_shape(folder)
+        return _shape_of(folder, c)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
 
@@ -69,7 +71,7 @@ def fetch(c: Config, stored: Path) -> Config:
     commit = _commit_of(stored, c)
     folder = hub.snapshot(models.hub_id(c.model), commit or c.model.revision)
     hub.check_trainable(folder, f"model.path={c.model.path!r}")
-    found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))
+    found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
     return msgspec.structs.replace(c, model=found)
 
 
@@ -86,8 +88,41 @@ def prepare(c: Config) -> Config:
     Raises `ConfigError` when the recipe fails, or where a hub's snapshot can't be seen."""
     folder = models.resolve(c.model)
     if c.model.source == "hub":
-        found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=read_shape(folder))
+        found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
         return msgspec.structs.replace(c, model=found)
     folder = folder.resolve()
-    made = msgspec.structs.replace(c.model, path=str(folder), shape=read_shape(folder))
+    made = msgspec.structs.replace(c.model, path=str(folder), shape=_shape_of(folder, c))
     return msgspec.structs.replace(c, model=made)
+
+
+def _shape_of(folder: Path, c: Config) -> ModelShape:
+    """Raises `ConfigError` for a context longer than the model's, which vLLM would refuse later,
+    and where ranks can't share its rows."""
+    shape, raw = read_shape(folder), json.loads((folder / "config.json").read_text())
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    positions = raw.get("max_position_embeddings", c.model.max_context)
+    if kind == "default" and c.model.max_context > positions:
+        raise ConfigError(
+            f"model.max_context={c.model.max_context}: model {c.model.name} has {positions} "
+            "positions (max_position_embeddings in its config.json); lower it, or give a model "
+            "for longer contexts"
+        )
+    parts, found = c.trainer.sequence_parallel, _unshareable(raw, kind)
+    if parts > 1 and found:
+        raise ConfigError(
+            f"trainer.sequence_parallel={parts}: model {c.model.name} has {found}, whose rows "
+            "ranks can't share; set it to 1"
+        )
+    return shape
+
+
+def _unshareable(raw: dict[str, Any], rope: str) -> str:
+    """What in a config.json forbids it, "" if nothing does: DeepSpeed's Ulysses attends to the
+    whole context, and angles that depend on a row's length would be those of a part's."""
+    partly = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if partly:
+        return f"layers of the kind {', '.join(sorted(partly))}"
+    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
+        return f"sliding_window={raw['sliding_window']}"
+    return f"rotary positions of the kind {rope}" if rope in ("dynamic", "longrope") else ""

@@ -122,6 +122,8 @@ def _less_memory(c: Config) -> Iterator[str]:
             f"lower trainer.micro_batch_tokens={t.micro_batch_tokens} with "
             f"model.max_context={c.model.max_context}"
         )
+    if t.sequence_parallel < t.ranks:
+        yield f"raise trainer.sequence_parallel={t.sequence_parallel}"
     if t.zero_stage < 3 and t.ranks > 1:
         yield f"raise trainer.zero_stage={t.zero_stage}"
     yield (
@@ -179,13 +181,15 @@ def show(plan: Plan, console: Console) -> None:
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
+    parts = c.trainer.sequence_parallel
+    shared = f"{parts} ranks share each row, " if parts > 1 else ""
     echo(
         console,
         f"model {c.model.name}: {_size(plan.shape)}; {c.trainer.steps} steps of "
         f"{c.trainer.batch_size} "
         f"trajectories ({c.trainer.batch_size // c.rollout.group_size} groups of "
         f"{c.rollout.group_size}); "
-        f"ZeRO stage {c.trainer.zero_stage}, {source}",
+        f"ZeRO stage {c.trainer.zero_stage}, {shared}{source}",
     )
     if c.shares_devices and plan.memory:
         states, weights = memory.waiting_gib(

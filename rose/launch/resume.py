@@ -37,6 +37,8 @@ MAY_CHANGE = (
     "fresh",
     "colocate",
     "output_dir",
+    "trainer.sequence_parallel",
+    "trainer.offload_activations",
     "transfer.*",
     "serving.*",
     "reward.ranks",

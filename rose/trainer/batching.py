@@ -162,7 +162,8 @@ def plan_micro_batches(
             )
     if len(packing.lengths) < ranks * updates and not part:
         raise ValueError(
-            f"{len(packing.lengths)} trajectories cannot give each of trainer.ranks={ranks} ranks "
+            f"{len(packing.lengths)} trajectories cannot give each of {ranks} trainer ranks, or "
+            "groups that share rows (trainer.sequence_parallel), "
             f"one in each of trainer.updates_per_step={updates} updates; {ranks * updates} are "
             "needed"
         )

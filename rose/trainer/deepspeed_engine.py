@@ -32,6 +32,7 @@ from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.reference import BelowAdapter, Reference
 from rose.trainer.schedule import learning_rates
+from rose.trainer.sequence import SequenceGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
@@ -166,7 +167,10 @@ class DeepSpeedEngine:
         self.updates = 0  # applied since the start of the run; the learning rate follows it
         self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
-        policy = _load_policy(trainer, folder, logits)
+        parts = trainer.sequence_parallel
+        self.shared = SequenceGroup(parts, trainer.step_timeout_s) if parts > 1 else None
+        policy = _load_policy(trainer, folder, logits, self.shared)
+        policy.offloads = trainer.offload_activations
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
             model=policy,
@@ -299,7 +303,7 @@ class DeepSpeedEngine:
             self.reference = BelowAdapter(self.policy, self)
             return
         routes = msgspec.structs.replace(self.settings, router_replay=False)  # by its own routers
-        policy = _load_policy(routes, folder, self.policy.head.elements)
+        policy = _load_policy(routes, folder, self.policy.head.elements, self.shared)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
         whole = self.settings.zero_stage != 3
         split = None if whole else _frozen_config(self.settings, policy.largest_layer())
@@ -394,9 +398,14 @@ def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict
     return state
 
 
-def _load_policy(trainer: configuration.Trainer, folder: Path | str, logit_elements: int) -> Policy:
+def _load_policy(
+    trainer: configuration.Trainer,
+    folder: Path | str,
+    logit_elements: int,
+    shared: SequenceGroup | None,
+) -> Policy:
     dtype = DTYPES[trainer.dtype]
-    args = (folder, dtype, trainer.gradient_checkpointing, logit_elements, trainer.lora)
+    args = (folder, dtype, trainer.gradient_checkpointing, logit_elements, trainer.lora, shared)
     args += (trainer.router_replay,)
     if trainer.zero_stage != 3:
         return load(*args)

@@ -7,7 +7,9 @@ exists. Left out: heads that scale or cap their logits (Gemma 2, Granite); `load
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.config import Lora
-from rose.trainer import adapter, tree_attention
+from rose.trainer import adapter, sequence, tree_attention
 from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.router_replay import RouterReplay
+from rose.trainer.sequence import SequenceGroup
 
 HF_PREFIX = "hf."  # of parameter names in `Policy`; without it they are those of the model's folder
 
@@ -58,20 +61,27 @@ class Head(nn.Module):
 
 
 class Policy(nn.Module):
+    """`shared`: the ranks that compute a row together with this one; null: this one alone."""
+
     def __init__(
         self,
         hf: nn.Module,
         logit_elements: int = LOGIT_ELEMENTS,
         lora: Lora | None = None,
+        shared: SequenceGroup | None = None,
         router_replay: bool = False,
     ):
         super().__init__()
-        self.hf, self.lora = hf, lora
+        self.hf, self.lora, self.shared = hf, lora, shared
         self.replay = RouterReplay(hf) if router_replay else None
         self.flex = False  # whether trees are attended to by flex attention
+        # whether what layers keep for the backward pass waits in host memory, page-locked
+        self.offloads = False
         self.head = Head(hf.get_output_embeddings(), logit_elements)
         if lora is not None:
             self.register_state_dict_post_hook(adapter.keep_own)
+        if shared is not None:
+            hf.set_attn_implementation(sequence.NAME)
 
     @property
     def vocabulary(self) -> int:
@@ -87,17 +97,20 @@ class Policy(nn.Module):
         """Why flex attention can't train this model here; "" if it can. It is tried, compiled."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        parts = self.shared.size if self.shared else 1
         return tree_attention.why_not_flex(
             device,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
+            heads // parts,
+            max(1, kv_heads // parts),
             getattr(config, "head_dim", None) or size // heads,
             self.hf.dtype,
         )
 
     def use_flex(self) -> None:
         """Trees by flex attention from now on. Not of models with a `prefix_tree.obstacle`."""
-        self.hf.set_attn_implementation(tree_attention.NAME)
+        if self.shared is None:
+            self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 
     def forward(
@@ -115,20 +128,51 @@ class Policy(nn.Module):
         made = mask.bool()
         if self.replay is not None:
             self.replay.begin(experts, mask)
+        if self.shared is not None:
+            return self._together(self.shared, inputs, targets, made, tree)
         if tree is None:
-            # (N, H)
-            hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]
+            hidden = self._states(input_ids=inputs)[made]  # (N, H)
         else:
             tree, attended = tree_attention.attended(tree, self.flex)
-            states = self.hf.base_model(
-                input_ids=tree.tokens[None],
-                attention_mask=attended,
-                position_ids=tree.depths[None],
-                use_cache=False,
-            ).last_hidden_state[0]  # (L, H)
-            hidden = states[tree.nodes[made]]
+            states = self._states(
+                input_ids=tree.tokens[None], attention_mask=attended, position_ids=tree.depths[None]
+            )
+            hidden = states[0, tree.nodes[made]]
         logprobs, entropy = self.head(hidden, targets[made])
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
+
+    def _states(self, **inputs: Any) -> Tensor:
+        """(B, L, H): the last hidden states."""
+        host = torch.autograd.graph.save_on_cpu(pin_memory=True)
+        with host if self.offloads else nullcontext():
+            return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def _together(
+        self,
+        shared: SequenceGroup,
+        inputs: Tensor,
+        targets: Tensor,
+        made: Tensor,
+        tree: PrefixTree | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` where each rank of the group has a part of the sequence; `made` (B, T) bool."""
+        width, attended = inputs.shape[1], None
+        if tree is None:
+            more = -width % shared.size  # behind every token, so none sees it
+            tokens = F.pad(inputs, (0, more))
+            positions = torch.arange(width + more, device=inputs.device)[None]
+            nodes = positions[:, :width].expand_as(inputs)
+        else:
+            tree, attended = tree_attention.attended(tree, self.flex, shared.size)
+            tokens, positions, nodes = tree.tokens[None], tree.depths[None], tree.nodes
+        begin, (tokens, positions) = shared.part(tokens, positions)
+        # (B, T / size, H), or (1, L / size, H) of a tree
+        states = self._states(input_ids=tokens, attention_mask=attended, position_ids=positions)
+        own = made & (nodes >= begin) & (nodes < begin + tokens.shape[1])
+        rows = own.nonzero()[:, 0] if tree is None else 0
+        logprobs, entropy = self.head(states[rows, nodes[own] - begin], targets[own])
+        parts = torch.zeros(made.shape, device=made.device).masked_scatter(own, logprobs)
+        return shared.sum(parts), shared.sum(entropy)
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
         """(name in the model's folder, parameter), tied ones once; with an adapter its own, named
@@ -150,11 +194,12 @@ def load(
     gradient_checkpointing: bool,
     logit_elements: int = LOGIT_ELEMENTS,
     lora: Lora | None = None,
+    shared: SequenceGroup | None = None,
     router_replay: bool = False,
 ) -> Policy:
     """The model of an HF folder (or hub id), without dropout, with a new adapter if it is to have
-    one. Under an `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split over
-    the ranks as they are read.
+    one, its sequences `shared` by a group of ranks. Under an `HfDeepSpeedConfig` of ZeRO-3 that the
+    caller holds, the weights are split over the ranks as they are read.
 
     Raises `ValueError` for a model whose logits are not a plain product, or as `adapter.attach`.
     """
@@ -176,4 +221,4 @@ def load(
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:
         adapter.attach(hf, lora, dtype)
-    return Policy(hf, logit_elements, lora, router_replay)
+    return Policy(hf, logit_elements, lora, shared, router_replay)

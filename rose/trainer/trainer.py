@@ -401,6 +401,7 @@ class _Step:
         largest = [float(self.ratio_max), *self.seconds.values()]
         maxima = torch.tensor(largest, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
+        sums /= self.engine.settings.sequence_parallel  # ranks that counted the same rows
         torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
         ratio_max, *seconds = maxima.tolist()
         totals = dict(zip(names, sums.tolist(), strict=True))

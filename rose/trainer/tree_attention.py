@@ -9,6 +9,7 @@ itself: torch's `create_block_mask` would make the dense mask first.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,18 +34,22 @@ CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
 
 
-def attended(tree: PrefixTree, flex: bool) -> tuple[PrefixTree, Tensor | BlockMask]:
-    """The tree as it is computed, and what its tokens attend to, as `attention` takes it."""
+def attended(tree: PrefixTree, flex: bool, parts: int = 1) -> tuple[PrefixTree, Tensor | BlockMask]:
+    """The tree as it is computed, by so many ranks, and what its tokens attend to, as `attention`
+    takes it."""
     if not flex:
+        tree = padded(tree, parts, parts)
         return tree, tree.attention()
-    tree = padded(tree)
+    tree = padded(tree, math.lcm(BLOCK, parts))
     return tree, block_mask(tree.ends)
 
 
-def padded(tree: PrefixTree) -> PrefixTree:
-    """The tree with tokens behind it that attend to themselves only, up to whole blocks."""
+def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) -> PrefixTree:
+    """The tree with tokens behind it that attend to themselves only, up to a multiple of tokens."""
     length = len(tree.tokens)
-    more = max(SMALLEST, -(-length // BLOCK) * BLOCK) - length
+    more = -(-max(smallest, length) // multiple) * multiple - length
+    if not more:
+        return tree
     alone = torch.arange(length + 1, length + more + 1, device=tree.ends.device)
     grown = (nn.functional.pad(x, (0, more)) for x in (tree.tokens, tree.depths))
     return PrefixTree(*grown, torch.cat([tree.ends, alone]), tree.nodes)

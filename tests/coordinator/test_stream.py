@@ -114,6 +114,17 @@ def test_groups_that_come_meanwhile_are_one_round_which_waits_for_every_rank(tra
     assert len(orders(training, 5)) == 3
 
 
+def test_ranks_that_share_rows_get_the_same(make_config):
+    config = make_config("trainer.ranks=4", "trainer.sequence_parallel=2", "trainer.batch_size=8")
+    sent = {rank: [] for rank in range(5, 9)}
+    training = Training(
+        config, dict(enumerate(sent)), lambda to, what: sent[to].append(what), NullRecorder()
+    )
+    training.complete(1, [[trajectory(f"g0.{i}") for i in range(3)]])
+    assert sent[5] == sent[6] != sent[7] == sent[8]
+    assert sorted(row for rank in (5, 7) for row in sent[rank][-1].indices) == [0, 1, 2]
+
+
 def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch):
     monkeypatch.setattr("rose.coordinator.training.ROUND", 0)
     groups = [[trajectory(f"g{i}.{j}") for j in range(2)] for i in range(4)]

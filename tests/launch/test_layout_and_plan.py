@@ -1,10 +1,12 @@
 """Who runs where, and whether it fits, before anything starts."""
 
+import json
+
 import pytest
 from rich.console import Console
 
 from rose.config import ConfigError, cpus_of
-from rose.launch import memory, plan
+from rose.launch import memory, model, plan
 from rose.launch.layout import layout
 from rose.protocol import Role
 
@@ -166,6 +168,63 @@ def test_the_adapter_of_a_7b_model_trains_on_one_gpu_where_all_its_weights_do_no
         plan.make(whole, whole.model.shape)
 
 
+def test_ranks_that_share_rows_have_their_part_of_the_activations(make_config):
+    long = (*QWEN3_8B, "trainer.micro_batch_tokens=65536", "trainer.gradient_checkpointing=false")
+    found = {}
+    for parts in (1, 4, 8):
+        c = make_config(*long, f"trainer.sequence_parallel={parts}")
+        found[parts] = memory.trainer(c, c.model.shape).items
+    assert found[1]["activations"] == pytest.approx(4 * found[4]["activations"])
+    assert found[1]["optimizer"] == found[4]["optimizer"], "ZeRO shares over all ranks"
+    # each of sixteen has a whole key-value head, and there are eight
+    c = make_config(*long, "trainer.ranks=16", "cluster.gpus=24", "trainer.sequence_parallel=16")
+    less = memory.trainer(c, c.model.shape).items["activations"]
+    assert found[8]["activations"] / 2 < less < found[8]["activations"]
+
+
+def test_offloaded_activations_wait_on_the_host(make_config):
+    there = memory.trainer(make_config(*QWEN3_8B), make_config(*QWEN3_8B).model.shape)
+    c = make_config(*QWEN3_8B, "trainer.offload_activations=true")
+    away = memory.trainer(c, c.model.shape)
+    assert "activations" not in away.items
+    assert away.host["offloaded activations"] == there.items["activations"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
+        ({"layer_types": ["sliding_attention"]}, "layers of the kind sliding_attention"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "positions of the kind dynamic"),
+    ],
+)
+def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
+    make_config, tmp_path, change, words
+):
+    raw = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "max_position_embeddings": 256,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    }
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    shared = ("trainer.ranks=2", "trainer.sequence_parallel=2", f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert model.shape(make_config(*shared)).heads == 2
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    assert model.shape(make_config(*shared, "trainer.sequence_parallel=1")).heads == 2
+    with pytest.raises(ConfigError, match=f"trainer.sequence_parallel=2: .*{words}"):
+        model.shape(make_config(*shared))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": None}))
+    with pytest.raises(ConfigError, match="model.max_context=512: .* has 256 positions"):
+        model.shape(make_config(*shared))
+
+
 def test_float32_needs_no_master_copy_and_offloading_moves_the_optimizer_away(make_config):
     c = make_config(*QWEN3_8B, "trainer.dtype=float32", "trainer.ranks=1", "trainer.zero_stage=1")
     assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(
@@ -212,6 +271,14 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
             ["rollout.tensor_parallel=3", "cluster.gpus=32"],
             ["rollout.tensor_parallel=3", "32 attention heads"],
         ),
+        (
+            ["trainer.sequence_parallel=7", "trainer.ranks=7"],
+            ["trainer.sequence_parallel=7", "32 attention heads"],
+        ),
+        (
+            ["trainer.sequence_parallel=8", "model.shape.kv_heads=6"],
+            ["trainer.sequence_parallel=8", "a multiple of, the 6 key-value heads"],
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, words):
@@ -236,7 +303,7 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config)
     assert "gradient_checkpointing" not in warning, "it is on"
     assert (
         "lower trainer.micro_batch_tokens=131072 with model.max_context=131072 or raise "
-        "trainer.ranks" in warning
+        "trainer.sequence_parallel=1 or raise trainer.ranks" in warning
     )
 
 
@@ -339,6 +406,7 @@ def test_parameters_of_the_published_models(make_config):
         ("qwen3_0_6b", 4, 1, "596.04M"),
         ("qwen7b", 10, 8, "7.62B"),
         ("qwen7b_lora", 4, 1, "7.62B"),
+        ("qwen7b_64k", 10, 8, "7.62B"),
         ("qwen8b_frozenlake", 18, 16, "8.19B"),
         ("qwen32b", 28, 48, "32.76B"),
         ("qwen3_30b_a3b", 24, 24, "30.53B parameters, 3.35B of them active (8 of 128 experts)"),

@@ -62,7 +62,10 @@ class PlainLora(Plain):
 
 
 def run(folder, stage, ranks, job):
-    job = job | {"settings": [*JOB["settings"], f"trainer.zero_stage={stage}"]}
+    """With stage 2 the ranks share each row."""
+    parts = ranks if stage == 2 else 1
+    more = [f"trainer.zero_stage={stage}", f"trainer.sequence_parallel={parts}"]
+    job = job | {"settings": [*JOB["settings"], *more]}
     return tiny_world.run_world(job, folder, ranks)
 
 

@@ -85,6 +85,14 @@ def test_blocks_are_those_that_torch_finds_in_the_dense_mask(seed):
     )
 
 
+def test_a_tree_that_ranks_share_has_like_parts_of_whole_blocks():
+    tree = random_tree(1)
+    for parts, flex, step in ((3, False, 3), (6, True, 384), (1, True, 128), (1, False, 1)):
+        grown, _ = tree_attention.attended(tree, flex, parts)
+        least = max(len(tree.tokens), tree_attention.SMALLEST * flex)
+        assert len(grown.tokens) % step == 0 and 0 <= len(grown.tokens) - least < step
+
+
 def test_padding_is_seen_by_nobody_and_fills_blocks():
     tree = prefix_tree.build_from_rows([3, 3], [2, 1])
     grown = tree_attention.padded(tree)

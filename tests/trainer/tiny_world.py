@@ -33,7 +33,7 @@ SETTINGS = [
 ]
 
 
-def save_model(folder: Path, tied: bool = True) -> Path:
+def save_model(folder: Path, tied: bool = True, kv_heads: int = 2) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,7 +44,7 @@ def save_model(folder: Path, tied: bool = True) -> Path:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=8,
         tie_word_embeddings=tied,
         max_position_embeddings=256,
@@ -54,7 +54,7 @@ def save_model(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def make_batch(seed: int):
+def make_batch(seed: int, lengths: list[int] = LENGTHS):
     """(trajectories by row, summary): two groups of four that begin alike, of one to three turns;
     behaviour near uniform, so off-policy as can be."""
     from rose import protocol as p
@@ -62,7 +62,7 @@ def make_batch(seed: int):
     random = np.random.default_rng(seed)
     rows = {}
     begin = random.integers(0, VOCABULARY, 6)
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         mask = (
             (random.random(length) < 0.6).astype(np.uint8)
             if row != SILENT
@@ -277,10 +277,12 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
             if process.pid is not None:  # it has been started
                 process.kill()
                 process.join()
-    for code, path in zip(codes, words, strict=True):
-        assert code == 0, (
-            f"exit code {code} (None: not within {DEADLINE_S} s)\n{path.read_text()[-6000:]}"
-        )
+    failed = [
+        f"rank {rank}: exit code {code} (None: not within {DEADLINE_S} s)\n{text.read_text()[-4000:]}"
+        for rank, (code, text) in enumerate(zip(codes, words, strict=True))
+        if code != 0
+    ]
+    assert not failed, "\n".join(failed)
     return [
         json.loads((folder / f"{job['name']}-{rank}.json").read_text()) for rank in range(ranks)
     ]
@@ -329,6 +331,7 @@ def save(trainer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     trainer.save(folder)
     assert trainer.engine.writer.wait(120), "the checkpoint is still being written"
+    trainer._peers.barrier()  # the others' files are needed to load it
 
 
 def main(job: dict, rank: int) -> None:
@@ -367,10 +370,12 @@ def main(job: dict, rank: int) -> None:
         "errors": [],
         "limits_s": limits_s(),
     }
+    parts = trainer.config.trainer.sequence_parallel
+    replicas, replica = job["ranks"] // parts, rank // parts
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
-            rows, summary = make_batch(seed)
+            rows, summary = make_batch(seed, job.get("lengths", LENGTHS))
             rows = with_experts(rows) if job.get("experts") else rows
             summary = p.BatchSummary(
                 [r * float(reward_scale) for r in summary.rewards],
@@ -379,11 +384,11 @@ def main(job: dict, rank: int) -> None:
                 summary.truncated,
                 summary.turn_rewards,
             )
-            everyone, trees = plan(seed, rows, job["ranks"], limit, updates)
+            everyone, trees = plan(seed, rows, replicas, limit, updates)
             mine = {
-                row: rows[row] for update in everyone[rank] for micro in update for row in micro
+                row: rows[row] for update in everyone[replica] for micro in update for row in micro
             }
-            step = p.TrainStep(number, summary, everyone[rank], trees, 1)
+            step = p.TrainStep(number, summary, everyone[replica], trees, 1)
             try:
                 report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
@@ -394,21 +399,21 @@ def main(job: dict, rank: int) -> None:
             halves = [in_halves(t) if action == "split" else t for t in whole.values()]
             split = segments.samples(halves, summary.segments)
             rows = {row: sample for row, (sample, _) in enumerate(split)}
-            everyone, trees = plan(seed, rows, job["ranks"], limit, 1)
+            everyone, trees = plan(seed, rows, replicas, limit, 1)
             owners = [owner for _, owner in split]
-            step = p.TrainStep(number, summary, everyone[rank], trees, 1, owners)
+            step = p.TrainStep(number, summary, everyone[replica], trees, 1, owners)
             report["metrics"].append(trainer.train(step, rows))
         elif action == "rounds":
             name, arguments, seed, kind, rounds, limit, kept = args
             trainer.algorithm = build(name, arguments)
             gradients: list = []
             watch_gradients(trainer, gradients)
-            *first, last = stream_rounds(seed, kind, rounds, job["ranks"], limit)
+            *first, last = stream_rounds(seed, kind, rounds, replicas, limit)
             for steps, rows in first:
-                trainer.train_ahead(steps[rank], rows)
+                trainer.train_ahead(steps[replica], rows)
                 if kept.startswith("saves"):
                     save(trainer, folder / "between")
-            report["metrics"].append(trainer.train(last[0][rank], last[1]))
+            report["metrics"].append(trainer.train(last[0][replica], last[1]))
             del trainer.engine._update
             gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
             np.savez(folder / f"{kept}-{rank}.npz", **gradients[0])

@@ -1,0 +1,90 @@
+"""Long rows over several trainer ranks: DeepSpeed's Ulysses (arXiv 2309.14509), in the form that
+ALST (arXiv 2506.13996) has for Hugging Face models.
+
+N neighbouring ranks compute the same rows. Each has an Nth of every sequence in all layers but
+attention, where all-to-alls give it the whole sequence of an Nth of the heads, and take it back.
+The log-probabilities of the parts are put together, so each rank has the loss of whole rows,
+whatever of a row the algorithm needs, and differentiates it by its own part: over all ranks the
+gradients add up to those of one, which is how ZeRO, knowing nothing of it, sums them. Left out:
+DeepSpeed's adapter of data loaders and its tiled loss (the head has chunks of its own), and layers
+that attend to less than the whole context.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rose.trainer import tree_attention
+
+NAME = "rose_sequence"  # in transformers' registry of attention functions, which has no mask for it
+
+
+class SequenceGroup:
+    """This rank's group of `size` neighbours; made on all ranks together. A collective that takes
+    over `timeout_s` seconds fails."""
+
+    def __init__(self, size: int, timeout_s: float):
+        limit = timedelta(seconds=timeout_s)
+        self.size, self.index = size, torch.distributed.get_rank() % size
+        self._group, _ = torch.distributed.new_subgroups(size, timeout=limit)
+        self._ulysses: dict[tuple[int, ...], nn.Module] = {}  # by batch, heads and their size
+        AttentionInterface.register(NAME, self._attention)
+
+    def part(self, *whole: Tensor) -> tuple[int, list[Tensor]]:
+        """(where it begins, this rank's part of each) of tensors (..., L); L divides by `size`."""
+        length = whole[0].shape[-1] // self.size
+        begin = self.index * length
+        return begin, [x[..., begin : begin + length].contiguous() for x in whole]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over the group; the gradient of this rank's values is that of the sum."""
+        return _Sum.apply(values, self._group)
+
+    def _attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As transformers calls it: query (B, heads, L / size, d), key and value (B, kv_heads, L /
+        size, d), a mask of L -> (B, L / size, heads * d)."""
+        batch, heads, _, size = query.shape
+        form = batch, heads, key.shape[1], size
+        if form not in self._ulysses:
+            self._ulysses[form] = self._make(*form)
+        return self._ulysses[form](module, query, key, value, attention_mask, **kwargs)
+
+    def _make(self, batch: int, heads: int, kv_heads: int, size: int) -> nn.Module:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        return UlyssesSPAttentionHF(
+            attn=tree_attention.attention,
+            batch_size=batch,
+            attn_head_count=heads,
+            attn_head_size=size,
+            kv_head_count=kv_heads,
+            num_hidden_layers=1,  # for its debugging only
+            process_group=self._group,
+            seq_length_is_variable=True,
+        )
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        total = values.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Each rank derives the same loss: a sum over ranks would have it `size` times.
+        return gradient, None
