@@ -11,7 +11,8 @@ all-gather of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,17 @@ def patterns_of(values: torch.Tensor) -> np.ndarray:
     """(n,) bfloat16 or float32 -> (n,) uint16 or uint32 in host memory."""
     array = values.view(PATTERNS[values.dtype]).cpu().numpy()
     return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+
+
+class Part(NamedTuple):
+    """Values `begin` to `end` of a flattened parameter are this rank's, in its float32 `group` from
+    `at` on."""
+
+    name: str
+    begin: int
+    end: int
+    group: int
+    at: int
 
 
 class ShardReader:
@@ -42,16 +54,17 @@ class ShardReader:
         scales: Mapping[str, float] | None = None,
     ):
         self._weights, self._dtype, self._scales = weights, dtype, scales or {}
+        self._rank = rank
         name = str(dtype).removeprefix("torch.")
         self.tensors = [Tensor(n, tuple(getattr(p, "ds_shape", p.shape)), name) for n, p in weights]
         self.shards: Shards | None = None
         # parameter -> group, offset within it, first flat index
         self._masters: dict[int, tuple[int, int, int]] = {}
         if stage == 3:
-            self._flats = engine.optimizer.fp32_partitioned_groups_flat
+            self.flats = engine.optimizer.fp32_partitioned_groups_flat
             self._split_evenly(engine.optimizer, rank, world)
         elif stage in (1, 2):
-            self._flats = engine.optimizer.single_partition_of_fp32_groups
+            self.flats = engine.optimizer.single_partition_of_fp32_groups
             self._split_groups(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
@@ -59,7 +72,7 @@ class ShardReader:
         weight, parameter = self._weights[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
-            values = self._flats[group].detach()[at:]
+            values = self.flats[group].detach()[at:]
         else:
             values, first = parameter.detach().reshape(-1), 0
         found = take(values, first, block, self.tensors[block.tensor].columns)
@@ -69,6 +82,14 @@ class ShardReader:
         if scale := self._scales.get(weight):
             held = held.float() * scale
         return patterns_of(held.to(self._dtype))
+
+    def own(self) -> Iterator[Part]:
+        """What this rank has in `flats`, its float32 groups; under ZeRO."""
+        for name, parameter in self._weights:
+            group, at, first = self._masters.get(id(parameter), (0, 0, 0))
+            for rank, begin, end in self.shards[name]:
+                if rank == self._rank and begin < end:
+                    yield Part(name, begin, end, group, at + begin - first)
 
     def _split_evenly(self, optimizer, rank: int, world: int) -> None:
         self.shards = {}

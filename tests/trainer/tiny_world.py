@@ -193,6 +193,20 @@ def weights(trainer) -> dict:
     }
 
 
+def states(trainer) -> dict:
+    """Float32 weights and Adam's two moments, whole, under ZeRO."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    zero = trainer.engine.engine.optimizer
+    if trainer.engine.settings.zero_stage < 3:
+        zero._lazy_init_hp_params_optimizer_state()
+    return weights(trainer) | {
+        f"{name} {moment}": safe_get_full_optimizer_state(p, moment).numpy()
+        for name, p in trainer.engine.policy.named_weights()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+
+
 def watch_gradients(trainer, found: list) -> None:
     """Each update's whole gradient, as it is applied but for clipping: parameter -> array."""
     from deepspeed.utils import safe_get_full_grad
@@ -322,8 +336,8 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
-    ["publish", version], ["save"], ["load"], ["turn"]: the device is given
-    back and taken again. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`,
+    ["publish", version], ["save", folder], ["load", folder],
+    ["states", file], ["turn"]: the device is given back and taken again. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`,
     limit, gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
     from rose import protocol as p
     from rose.comm.address import local_place
@@ -407,7 +421,9 @@ def main(job: dict, rank: int) -> None:
             report.setdefault("gone", []).append(trainer._offload.nbytes)
             trainer.take_device()
         elif action == "save":
-            save(trainer, folder / "checkpoint")
+            save(trainer, folder / (args[0] if args else "checkpoint"))
+        elif action == "states":
+            np.savez(folder / f"{args[0]}-{rank}.npz", **states(trainer))
         elif action == "load":
             trainer.load(folder / (args[0] if args else "checkpoint"))
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
