@@ -151,7 +151,15 @@ def run_role(
                     from rose.trainer import rank as trainer
 
                 trainer.run(
-                    config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from
+                    config,
+                    run_dir,
+                    attempt,
+                    mailbox,
+                    peers,
+                    broadcast,
+                    recorder,
+                    resume_from,
+                    lambda at: rank_status.mark_stuck(run_dir, attempt, me.rank, at),
                 )
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker

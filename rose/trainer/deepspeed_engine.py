@@ -164,6 +164,7 @@ class DeepSpeedEngine:
 
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.micro_batches = 0  # begun by this process
         self.updates = 0  # applied since the start of the run; the learning rate follows it
         self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
@@ -204,6 +205,7 @@ class DeepSpeedEngine:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before each micro-batch's forward pass; `last` of the update, on every rank alike."""
+        self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
