@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ import msgspec
 from rose import config as configuration
 from rose import processes
 from rose.config import Config
-from rose.launch import caches, gpus, logs, rank_status, watchdog
+from rose.launch import caches, gpus, logs, rank_status
 from rose.launch.layout import Rank, layout
 from rose.protocol import Role
 
@@ -76,12 +76,31 @@ def _use(me: Rank, config: Config, own_logs: Path) -> None:
         os.environ.update(caches.variables(cluster, os.environ))
     if me.gpus and me.role is Role.TRAINER:
         limit_s = config.trainer.step_timeout_s
-        os.environ.update(watchdog.variables(limit_s, own_logs, os.environ))
+        os.environ.update(watchdog(limit_s, own_logs, os.environ))
     if me.gpus and cluster.kind == "slurm":
         who = (
             f"rank {me.rank} ({me.role.value} {me.index}, component {me.component}, node {me.node})"
         )
         os.environ[gpus.VARIABLE] = gpus.of_step(me.gpus, os.environ.get(gpus.VARIABLE), who)
+
+
+def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """What torch's NCCL watchdog is told in a trainer rank, where it is not `given` otherwise.
+
+    One rule, of trainer.step_timeout_s: for half of it ranks wait for one before the launcher names
+    it and ends the attempt (rose/trainer/watch.py), and the watchdog's thread may hang in the
+    driver; all of it is a collective's deadline (`join_world`), after which the watchdog ends the
+    process. Each rank's last collectives are then beside the logs, for torch's flight recorder.
+    """
+    ours = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # end the process; aborting NCCL first may hang
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(step_timeout_s / 2))),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are remembered, some 100 bytes each
+        "TORCH_FR_DUMP_TEMP_FILE": str(own_logs / "nccl-"),  # and the trainer's index
+    }
+    return {name: value for name, value in ours.items() if name not in given}
 
 
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:

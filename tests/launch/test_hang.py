@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rose.launch import guard, supervise, watchdog
+from rose.launch import guard, supervise
 from rose.launch.rank_status import RankStatus
 from rose.protocol import Role
 
@@ -95,7 +95,7 @@ def test_a_rank_that_works_is_left_alone(monkeypatch):
 
 
 def test_the_watchdog_has_half_of_a_steps_time_and_what_the_user_gives_stays(tmp_path):
-    set_by_us = watchdog.variables(3600.0, tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
+    set_by_us = guard.watchdog(3600.0, tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
     assert set_by_us == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
