@@ -16,7 +16,14 @@ import torch
 
 from rose.processes import usable_threads
 from rose.trainer import adapter, checkpoint
-from rose.trainer.saved_states import WEIGHTS, SavedStates, mapped, model_file, optimizer_file
+from rose.trainer.saved_states import (
+    PREFIX,
+    WEIGHTS,
+    SavedStates,
+    mapped,
+    model_file,
+    optimizer_file,
+)
 from rose.transfer import versions
 from rose.transfer.base import Base
 from rose.transfer.blocks import Block, Tensor
@@ -30,7 +37,6 @@ from rose.transfer.versions import Digests
 READ_S = 3600.0  # for a few GiB of a version; a file system that hangs is told of then
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STATES = "deepspeed"  # DeepSpeed's files within a checkpoint (rose/trainer/deepspeed_engine.py)
-PREFIX = "hf."  # of the model's parameters in them
 
 
 class Weights(Protocol):
