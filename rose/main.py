@@ -159,7 +159,7 @@ def run_role(
                     broadcast,
                     recorder,
                     resume_from,
-                    lambda at: rank_status.mark_stuck(run_dir, attempt, me.rank, at),
+                    lambda *told: rank_status.mark_begun(run_dir, attempt, me.rank, *told),
                 )
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker

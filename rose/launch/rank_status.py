@@ -27,8 +27,9 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["running", "done", "failed"]
     # the MPI world: its first collectives, which have no deadline of their own, are behind it
     joined: bool = False
-    # a trainer's collectives and micro-batches when it began no more of them for long
-    stuck_at: int | None = None
+    # a trainer's collectives and micro-batches, told every `beat_s` seconds of a step
+    begun: int | None = None
+    beat_s: float = 0.0
     error: str = ""  # the exception, in the rank's own words, or why its guard has ended it
     exit_code: int | None = None  # negative: minus the signal that killed it, as in subprocess
     since: float = 0.0  # wall clock, seconds: when this state was entered
@@ -60,9 +61,10 @@ def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:
     write(run_dir, attempt, msgspec.structs.replace(read(run_dir, attempt, rank), joined=True))
 
 
-def mark_stuck(run_dir: Path, attempt: int, rank: int, at: int | None) -> None:
-    """Said by a trainer rank itself; null: it goes on. Raises OSError as `write` does."""
-    write(run_dir, attempt, msgspec.structs.replace(read(run_dir, attempt, rank), stuck_at=at))
+def mark_begun(run_dir: Path, attempt: int, rank: int, begun: int | None, beat_s: float) -> None:
+    """Said by a trainer rank itself; null: the step is over. Raises OSError as `write` does."""
+    last = read(run_dir, attempt, rank)
+    write(run_dir, attempt, msgspec.structs.replace(last, begun=begun, beat_s=beat_s))
 
 
 def read(run_dir: Path, attempt: int, rank: int) -> RankStatus:

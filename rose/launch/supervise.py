@@ -26,6 +26,7 @@ import psutil
 from rose import files
 from rose.config import Cluster
 from rose.launch import logs, rank_status, resume
+from rose.launch.beats import Beats
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
 from rose.protocol import Role
@@ -37,7 +38,6 @@ SETTLE_S = 0.6
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
 PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
-REPORT_S = 30.0  # after the first trainer rank that waits: all others have said so, or cannot
 TAIL_LINES = 15
 # CUDA's words for hardware that failed, which another attempt may not meet
 FAULTS = (
@@ -75,7 +75,7 @@ class Job:
     signals: list[int] = field(default_factory=list)
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
-    stuck_since: float = 0.0  # monotonic: when a trainer rank was first seen to wait for others
+    beats: Beats = field(default_factory=Beats)
     lost: bool = False  # the rank that ends the job was killed, vanished, hangs or lost its GPU
 
     @property
@@ -169,25 +169,14 @@ class Job:
         return ""
 
     def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
-        """Of trainer ranks that wait for each other, those that have begun least; first those that
-        do not even say that they wait. Where all have begun as much, nobody can be named, and the
-        collective's own deadline ends the run."""
+        """Of trainer ranks that the others wait for."""
         trainers = [s for s in states.values() if s.role is Role.TRAINER]
-        waiting = [s for s in trainers if s.stuck_at is not None]
-        self.stuck_since = (self.stuck_since or now) if waiting else 0.0
-        if not waiting or now < self.stuck_since + REPORT_S:
-            return ""
-        silent = [s for s in trainers if s.stuck_at is None]
-        least, most = (f(s.stuck_at for s in waiting) for f in (min, max))
-        late = silent or [s for s in waiting if s.stuck_at == least]
-        if not silent and least == most:
-            return ""
-        self.lost = True
-        done = "shows no sign of life" if silent else f"hangs after {least}"
+        late, most = self.beats.late(trainers, now)
+        self.lost |= bool(late)
         return "\n".join(
-            f"rank {s.rank} (trainer {s.index}, pid {s.pid} on {s.host}) {done}, while others wait "
-            f"for it after {most} collectives and micro-batches (for half of "
-            f"trainer.step_timeout_s)\n"
+            f"rank {s.rank} (trainer {s.index}, pid {s.pid} on {s.host}) hangs: others wait for it "
+            f"after {most} collectives and micro-batches, it has last told of {s.begun or 0} "
+            f"(trainer.step_timeout_s says how long they may)\n"
             f"{self._words(logs.rank_log(self.run_dir, self.attempt, s.role, s.rank).name)}"
             for s in late
         )

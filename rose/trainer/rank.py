@@ -20,7 +20,7 @@ from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 from rose.trainer.trainer import Trainer
-from rose.trainer.watch import PATIENCE_SHARE, Watch
+from rose.trainer.watch import BEAT_SHARE, Watch
 from rose.transfer.broadcast import Broadcast
 
 FLUSH_S = 5.0
@@ -35,11 +35,11 @@ def run(
     broadcast: Broadcast | None,
     recorder: NullRecorder,
     resume_from: Path | None,
-    report_stuck: Callable[[int | None], None],
+    report_begun: Callable[[int | None, float], None],
 ) -> None:
     """Until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
     a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks;
-    `report_stuck` as of `Watch`."""
+    `report_begun` as of `Watch`, with its time."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another.
     what = "the trainers' start (cluster.start_timeout_s)"
@@ -69,8 +69,8 @@ def run(
     trees, used = (trainer.no_trees, trainer.costs), energy.counters()
     ready = p.TrainerReady(index, step, step, str(store), *trees, energy_j=used)
     mailbox.send(COORDINATOR, ready)
-    patience_s = config.trainer.step_timeout_s * PATIENCE_SHARE
-    watch = Watch(patience_s, trainer.progress, report_stuck)
+    beat_s = config.trainer.step_timeout_s * BEAT_SHARE
+    watch = Watch(beat_s, trainer.progress, lambda begun: report_begun(begun, beat_s))
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts, untidy = 0, False

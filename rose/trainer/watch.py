@@ -1,10 +1,10 @@
-"""A trainer rank that makes no progress says so: it waits for another one, or hangs itself.
+"""A trainer rank says how far it is in a step that takes long, so that one which hangs is found.
 
 Collectives wait for every rank, for as long as a step may take, and none of them can tell who is
-missing. So a thread counts what the rank has begun, collectives of all groups and micro-batches;
-when that stands still for long within a step, the count is reported, and whoever reads the reports
-of all ranks (rose/launch/supervise.py) sees who is behind. Left out: publishing and saving, whose
-only wait is a barrier at their end; and what the rank that is behind is doing.
+missing. So a thread reports what the rank has begun, collectives of all groups and micro-batches,
+from time to time within a step. Whoever reads the reports of all ranks (rose/launch/beats.py) sees
+who waits, who is behind and who has fallen silent. Left out: publishing and saving, whose only wait
+is a barrier at their end; and what the rank that is behind is doing.
 """
 
 from __future__ import annotations
@@ -16,42 +16,41 @@ from contextlib import contextmanager
 
 import torch
 
-PATIENCE_SHARE = 1 / 2  # of trainer.step_timeout_s: before a collective's own deadline, and after
-LOOKS = 20  # within that time; a look costs microseconds
+BEAT_SHARE = 1 / 8  # of trainer.step_timeout_s, from one report to the next
+LOOKS = 10  # within that time, at whether it is over
 
 
 class Watch:
-    """`progress()` counts; `report(count)` is called in a thread when it has been the same for
-    `patience_s` seconds within a step, and `report(None)` when it goes on."""
+    """`report(progress())` is called in a thread every `beat_s` seconds of a step, and
+    `report(None)` after one in which it was called."""
 
     def __init__(
-        self, patience_s: float, progress: Callable[[], int], report: Callable[[int | None], None]
+        self, beat_s: float, progress: Callable[[], int], report: Callable[[int | None], None]
     ):
-        self._patience_s, self._progress, self._report = patience_s, progress, report
-        self._steps = False
-        self._since, self._last = time.monotonic(), 0
-        self._reported = False
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        self._beat_s, self._progress, self._report = beat_s, progress, report
+        self._since: float | None = None  # monotonic: the last report, or the step's beginning
+        threading.Thread(target=self._beat, name="watch", daemon=True).start()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """It begins and ends with collectives: no rank leaves it before all have come."""
-        self._since, self._steps = time.monotonic(), True
+        self._since = time.monotonic()
         try:
             yield
         finally:
-            self._steps = False
+            self._since = None
 
-    def _look(self) -> None:
+    def _beat(self) -> None:
+        reported = False
         while True:
-            time.sleep(self._patience_s / LOOKS)
-            count, now = self._progress(), time.monotonic()
-            if count != self._last or not self._steps:
-                self._last, self._since = count, now
-            stuck = now - self._since >= self._patience_s
-            if stuck != self._reported:
-                self._report(count if stuck else None)
-                self._reported = stuck
+            time.sleep(self._beat_s / LOOKS)
+            since, now = self._since, time.monotonic()
+            if since is None and reported:
+                self._report(None)
+                reported = False
+            elif since is not None and now >= since + self._beat_s:
+                self._report(self._progress())
+                self._since, reported = now if self._since else None, True
 
 
 def collectives() -> int:

@@ -344,7 +344,7 @@ def stop_in_backward(trainer) -> None:
     trainer.engine.backward = stopped
 
 
-def watched(trainer, folder: Path, rank: int, patience_s: float):
+def watched(trainer, folder: Path, rank: int, beat_s: float):
     """What a rank of a run says of its progress, in `folder`."""
     from rose.launch import rank_status
     from rose.protocol import Role
@@ -352,8 +352,8 @@ def watched(trainer, folder: Path, rank: int, patience_s: float):
 
     who = {"rank": rank, "role": Role.TRAINER, "index": rank, "pid": os.getpid(), "host": "here"}
     rank_status.write(folder, 1, rank_status.RankStatus(**who, state="running"))
-    report = functools.partial(rank_status.mark_stuck, folder, 1, rank)
-    return Watch(patience_s, trainer.progress, report)
+    report = functools.partial(rank_status.mark_begun, folder, 1, rank, beat_s=beat_s)
+    return Watch(beat_s, trainer.progress, report)
 
 
 def save(trainer, folder: Path) -> None:
@@ -366,10 +366,10 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
-    ["publish", version], ["save", folder], ["load", folder],
-    ["states", file], ["turn"]: the device is given back and taken again, ["watch", patience]: as in a
-    run, ["stop", rank]: that one hangs in the next step. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`,
-    limit, gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
+    ["publish", version], ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
+    is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
+    the next step. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
+    gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
     from rose import protocol as p
     from rose.comm.address import local_place
     from rose.config import read_shape
