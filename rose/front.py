@@ -377,6 +377,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         if c.model != made.config.model:
             made = plan.make(c, c.model.shape, made.doubts)
         plan.show(made, console)
+        if words := resume.other_shape(c.run_dir, c):
+            echo(console, words)
         write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
         if c.cluster.kind == "slurm":
             check_formats(c)

@@ -151,7 +151,15 @@ def run_role(
                     from rose.trainer import rank as trainer
 
                 trainer.run(
-                    config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from
+                    config,
+                    run_dir,
+                    attempt,
+                    mailbox,
+                    peers,
+                    broadcast,
+                    recorder,
+                    resume_from,
+                    lambda *told: rank_status.mark_begun(run_dir, attempt, me.rank, *told),
                 )
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker

@@ -8,8 +8,7 @@ which are the model's own folder.
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +17,14 @@ import torch
 from rose.processes import usable_threads
 from rose.trainer import adapter, checkpoint
 from rose.trainer.experts import parameter_of
+from rose.trainer.saved_states import (
+    PREFIX,
+    WEIGHTS,
+    SavedStates,
+    mapped,
+    model_file,
+    optimizer_file,
+)
 from rose.transfer import versions
 from rose.transfer.base import Base
 from rose.transfer.blocks import Block, Tensor
@@ -31,7 +38,6 @@ from rose.transfer.versions import Digests
 READ_S = 3600.0  # for a few GiB of a version; a file system that hangs is told of then
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STATES = "deepspeed"  # DeepSpeed's files within a checkpoint (rose/trainer/deepspeed_engine.py)
-PREFIX = "hf."  # of the model's parameters in them
 
 
 class Weights(Protocol):
@@ -107,92 +113,47 @@ class CheckpointWeights:
         )
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        wanted: dict[str, list[tuple[Tensor, int]]] = {}
+        values, piece = {}, self._split() if self.stage == 3 else self._whole()
         for tensor in tensors:
             parameter, start = parameter_of(adapter.parameter_name(tensor.name), tensor.shape)
-            wanted.setdefault(PREFIX + parameter, []).append((tensor, start))
-        found = self._split(wanted) if self.stage == 3 else self._whole(wanted)
-        values = {}
-        for name, value in found:
-            for tensor, start in wanted[name]:
-                part = value.reshape(-1)[start : start + tensor.size].view(tensor.shape)
-                # first as it is in the trainer's parameter, then as it was published
-                held = part.to(self.dtype)
-                if adapter.is_scaled(tensor.name):
-                    held = held.float() * self.scale
-                values[tensor.name] = held.to(DTYPES[tensor.dtype]).clone()
-        return {t.name: values[t.name] for t in tensors}, {
-            t.name: self._digests[t.name] for t in tensors
-        }
+            found = piece(PREFIX + parameter, start, tensor.size).view(tensor.shape)
+            # first as it is in the trainer's parameter, then as it was published
+            held = found.to(self.dtype)
+            if adapter.is_scaled(tensor.name):
+                held = held.float() * self.scale
+            # a copy: the file's mapping ends with this call
+            values[tensor.name] = held.to(DTYPES[tensor.dtype]).clone()
+        return values, {t.name: self._digests[t.name] for t in tensors}
 
     def culprit(self, block: Block) -> str:
-        return str(self._states(block.owner) if self.stage == 3 else self._model(0))
+        if self.stage == 3:
+            return str(optimizer_file(self.folder / STATES, block.owner))
+        return str(self._model())
 
-    def _whole(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Below stage 3 every rank has all parameters, and the first has saved them. The caller
-        copies: the file's mapping ends with the loop."""
-        module = _load(self._model(0))["module"]
-        for name in wanted:
+    def _whole(self) -> Callable[[str, int, int], torch.Tensor]:
+        """Of (parameter, first, count) the values. Below stage 3 every rank has all parameters, and
+        the first has saved them."""
+        module = mapped(self._model())["module"]
+
+        def piece(name: str, start: int, count: int) -> torch.Tensor:
             if name not in module:
-                raise Corrupted(f"{self._model(0)}: has no {name}")
-            yield name, module[name]
+                raise Corrupted(f"{self._model()}: has no {name}")
+            return module[name].reshape(-1)[start : start + count]
 
-    def _split(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stage 3: of every parameter each rank has an equal part, the last one padded, in float32,
-        in the order of `param_shapes`, within one or several flat tensors that follow each
-        other."""
-        shapes = {
-            name: shape
-            for group in _load(self._model(0))["param_shapes"]
-            for name, shape in group.items()
-        }
-        flats = [_flats(self._states(rank)) for rank in range(self.ranks)]
-        at = 0
-        for name, shape in shapes.items():
-            part = -(-shape.numel() // self.ranks)
-            if name in wanted:
-                pieces = [piece for flat in flats for piece in _run(flat, at, part)]
-                yield name, torch.cat(pieces)[: shape.numel()].view(shape)
-            at += part
-        if missing := set(wanted) - shapes.keys():
-            raise Corrupted(f"{self._model(0)}: has no {min(missing)}")
+        return piece
 
-    def _model(self, rank: int) -> Path:
-        name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-        return self.folder / STATES / f"{name}_model_states.pt"
+    def _split(self) -> Callable[[str, int, int], torch.Tensor]:
+        saved = SavedStates(self.folder / STATES, self.ranks, self.stage)
 
-    def _states(self, rank: int) -> Path:
-        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        path = self.folder / STATES / name
-        return path if path.exists() else path.with_name(f"bf16_{name}")
+        def piece(name: str, start: int, count: int) -> torch.Tensor:
+            value = torch.empty(count)
+            saved.read(name, WEIGHTS, start, value)
+            return value
 
+        return piece
 
-def _load(path: Path) -> dict:
-    """A file of DeepSpeed's, mapped: what is not looked at is not read."""
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise Missing(f"{path}: not there") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise Corrupted(f"{path}: unreadable: {str(error).splitlines()[0]}") from None
-
-
-def _flats(path: Path) -> list[torch.Tensor]:
-    """The float32 values of one rank's optimizer."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # takes seconds, and stage 3 only
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):
-        return _load(path)["optimizer_state_dict"]["fp32_flat_groups"]
-
-
-def _run(flats: list[torch.Tensor], start: int, count: int) -> Iterator[torch.Tensor]:
-    """The `count` values from `start` on of tensors that follow each other."""
-    for flat in flats:
-        low, high = max(0, start), min(flat.numel(), start + count)
-        if low < high:
-            yield flat[low:high]
-        start -= flat.numel()
+    def _model(self) -> Path:
+        return model_file(self.folder / STATES, 0, self.stage)
 
 
 def stores(run_dir: Path) -> list[Path]:

@@ -27,18 +27,20 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["running", "done", "failed"]
     # the MPI world: its first collectives, which have no deadline of their own, are behind it
     joined: bool = False
-    error: str = ""  # the exception, in the rank's own words
+    # a trainer's collectives and micro-batches, told every `beat_s` seconds of a step
+    begun: int | None = None
+    beat_s: float = 0.0
+    error: str = ""  # the exception, in the rank's own words, or why its guard has ended it
     exit_code: int | None = None  # negative: minus the signal that killed it, as in subprocess
     since: float = 0.0  # wall clock, seconds: when this state was entered
 
     def how_it_ended(self) -> str:
-        if self.exit_code is not None and self.exit_code < 0:
-            return f"killed by {signal.Signals(-self.exit_code).name}"
-        ended = (
-            "vanished (its process is gone)"
-            if self.exit_code is None
-            else f"exited with code {self.exit_code}"
-        )
+        if self.exit_code is None:
+            ended = "vanished (its process is gone)"
+        elif self.exit_code < 0:
+            ended = f"killed by {signal.Signals(-self.exit_code).name}"
+        else:
+            ended = f"exited with code {self.exit_code}"
         return f"{ended}: {self.error}" if self.error else ended
 
 
@@ -57,6 +59,12 @@ def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
 def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:
     """Said by the rank itself. Raises OSError as `write` does."""
     write(run_dir, attempt, msgspec.structs.replace(read(run_dir, attempt, rank), joined=True))
+
+
+def mark_begun(run_dir: Path, attempt: int, rank: int, begun: int | None, beat_s: float) -> None:
+    """Said by a trainer rank itself; null: the step is over. Raises OSError as `write` does."""
+    last = read(run_dir, attempt, rank)
+    write(run_dir, attempt, msgspec.structs.replace(last, begun=begun, beat_s=beat_s))
 
 
 def read(run_dir: Path, attempt: int, rank: int) -> RankStatus:

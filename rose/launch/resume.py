@@ -1,7 +1,7 @@
 """The same name continues: what may differ from the run's stored configuration, and what is
 finished.
 
-Left out: which checkpoint is the last complete one; the roles decide that when they start.
+Left out: reading checkpoints; the roles do that when they start.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 from rose import config as configuration
 from rose import files, models
 from rose.config import Cluster, Config, ConfigError, Slurm
+from rose.trainer import checkpoint
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to
 # be changed.
 MAY_CHANGE = (
     "trainer.steps",
+    "trainer.ranks",
+    "trainer.zero_stage",
     "trainer.threads",
     "trainer.checkpoint_*",
     "trainer.export_*",
@@ -98,6 +101,22 @@ def check(stored: Path, new: Config) -> None:
             f"configuration:\n{lines}\n"
             "Keep these values to continue it, set fresh=true to start over, or give another name."
         )
+    other_shape(Path(stored).parent, new)
+
+
+def other_shape(run_dir: Path, c: Config) -> str:
+    """By which ranks, at which ZeRO stage, the run's last checkpoint was saved and is continued, if
+    these differ; else "". Raises `ConfigError` where that can't be done."""
+    latest = checkpoint.latest(run_dir)
+    if latest is None:
+        return ""
+    try:
+        state = checkpoint.read_trainer(latest, c.trainer)
+    except ValueError as error:
+        raise ConfigError(f"name={c.name!r}: {error}") from None
+    saved = (state["ranks"], state["zero_stage"])
+    now = (c.trainer.ranks, c.trainer.zero_stage)
+    return "" if saved == now else f"{latest}: {checkpoint.change(saved, now)}"
 
 
 def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> None:

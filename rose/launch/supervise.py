@@ -1,9 +1,10 @@
 """Watches a started job to its end, whatever the end is, and leaves no process behind.
 
-A dead rank ends the job, and so does a run folder that takes no more files. SIGINT, SIGTERM or
-SIGUSR2 (Slurm's warning) asks the coordinator to stop, which it does at once: during a rollout or
-an evaluation it saves the last finished step first; during training or weight sync nothing is
-saved, and the run continues from its last checkpoint. From the signal on it has
+A dead rank ends the job, and so do a trainer rank for which the others wait too long and a run
+folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
+to stop, which it does at once: during a rollout or an evaluation it saves the last finished step
+first; during training or weight sync nothing is saved, and the run continues from its last
+checkpoint. From the signal on it has
 cluster.stop_timeout_s for this and for dismissing the other ranks; then everything is killed, as
 after a second signal. Every wait has a deadline. Left out: deciding about anything inside the run;
 that is the coordinator's.
@@ -25,8 +26,10 @@ import psutil
 from rose import files
 from rose.config import Cluster
 from rose.launch import logs, rank_status, resume
+from rose.launch.beats import Beats
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
+from rose.protocol import Role
 
 POLL_S = 0.2  # between two looks at the ranks and their files
 POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, too
@@ -36,6 +39,13 @@ FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
 PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
 TAIL_LINES = 15
+# CUDA's words for hardware that failed, which another attempt may not meet
+FAULTS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,7 @@ class Outcome:
 
     failure: str = ""
     interrupted: int = 0
-    lost_rank: bool = (
-        False  # the failure: a rank was killed or vanished, which another attempt may survive
-    )
+    lost_rank: bool = False  # the failure: as `Job.lost`, which another attempt may survive
 
     @property
     def code(self) -> int:
@@ -67,7 +75,8 @@ class Job:
     signals: list[int] = field(default_factory=list)
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
-    lost: bool = False  # the dead rank that ends the job was killed, or vanished
+    beats: Beats = field(default_factory=Beats)
+    lost: bool = False  # the rank that ends the job was killed, vanished, hangs or lost its GPU
 
     @property
     def _poll_s(self) -> float:
@@ -146,6 +155,8 @@ class Job:
             deadlines.pop("appear", None)
         if now > deadlines.get("appear", now):
             return self._late(states)
+        if failure := self._hanging(states, now):
+            return failure
         if now > deadlines.get("stop", now):
             return (
                 "the coordinator did not stop within "
@@ -156,6 +167,19 @@ class Job:
             if files.refusal(self.run_dir):
                 return "the launcher could not write there"
         return ""
+
+    def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
+        """Of trainer ranks that the others wait for."""
+        trainers = [s for s in states.values() if s.role is Role.TRAINER]
+        late, most = self.beats.late(trainers, now)
+        self.lost |= bool(late)
+        return "\n".join(
+            f"rank {s.rank} (trainer {s.index}, pid {s.pid} on {s.host}) hangs: others wait for it "
+            f"after {most} collectives and micro-batches, it has last told of {s.begun or 0} "
+            f"(trainer.step_timeout_s says how long they may)\n"
+            f"{self._words(logs.rank_log(self.run_dir, self.attempt, s.role, s.rank).name)}"
+            for s in late
+        )
 
     def _late(self, states: dict[int, RankStatus]) -> str:
         """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever,
@@ -195,7 +219,11 @@ class Job:
 
     def _first(self, dead: list[RankStatus]) -> str:
         first = min(dead, key=lambda status: status.since)
-        self.lost = first.exit_code is None or first.exit_code < 0
+        self.lost = (
+            first.exit_code is None
+            or first.exit_code < 0
+            or any(fault in first.error for fault in FAULTS)
+        )
         return self._describe(first)
 
     def _await_starter(self) -> None:

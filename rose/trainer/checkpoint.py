@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rose import config as configuration
 from rose.files import write_whole
 from rose.transfer.store import sync
 
-COORDINATOR_STATE = "coordinator.json"
+COORDINATOR_STATE, TRAINER_STATE = "coordinator.json", "trainer.json"
 SAVED, FAILED = "saved", "failed"  # marks of the trainer ranks
 MARK = re.compile(rf"({SAVED}|{FAILED})-(\d+)")  # and no name under which one is being written
 
@@ -85,6 +86,54 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go "
             "on from the one before it"
         ) from None
+
+
+def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, Any]:
+    """What the trainer noted beside DeepSpeed's files: updates applied, and the ranks, stage and
+    dtype that saved.
+
+    Raises `ValueError` when it is absent, or can't be continued with this configuration.
+    """
+    path = Path(checkpoint) / TRAINER_STATE
+    if not path.is_file():
+        raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")
+    try:
+        state = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); remove that folder to go on from the one before it"
+        ) from None
+    if state["dtype"] != trainer.dtype:
+        raise ValueError(
+            f"{path}: saved with trainer.dtype={state['dtype']}, now {trainer.dtype}; set it to "
+            f"{state['dtype']}, or begin a run of another name"
+        )
+    saved, now = (state["ranks"], state["zero_stage"]), (trainer.ranks, trainer.zero_stage)
+    if saved == now:
+        return state
+    if not saved[1] == now[1] == 0:
+        if not all((saved[1], now[1])):
+            raise ValueError(
+                f"{checkpoint}: {change(saved, now)}: between stage 0 and another states are not "
+                f"carried over; set trainer.zero_stage={saved[1]}, or begin a run of another name"
+            )
+        for rank in range(saved[0]):
+            name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            if not any(Path(checkpoint).glob(f"*/*{name}")):
+                raise ValueError(
+                    f"{checkpoint}: {change(saved, now)}: {name} is absent; bring it back, or "
+                    "remove that folder to go on from the checkpoint before it"
+                )
+    return state
+
+
+def change(saved: tuple[int, int], now: tuple[int, int]) -> str:
+    """Of (trainer ranks, ZeRO's stage), in words."""
+    before, after = (
+        f"{ranks} trainer rank{'s' * (ranks > 1)} with ZeRO {stage}"
+        for ranks, stage in (saved, now)
+    )
+    return f"saved by {before}, continued by {after}"
 
 
 def begin(run_dir: Path, step: int) -> Path:

@@ -26,13 +26,16 @@ from rose import config as configuration
 from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.files import write_whole
+from rose.trainer import checkpoint
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.reference import BelowAdapter, Reference
+from rose.trainer.saved_states import SavedStates
 from rose.trainer.schedule import learning_rates
 from rose.trainer.sequence import SequenceGroup
+from rose.trainer.shards import ShardReader
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
@@ -41,7 +44,6 @@ LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory g
 PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
 REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names
 TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
-STATE = "trainer.json"  # ours, beside it
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -164,6 +166,7 @@ class DeepSpeedEngine:
 
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.micro_batches = 0  # begun by this process
         self.updates = 0  # applied since the start of the run; the learning rate follows it
         self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
@@ -209,6 +212,7 @@ class DeepSpeedEngine:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before each micro-batch's forward pass; `last` of the update, on every rank alike."""
+        self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -346,7 +350,9 @@ class DeepSpeedEngine:
             }
             if self.settings.lora is not None:
                 state |= {"base": self.base, "scale": self.settings.lora.scale}
-            write_whole(folder / STATE, (json.dumps(state) + "\n").encode(), sync=True)
+            write_whole(
+                folder / checkpoint.TRAINER_STATE, (json.dumps(state) + "\n").encode(), sync=True
+            )
         torch.distributed.barrier()
         self.writer.finish(folder)
 
@@ -359,43 +365,47 @@ class DeepSpeedEngine:
             )
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises `ValueError` when it is not there or of another
-        shape."""
-        state = read_state(folder, self.settings, self.world)
+        """Continue from what `save` wrote, under ZeRO also in a world of other ranks or another
+        stage. Raises `ValueError` when it is not there or can't be continued so, `TransferError`
+        for a damaged file."""
+        state = checkpoint.read_trainer(folder, self.settings)
         if state.get("base", "") != self.base:
             raise ValueError(
-                f"{folder / STATE}: the adapter is for another base model, of the hash "
-                f"{state.get('base', '')!r}; that of model.path is {self.base!r}: bring its files "
-                "back, or begin a run of another name"
+                f"{folder / checkpoint.TRAINER_STATE}: the adapter is for another base model, of "
+                f"the hash {state.get('base', '')!r}; that of model.path is {self.base!r}: bring "
+                "its files back, or begin a run of another name"
             )
+        ranks, stage = state["ranks"], state["zero_stage"]
+        if stage and (ranks, stage) != (self.world, self.settings.zero_stage):
+            self._load_other(folder / TAG, ranks, stage)
+        else:
+            self._load_own(folder)
+        self.updates = state["updates"]
+        # all ranks of a run begin with the same
+        states = torch.load(folder / f"random-{self.rank % ranks}.pt", weights_only=True)
+        _restore_random_states(states, self.device)
+
+    def _load_own(self, folder: Path) -> None:
+        """As many ranks wrote it, at the same stage; or one wrote all, without ZeRO."""
         path, _ = self.engine.load_checkpoint(
             str(folder), tag=TAG, load_module_strict=self.settings.lora is None
         )
         if path is None:
             raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
-        self.updates = state["updates"]
-        states = torch.load(folder / f"random-{self.rank}.pt", weights_only=True)
-        _restore_random_states(states, self.device)
 
-
-def read_state(folder: Path, trainer: configuration.Trainer, ranks: int) -> dict[str, Any]:
-    """What `save` noted beside DeepSpeed's files: updates applied, and the shape of the run that
-    saved.
-
-    Raises `ValueError` when it is absent or the run has another shape: ZeRO's shares fit no other.
-    """
-    path = folder / STATE
-    if not path.is_file():
-        raise ValueError(f"{path}: absent; {folder} is not a checkpoint of a trainer")
-    state = json.loads(path.read_text())
-    shape = {"ranks": ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}
-    for key, now in shape.items():
-        if state[key] != now:
-            raise ValueError(
-                f"{path}: saved with trainer.{key}={state[key]}, now {now}; set it to "
-                f"{state[key]}, or begin a run of another name"
-            )
-    return state
+    def _load_other(self, files: Path, ranks: int, stage: int) -> None:
+        zero, own = self.engine.optimizer, self.settings.zero_stage
+        if self.rank == 0:
+            print(f"{files}: {checkpoint.change((ranks, stage), (self.world, own))}", flush=True)
+        if own == 3:
+            zero.checkpoint_event_prologue()
+        weights = self.policy.named_weights()
+        shards = ShardReader(self.engine, weights, own, torch.float32, self.rank, self.world)
+        SavedStates(files, ranks, stage).restore(zero, shards, self.rank)
+        if own == 3:
+            zero.checkpoint_event_epilogue()
+        else:
+            zero.update_lp_params()
 
 
 def _load_policy(

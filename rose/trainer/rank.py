@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mpi4py import MPI
@@ -19,6 +20,7 @@ from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 from rose.trainer.trainer import Trainer
+from rose.trainer.watch import BEAT_SHARE, Watch
 from rose.transfer.broadcast import Broadcast
 
 FLUSH_S = 5.0
@@ -33,9 +35,11 @@ def run(
     broadcast: Broadcast | None,
     recorder: NullRecorder,
     resume_from: Path | None,
+    report_begun: Callable[[int | None, float], None],
 ) -> None:
     """Until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
-    a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks."""
+    a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks;
+    `report_begun` as of `Watch`, with its time."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another.
     what = "the trainers' start (cluster.start_timeout_s)"
@@ -65,6 +69,8 @@ def run(
     trees, used = (trainer.no_trees, trainer.costs), energy.counters()
     ready = p.TrainerReady(index, step, step, str(store), *trees, energy_j=used)
     mailbox.send(COORDINATOR, ready)
+    beat_s = config.trainer.step_timeout_s * BEAT_SHARE
+    watch = Watch(beat_s, trainer.progress, lambda begun: report_begun(begun, beat_s))
     incoming: p.TrainStep | None = None
     rows: dict[int, p.Trajectory] = {}
     parts, untidy = 0, False
@@ -93,12 +99,14 @@ def run(
         if incoming is None or parts < incoming.parts:
             continue
         if incoming.more:
-            trainer.train_ahead(incoming, rows)
+            with watch.step():
+                trainer.train_ahead(incoming, rows)
             mailbox.send(COORDINATOR, p.TrainedAhead(incoming.step, index))
             mailbox.flush(FLUSH_S)
             incoming = None
         else:
-            metrics = trainer.train(incoming, rows, publish_as=incoming.step)
+            with watch.step():
+                metrics = trainer.train(incoming, rows, publish_as=incoming.step)
             published = trainer.publish(incoming.step, send)
             metrics |= {
                 "publish_bytes": float(published.nbytes),

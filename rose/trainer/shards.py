@@ -11,7 +11,8 @@ all-gather of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,17 @@ def patterns_of(values: torch.Tensor) -> np.ndarray:
     return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
 
 
+class Part(NamedTuple):
+    """Values `begin` to `end` of a flattened parameter are this rank's, in its float32 `group` from
+    `at` on."""
+
+    name: str
+    begin: int
+    end: int
+    group: int
+    at: int
+
+
 class ShardReader:
     """`weights`: (name, parameter) in the model's order; `dtype`: of what is read; `scales`: by
     which values are multiplied, of the names that have one."""
@@ -42,24 +54,26 @@ class ShardReader:
         world: int,
         scales: Mapping[str, float] | None = None,
     ):
-        self._dtype, self._scales = dtype, scales or {}
+        self._weights, self._dtype, self._scales = weights, dtype, scales or {}
+        self._rank = rank
         name = str(dtype).removeprefix("torch.")
         self.tensors: list[Tensor] = []
-        self._sources: list[
-            tuple[torch.nn.Parameter, int]
-        ] = []  # and the tensor's first flat index
+        # of each tensor its parameter, and its first flat index there
+        self._sources: list[tuple[torch.nn.Parameter, int]] = []
         for whole, parameter in weights:
             for part in parts(whole, tuple(getattr(parameter, "ds_shape", parameter.shape))):
                 self.tensors.append(Tensor(part.name, part.shape, name))
                 self._sources.append((parameter, part.start))
         self.shards: Shards | None = None
+        # of each parameter (rank, start, stop) of flat indices
+        self._ranges: Mapping[int, list[tuple[int, int, int]]] = {}
         # parameter -> group, offset within it, the parameter's first flat index there
         self._masters: dict[int, tuple[int, int, int]] = {}
         if stage == 3:
-            self._flats = engine.optimizer.fp32_partitioned_groups_flat
+            self.flats = engine.optimizer.fp32_partitioned_groups_flat
             self._split_evenly(engine.optimizer, rank, world)
         elif stage in (1, 2):
-            self._flats = engine.optimizer.single_partition_of_fp32_groups
+            self.flats = engine.optimizer.single_partition_of_fp32_groups
             self._split_groups(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
@@ -67,7 +81,7 @@ class ShardReader:
         tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
-            values = self._flats[group].detach()[at:]
+            values = self.flats[group].detach()[at:]
         else:
             values, first = parameter.detach().reshape(-1), 0
         found = take(values, first - start, block, tensor.columns)
@@ -78,9 +92,17 @@ class ShardReader:
             held = held.float() * scale
         return patterns_of(held.to(self._dtype))
 
+    def own(self) -> Iterator[Part]:
+        """What this rank has in `flats`, its float32 groups, of each parameter; under ZeRO."""
+        for name, parameter in self._weights:
+            group, at, first = self._masters.get(id(parameter), (0, 0, 0))
+            for rank, begin, end in self._ranges[id(parameter)]:
+                if rank == self._rank and begin < end:
+                    yield Part(name, begin, end, group, at + begin - first)
+
     def _share(self, ranges: Mapping[int, list[tuple[int, int, int]]]) -> Shards:
-        """The shards of each tensor, from each parameter's (owner, start, stop) of flat indices."""
-        found = {}
+        """The shards of each tensor."""
+        self._ranges, found = ranges, {}
         for tensor, (parameter, start) in zip(self.tensors, self._sources, strict=True):
             clipped = [
                 (owner, max(low - start, 0), min(high - start, tensor.size))

@@ -27,7 +27,7 @@ from rose.config import Config, read_shape
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
-from rose.trainer import adapter
+from rose.trainer import adapter, watch
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.batching import flops
@@ -225,6 +225,10 @@ class Trainer:
         """What was given back is on the device again. Raises `RuntimeError` for want of room."""
         with self.recorder.timed("reload"):
             return self._offload.take()
+
+    def progress(self) -> int:
+        """Collectives and micro-batches that this rank has begun; for other threads, too."""
+        return watch.collectives() + self.engine.micro_batches
 
     def close(self) -> None:
         """Ends the world. A checkpoint that is being written is waited for, unless the job is being

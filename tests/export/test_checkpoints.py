@@ -82,11 +82,11 @@ def _values(weights: CheckpointWeights, path: Path) -> bytes:
     """The first values of the model in that file, as they stand in it."""
     import torch
 
-    from rose.export.weights import _flats, _load
+    from rose.trainer.saved_states import _states, mapped
 
     if weights.stage == 3:
-        return _flats(path)[0][:64].clone().numpy().tobytes()
-    first = _load(path)["module"]["hf.model.embed_tokens.weight"].reshape(-1)[:64].clone()
+        return _states(path)["fp32_flat_groups"][0][:64].clone().numpy().tobytes()
+    first = mapped(path)["module"]["hf.model.embed_tokens.weight"].reshape(-1)[:64].clone()
     return first.view(torch.uint8).numpy().tobytes()
 
 

@@ -106,6 +106,24 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
     )
 
 
+def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_path):
+    local.write_config(make_config("trainer.ranks=2", "trainer.zero_stage=2"), tmp_path)
+    other = make_config("trainer.ranks=3", "trainer.zero_stage=3")
+    resume.check(tmp_path / "config.json", other)
+    assert resume.other_shape(tmp_path, other) == "", "there is no checkpoint yet"
+    step = tmp_path / "checkpoints" / "step-000005"
+    (step / "deepspeed").mkdir(parents=True)
+    saved = {"updates": 5, "ranks": 2, "zero_stage": 2, "dtype": "float32"}
+    (step / "trainer.json").write_text(json.dumps(saved))
+    for rank in range(2):
+        (step / "deepspeed" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    assert resume.other_shape(tmp_path, other) == (
+        f"{step}: saved by 2 trainer ranks with ZeRO 2, continued by 3 trainer ranks with ZeRO 3"
+    )
+    with pytest.raises(ConfigError, match=f"{step}: .*set trainer.zero_stage=2"):
+        resume.check(tmp_path / "config.json", make_config("trainer.zero_stage=0"))
+
+
 def test_a_run_of_before_some_keys_were_there_has_their_defaults(make_config, tmp_path):
     tree = configuration.to_dict(make_config())
     del tree["trainer"]["optimizer"]["schedule"], tree["rollout"]["branch"], tree["eval"]["stop"]

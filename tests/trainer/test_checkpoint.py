@@ -91,3 +91,42 @@ def test_a_damaged_state_is_one_error_that_says_what_to_remove(tmp_path, damage)
     ) as raised:
         checkpoint.read_state(final)
     assert not isinstance(raised.value, json.JSONDecodeError)
+
+
+def saved_by(folder, ranks, stage, dtype="float32"):
+    state = {"updates": 5, "ranks": ranks, "zero_stage": stage, "dtype": dtype}
+    (folder / "deepspeed").mkdir(exist_ok=True)
+    (folder / checkpoint.TRAINER_STATE).write_text(json.dumps(state))
+    for rank in range(ranks):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        (folder / "deepspeed" / f"bf16_{name}").touch()
+    return state
+
+
+def test_a_checkpoint_is_continued_by_other_ranks_at_another_stage(tmp_path, make_config):
+    for stages, ranks in (((2, 2), 3), ((1, 3), 1), ((0, 0), 2)):
+        state = saved_by(tmp_path, 2, stages[0])
+        trainer = make_config(f"trainer.zero_stage={stages[1]}", f"trainer.ranks={ranks}").trainer
+        assert checkpoint.read_trainer(tmp_path, trainer) == state
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "gone", "words"),
+    [
+        (0, "float32", None, "saved by 2 trainer ranks with ZeRO 0, continued by 1 trainer rank "
+         "with ZeRO 2.*set trainer.zero_stage=0"),
+        (2, "bfloat16", None, "saved with trainer.dtype=bfloat16, now float32; set it to bfloat16"),
+        (2, "float32", 1, "zero_pp_rank_1_mp_rank_00_optim_states.pt is absent; bring it back"),
+        (2, "float32", "trainer.json", "is not a checkpoint of a trainer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_continued_is_one_line_with_what_to_set(
+    tmp_path, make_config, stage, dtype, gone, words
+):
+    saved_by(tmp_path, 2, stage, dtype)
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and gone is not None and (path.name == gone or f"_{gone}_" in path.name):
+            path.unlink()
+    with pytest.raises(ValueError, match=words) as raised:
+        checkpoint.read_trainer(tmp_path, make_config("trainer.zero_stage=2").trainer)
+    assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)

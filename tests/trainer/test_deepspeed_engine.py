@@ -1,14 +1,13 @@
 """What of the DeepSpeed adapter can be said without starting it."""
 
 import fcntl
-import json
 
 import pytest
 import torch
 
 from rose.config import ConfigError
 from rose.trainer import deepspeed_engine
-from rose.trainer.deepspeed_engine import read_state, zero_config
+from rose.trainer.deepspeed_engine import zero_config
 from rose.trainer.model import load
 from tests.trainer import tiny_world
 
@@ -110,18 +109,3 @@ def test_random_states_come_back(tmp_path):
         torch.load(tmp_path / "random.pt", weights_only=True), cpu
     )
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_checkpoint_of_another_shape_is_refused_with_what_to_set(tmp_path, make_config):
-    saved = {"updates": 5, "ranks": 1, "zero_stage": 1, "dtype": "float32"}
-    (tmp_path / "trainer.json").write_text(json.dumps(saved))
-    assert read_state(tmp_path, make_config("trainer.zero_stage=1").trainer, 1) == saved
-    with pytest.raises(ValueError, match="saved with trainer.ranks=1, now 2; set it to 1"):
-        read_state(tmp_path, make_config("trainer.zero_stage=1").trainer, 2)
-    with pytest.raises(ValueError, match="saved with trainer.zero_stage=1, now 3; set it to 1"):
-        read_state(tmp_path, make_config("trainer.zero_stage=3").trainer, 1)
-
-
-def test_a_folder_without_a_trainers_checkpoint_is_named(tmp_path, make_config):
-    with pytest.raises(ValueError, match="is not a checkpoint of a trainer"):
-        read_state(tmp_path, make_config().trainer, 1)

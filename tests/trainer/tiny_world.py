@@ -7,8 +7,10 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import time
+from contextlib import nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -206,6 +208,20 @@ def weights(trainer) -> dict:
     }
 
 
+def states(trainer) -> dict:
+    """Float32 weights and Adam's two moments, whole, under ZeRO."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    zero = trainer.engine.engine.optimizer
+    if trainer.engine.settings.zero_stage < 3:
+        zero._lazy_init_hp_params_optimizer_state()
+    return weights(trainer) | {
+        f"{name} {moment}": safe_get_full_optimizer_state(p, moment).numpy()
+        for name, p in trainer.engine.policy.named_weights()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+
+
 def watch_gradients(trainer, found: list) -> None:
     """Each update's whole gradient, as it is applied but for clipping: parameter -> array."""
     from deepspeed.utils import safe_get_full_grad
@@ -255,16 +271,21 @@ def in_halves(t):
     )
 
 
-def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
-    """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or
-    hangs."""
+def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
+    """(`ranks` processes to be started, the files of their words)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         job = job | {"ranks": ranks, "port": probe.getsockname()[1], "folder": str(folder)}
     words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
-    processes = [
+    return [
         server().Process(target=run_rank, args=(job, rank, words[rank])) for rank in range(ranks)
-    ]
+    ], words
+
+
+def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
+    """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or
+    hangs."""
+    processes, words = world_of(job, folder, ranks)
     end = time.monotonic() + DEADLINE_S
     try:
         for process in processes:
@@ -327,6 +348,29 @@ def settings(job: dict):
     )
 
 
+def stop_in_backward(trainer) -> None:
+    """This process stops before its next backward pass, which the others go through."""
+    backward = trainer.engine.backward
+
+    def stopped(loss):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        backward(loss)
+
+    trainer.engine.backward = stopped
+
+
+def watched(trainer, folder: Path, rank: int, beat_s: float):
+    """What a rank of a run says of its progress, in `folder`."""
+    from rose.launch import rank_status
+    from rose.protocol import Role
+    from rose.trainer.watch import Watch
+
+    who = {"rank": rank, "role": Role.TRAINER, "index": rank, "pid": os.getpid(), "host": "here"}
+    rank_status.write(folder, 1, rank_status.RankStatus(**who, state="running"))
+    report = functools.partial(rank_status.mark_begun, folder, 1, rank, beat_s=beat_s)
+    return Watch(beat_s, trainer.progress, report)
+
+
 def save(trainer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     trainer.save(folder)
@@ -338,9 +382,10 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
-    ["publish", version], ["save"], ["load"], ["turn"]: the device is given
-    back and taken again. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`,
-    limit, gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
+    ["publish", version], ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
+    is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
+    the next step. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
+    gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
     from rose import protocol as p
     from rose.comm.address import local_place
     from rose.config import read_shape
@@ -372,6 +417,7 @@ def main(job: dict, rank: int) -> None:
     }
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
+    watch = nullcontext
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
@@ -390,7 +436,8 @@ def main(job: dict, rank: int) -> None:
             }
             step = p.TrainStep(number, summary, everyone[replica], trees, 1)
             try:
-                report["metrics"].append(trainer.train(step, mine, *publish_as))
+                with watch():
+                    report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
         elif action in ("split", "forked"):
@@ -420,13 +467,20 @@ def main(job: dict, rank: int) -> None:
         elif action == "publish":
             trainer.publish(args[0])
             trainer.tidy()
+        elif action == "watch":
+            watch = watched(trainer, folder, rank, args[0]).step
+        elif action == "stop":
+            if rank == args[0]:
+                stop_in_backward(trainer)
         elif action == "turn":
             trainer.share_device(folder)
             trainer.give_device_back()
             report.setdefault("gone", []).append(trainer._offload.nbytes)
             trainer.take_device()
         elif action == "save":
-            save(trainer, folder / "checkpoint")
+            save(trainer, folder / (args[0] if args else "checkpoint"))
+        elif action == "states":
+            np.savez(folder / f"{args[0]}-{rank}.npz", **states(trainer))
         elif action == "load":
             trainer.load(folder / (args[0] if args else "checkpoint"))
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))

@@ -1,0 +1,159 @@
+"""What ZeRO has saved, by parameter and place in it, whatever ranks and stage saved it.
+
+Every rank's file has its share of each group's flat float32 values and of Adam's two moments. Below
+stage 3 the file itself says which parameter each stretch of the share belongs to
+(`param_slice_mappings`); at stage 3 every parameter is split evenly, in the order of
+`param_shapes`. Files are mapped: what is not asked for is not read. So a rank of another world
+takes its own share out of them, and nobody holds more. Left out: DeepSpeed's universal checkpoint,
+which writes all states once more between two worlds (12 bytes a parameter) and has every rank read
+whole parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rose.trainer import adapter
+from rose.trainer.shards import ShardReader
+from rose.transfer.errors import Corrupted, Missing
+
+PREFIX = "hf."  # of the model's parameters in them
+# torch's state of the optimizer, by ZeRO's stage
+BASE = {stage: "base_optimizer_state" for stage in (1, 2)} | {3: "optimizer_state_dict"}
+WEIGHTS, MOMENTS = "float32", ("exp_avg", "exp_avg_sq")
+
+
+class Stretch(NamedTuple):
+    """Values `begin` to `end` of a flattened parameter are in `rank`'s group, from `at` on."""
+
+    begin: int
+    end: int
+    rank: int
+    group: int
+    at: int
+
+
+class SavedStates:
+    """Of the folder of DeepSpeed's files that `ranks` ranks wrote at ZeRO's `stage` 1, 2 or 3.
+    Raises `TransferError` that names the damaged or missing file, also when it is read."""
+
+    def __init__(self, folder: Path, ranks: int, stage: int):
+        self.folder, self.stage = Path(folder), stage
+        self._saved = [_states(optimizer_file(folder, rank)) for rank in range(ranks)]
+        self.stretches: dict[str, list[Stretch]] = defaultdict(list)  # by DeepSpeed's name
+        self._find_even() if stage == 3 else self._find_mapped()
+
+    def read(self, name: str, what: str, begin: int, out: torch.Tensor) -> None:
+        """Fill `out`, (n,), with values of the parameter `name` from its `begin` on: its float32
+        weights (`WEIGHTS`) or a moment of Adam's (`MOMENTS`)."""
+        end, filled = begin + len(out), 0
+        for stretch in self.stretches.get(name, ()):
+            low, high = max(begin, stretch.begin), min(end, stretch.end)
+            if low < high:
+                at = stretch.at + low - stretch.begin
+                values = self._flats(stretch.rank, what)[stretch.group][at : at + high - low]
+                out[low - begin :][: len(values)].copy_(values)
+                filled += len(values)
+        if filled != len(out):
+            raise Corrupted(f"{self.folder}: has {filled} of {len(out)} values of {name} ({what})")
+
+    def restore(self, optimizer, shards: ShardReader, rank: int) -> None:
+        """Make this rank's share of ZeRO's `optimizer` what was saved; then all ranks gather the
+        weights. `shards` says what the share is."""
+        moments = {what: [torch.zeros_like(flat) for flat in shards.flats] for what in MOMENTS}
+        for part in shards.own():
+            name = PREFIX + adapter.parameter_name(part.name)
+            for what, groups in ((WEIGHTS, shards.flats), *moments.items()):
+                values = groups[part.group].detach()[part.at :][: part.end - part.begin]
+                self.read(name, what, part.begin, values)
+        own = optimizer.state_dict()  # DeepSpeed's, of the new share: its float32 values are in it
+        base = own[BASE[own["zero_stage"].value]]
+        step = self._base(0)["state"][0]["step"]  # updates that Adam has counted
+        base["state"] = {
+            group: {"step": copy.deepcopy(step), **{what: m[group] for what, m in moments.items()}}
+            for group in range(len(shards.flats))
+        }
+        optimizer.load_state_dict({rank: own}, load_from_fp32_weights=True)
+
+    def _base(self, rank: int) -> dict[str, Any]:
+        """torch's state of rank `rank`'s optimizer."""
+        return self._saved[rank][BASE[self.stage]]
+
+    def _flats(self, rank: int, what: str) -> list[torch.Tensor] | dict[int, torch.Tensor]:
+        if what == WEIGHTS:
+            key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+            return self._saved[rank][key]
+        return {group: state[what] for group, state in self._base(rank)["state"].items()}
+
+    def _find_mapped(self) -> None:
+        for rank, saved in enumerate(self._saved):
+            for group, mapping in enumerate(saved["param_slice_mappings"]):
+                for name, place in mapping.items():
+                    before = self.stretches[name]
+                    begin = before[-1].end if before else 0
+                    end = begin + place.numel
+                    before.append(Stretch(begin, end, rank, group, place.start))
+
+    def _find_even(self) -> None:
+        """The last rank's part of a parameter is padded. Groups follow each other: a part may lie
+        across the border of two."""
+        shapes = mapped(model_file(self.folder, 0, 3))["param_shapes"]
+        ranks, at = len(self._saved), 0
+        ends: list[int] = []
+        for flat in self._saved[0]["fp32_flat_groups"]:
+            ends.append(flat.numel() + (ends[-1] if ends else 0))
+        for name, shape in ((n, s) for group in shapes for n, s in group.items()):
+            size, part = shape.numel(), -(-shape.numel() // ranks)
+            for rank in range(ranks):
+                begin, end = min(rank * part, size), min((rank + 1) * part, size)
+                self.stretches[name] += _across(ends, Stretch(begin, end, rank, 0, at))
+            at += part
+
+
+def _across(ends: list[int], whole: Stretch) -> Iterator[Stretch]:
+    """The parts in each group of a stretch in groups that follow each other and end at `ends`."""
+    start = 0
+    shift = whole.at - whole.begin  # from a parameter's index to that in all groups
+    for group, end in enumerate(ends):
+        low, high = max(whole.begin, start - shift), min(whole.end, end - shift)
+        if low < high:
+            yield Stretch(low, high, whole.rank, group, low + shift - start)
+        start = end
+
+
+def model_file(folder: Path, rank: int, stage: int) -> Path:
+    """DeepSpeed's file with a rank's model; below stage 3 the first rank has all of it."""
+    name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
+    return Path(folder) / f"{name}_model_states.pt"
+
+
+def optimizer_file(folder: Path, rank: int) -> Path:
+    name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    path = Path(folder) / name
+    return path if path.exists() else path.with_name(f"bf16_{name}")
+
+
+def mapped(path: Path) -> dict[str, Any]:
+    """A file of DeepSpeed's: what is not looked at is not read. Raises `TransferError`."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise Missing(f"{path}: not there") from None
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise Corrupted(f"{path}: unreadable: {str(error).splitlines()[0]}") from None
+
+
+def _states(path: Path) -> dict[str, Any]:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # takes seconds
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        return mapped(path)["optimizer_state_dict"]

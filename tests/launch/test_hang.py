@@ -1,0 +1,104 @@
+"""A rank that hangs, is stopped, or has lost its GPU is named, and the run may be requeued."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from rose.launch import guard, supervise
+from rose.launch.rank_status import RankStatus
+from rose.protocol import Role
+
+
+def trainer(rank, begun, since=0.0, **more):
+    who = {"rank": rank, "role": Role.TRAINER, "index": rank - 2, "pid": 7, "host": "n1"}
+    return RankStatus(**who, state="running", begun=begun, beat_s=10.0, since=since, **more)
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, {4: 5}),  # fell silent
+        ({2: [8, 8, 8], 3: [8, 8, 8], 4: []}, {4: None}),  # was silent from the step's beginning
+        ({2: [8, 8, 8], 3: [5, 5, 5], 4: [8, 8, 8]}, {3: 5}),  # lives and does not come
+        ({2: [8, 8, 8], 3: [5, 6, 7], 4: [8, 8, 8]}, {}),  # slow: it is still coming
+        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [8, 8, 8]}, {}),  # all in the same collective
+        ({2: [8], 3: [7], 4: [8]}, {}),  # no beat for long: the reader was away, or the disk
+        ({2: [None] * 3, 3: [None] * 3, 4: [None] * 3}, {}),
+    ],
+)
+def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, told, named):
+    job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
+    last = {rank: trainer(rank, None) for rank in told}
+    for beat in range(3):
+        for rank, counts in told.items():
+            if beat < len(counts):
+                last[rank] = trainer(rank, counts[beat], since=beat + 1.0)
+        found = job._hanging(last, 100.0 + 10.1 * beat)
+        assert not found or beat == 2
+    lines = [line for line in found.splitlines() if line.startswith("rank")]
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"rank {rank} (trainer {rank - 2}, pid 7 on n1) hangs" for rank in named
+    ]
+    assert all(f"last told of {n or 0} " in found for n in named.values())
+    assert job.lost is bool(named) and found.count(".log") == len(named)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ],
+)
+def test_a_gpu_that_fails_is_a_lost_rank_and_one_that_is_too_small_is_not(
+    tmp_path, make_config, error, lost
+):
+    job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
+    assert error in job._first([trainer(2, None, exit_code=1, error=error)])
+    assert job.lost is lost
+
+
+def test_the_guard_ends_a_rank_that_stays_stopped(monkeypatch):
+    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(guard, "STOPPED_LOOKS", 5)
+    rank = os.fork()
+    if not rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        code, why = guard._wait(rank)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert code == -signal.SIGKILL and "had been stopped (SIGSTOP) for 0.05 s" in why
+    assert (
+        "killed by SIGKILL: its process"
+        in trainer(2, None, exit_code=code, error=why).how_it_ended()
+    )
+
+
+def test_a_rank_that_works_is_left_alone(monkeypatch):
+    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(guard, "STOPPED_LOOKS", 5)
+    rank = os.fork()
+    if not rank:
+        time.sleep(0.3)
+        os._exit(3)
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        assert guard._wait(rank) == (3, "")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_watchdog_has_half_of_a_steps_time_and_what_the_user_gives_stays(tmp_path):
+    set_by_us = guard.watchdog(3600.0, tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
+    assert set_by_us == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1800",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl-",
+    }
