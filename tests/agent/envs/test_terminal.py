@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rose import protocol as p
 from rose.agent import envs
 from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.terminal import Terminal
+from rose.agent.host import TrajectoryHost, open_checkpoints
+from rose.agent.snapshots import Snapshots
 from rose.config import ConfigError
+from rose.observe.recorder import NullRecorder
 from rose.sandbox import SandboxError, criu
 from rose.sandbox.engine import Engine
 
@@ -414,3 +418,28 @@ def test_undo_is_off_unless_asked_for():
     with pytest.raises(ConfigError, match="env.args.undo='yes': true or false"):
         Terminal(undo="yes")
     assert "undo" not in Terminal().tools
+
+
+@pytest.mark.slow
+def test_a_trajectory_is_wanted_from_its_beginning_so_that_no_other_host_sweeps_its_states(
+    make_config, chats, tmp_path
+):
+    config = make_config(
+        "+experiment=terminal", "sandbox.checkpoints=classified", f"output_dir={tmp_path}"
+    )
+    start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
+
+    async def go():
+        engine = await open_checkpoints(config, tmp_path / "snapshots", NullRecorder())
+        snapshots, words = Snapshots(tmp_path / "snapshots", 1, config, print), asyncio.Queue()
+        rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
+        host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
+        host.handle(start)
+        assert isinstance(await asyncio.wait_for(words.get(), 60), p.TurnRequest)
+        assert (tmp_path / "snapshots" / "g0.0").is_dir()
+        host.handle(p.CancelTrajectory("g0.0"))
+        while (tmp_path / "snapshots" / "g0.0").exists():
+            await asyncio.sleep(0.01)
+        await host.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
