@@ -1,10 +1,11 @@
-"""Agents in sandboxes whose environment hosts are killed: their episodes go on from checkpoints of
-their sandboxes, with the tokens that they have in a run in which nobody dies."""
+"""Agents in sandboxes whose environment hosts, or whose whole job, are killed: their episodes go on
+from checkpoints of their sandboxes, with the tokens that they have in a run in which nobody
+dies."""
 
 import pytest
 
 from tests.job.job import Job, trained_on
-from tests.job.test_lost_hosts_job import SIZE, STEPS, everything, kill_hosts
+from tests.job.test_lost_hosts_job import SIZE, STEPS, everything, kill_hosts, rolls
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -17,18 +18,47 @@ TERMINAL = (
 )
 
 
-def test_episodes_go_on_from_checkpoints_of_their_sandboxes(tmp_path):
-    whole = Job(tmp_path / "whole", *TERMINAL, *SIZE, "deterministic=true")
-    assert whole.wait() == 0, whole.said + whole.logs()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run in which nobody dies."""
+    job = Job(tmp_path_factory.mktemp("whole"), *TERMINAL, *SIZE, "deterministic=true")
+    assert job.wait() == 0, job.said + job.logs()
+    assert sum(step["checkpoint_files"] for step in job.steps()) > 0
+    return job
+
+
+def same(job: Job, whole: Job) -> None:
+    """Nothing is lost, made anew or left behind."""
+    assert everything(job) == everything(whole)
+    assert len(trained_on(job.run, STEPS)) == len(set(trained_on(job.run, STEPS)))
+    assert sum(step["resumed_snapshots"] for step in job.steps()) > 0
+    assert list((job.run / "sandboxes" / "turns").glob("*/*")) == []
+    assert list((job.run / "snapshots").glob("*")) == []
+    assert job.orphans() == []
+
+
+def test_episodes_go_on_from_checkpoints_of_their_sandboxes(tmp_path, whole):
     killed = Job(tmp_path, *TERMINAL, *SIZE, "deterministic=true")
     assert kill_hosts(killed, KILLS) == KILLS
     assert killed.wait() == 0, killed.said + killed.logs()
-    assert everything(killed) == everything(whole)
-    assert len(trained_on(killed.run, STEPS)) == len(set(trained_on(killed.run, STEPS)))
+    same(killed, whole)
     steps = killed.steps()
     assert sum(step["trajectories_restarted"] for step in steps) >= KILLS
     assert sum(step["resumed_turns"] for step in steps) > 0
-    assert sum(step["checkpoint_files"] for step in whole.steps()) > 0
-    assert sum(step["resumed_snapshots"] for step in steps) > 0
-    left = [path for path in (killed.run / "sandboxes" / "turns").glob("*/*") if path.is_file()]
-    assert left == [] and killed.orphans() == []
+
+
+def test_a_job_that_is_started_again_goes_on_with_the_episodes_that_ran(tmp_path, whole):
+    first = Job(tmp_path, *TERMINAL, *SIZE, "deterministic=true")
+
+    def stored() -> bool:
+        """Some episode under way can be resumed from disk."""
+        ran = {path.parent.name for path in (first.run / "snapshots").glob("*/a*")}
+        names = {path.parent.name for path in (first.run / "sandboxes/turns").glob("*/*")}
+        return rolls(first) and first.phase()[1] > 1 and len(ran & names) > 2
+
+    first.until(stored, "stored states of the second step's episodes")
+    first.kill_everything()
+    again = Job(tmp_path, *TERMINAL, *SIZE, "deterministic=true")
+    assert again.wait() == 0, again.said + again.logs()
+    same(again, whole)
+    assert again.faults() == []
