@@ -2,6 +2,9 @@
 from checkpoints of their sandboxes, with the tokens that they have in a run in which nobody
 dies."""
 
+from pathlib import Path
+from urllib.parse import quote, unquote
+
 import pytest
 
 from tests.job.job import Job, trained_on
@@ -48,17 +51,27 @@ def test_episodes_go_on_from_checkpoints_of_their_sandboxes(tmp_path, whole):
 
 
 def test_a_job_that_is_started_again_goes_on_with_the_episodes_that_ran(tmp_path, whole):
+    """But for one whose states are damaged: it begins anew, with its answers."""
     first = Job(tmp_path, *TERMINAL, *SIZE, "deterministic=true")
 
-    def stored() -> bool:
-        """Some episode under way can be resumed from disk."""
-        ran = {path.parent.name for path in (first.run / "snapshots").glob("*/a*")}
-        names = {path.parent.name for path in (first.run / "sandboxes/turns").glob("*/*")}
-        return rolls(first) and first.phase()[1] > 1 and len(ran & names) > 2
+    def manifests(name: str = "*") -> list[Path]:
+        return list((first.run / "sandboxes" / "turns").glob(f"{name}/*"))
 
-    first.until(stored, "stored states of the second step's episodes")
+    def stored() -> set[str] | None:
+        """Episodes under way that can be resumed from disk, if there are some."""
+        ran = {path.parent.name for path in (first.run / "snapshots").glob("*/a*")}
+        both = ran & {unquote(path.parent.name) for path in manifests()}
+        return both if rolls(first) and len(both) > 3 else None
+
+    found = first.until(stored, "stored states of some episodes")
     first.kill_everything()
+    for path in manifests(quote(min(found)).replace(".", "%2E")):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
     again = Job(tmp_path, *TERMINAL, *SIZE, "deterministic=true")
     assert again.wait() == 0, again.said + again.logs()
     same(again, whole)
+    logs = (again.run / "logs" / "latest").glob("environment-*.log")
+    assert any("the manifest is damaged" in path.read_text() for path in logs)
     assert again.faults() == []
