@@ -250,12 +250,13 @@ class Engine:
             for ticket in waiting:
                 self._fail(ticket, stage, self.stopped)
 
-    def refused(self, words: str) -> bool:
-        """Whether `words`, those of an error, tell of a disk that takes no more; that ends
-        checkpointing."""
+    def refused(self, words: str, shared: bool = False) -> bool:
+        """Whether `words`, those of an error of a local or the `shared` folder, tell of a disk that
+        takes no more; that ends checkpointing."""
         number = next((n for n in REMEDIES if os.strerror(n) in words), None)
         if number is not None:
-            self.stop(f"{words}; {REMEDIES[number]}; the run goes on without")
+            where = self._shared if shared else self._home
+            self.stop(f"{where}: {words}; {REMEDIES[number]}; the run goes on without")
         return number is not None
 
     async def close(self, wait_s: float = 60.0) -> None:
@@ -364,7 +365,7 @@ class Engine:
     def _failed(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
         words = answer["error"]
         self.counters.failed += 1
-        if not self.refused(words):
+        if not self.refused(words, shared=stage == "copy"):
             self.say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
         self._fail(ticket, stage, self.stopped or words)
 

@@ -192,6 +192,33 @@ def test_what_a_killed_run_left_is_swept_unless_a_trajectory_wants_it(loop, tmp_
     loop.run(go())
 
 
+@pytest.mark.parametrize("full", ["shared", "node"])
+def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(loop, tmp_path, full):
+    folder, said = tmp_path / full, []
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+
+    async def go():
+        host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
+        async with await Sandbox.start(Spec()) as box:
+            keeper = Checkpointer(box, host, "t")
+            await keeper.begin()
+            for turn in range(1, 4):
+                await box.run("head -c 700000 /dev/urandom > $RANDOM", LONG_S)
+                await keeper.after_turn(turn)
+                await keeper.settled(turn)
+            assert (await box.run("ls | wc -l", LONG_S)).output == "3\n", "it goes on"
+        assert len(said) == 1 and said[0] == host.stopped
+        assert said[0].startswith(f"checkpoints of sandboxes stop here: {folder}: ")
+        assert said[0].endswith("free some space there; the run goes on without")
+        await host.close()
+
+    try:
+        loop.run(go())
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 def test_what_dead_hosts_left_and_no_disk_takes_keeps_no_host_from_its_work(
     loop, tmp_path, monkeypatch
 ):
