@@ -201,13 +201,13 @@ class Save:
     stored: float
 
 
-async def saves(episode: Episode, policy: str, think_s: float) -> list[Save]:
+async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
     """What the turns of an episode cost, by what was captured."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine, await Sandbox.start(Spec()) as box:
             keeper = await begin(box, engine, "bench", policy)
             made: dict[str, list[tuple[float, float]]] = {NONE: [], FILES: [], PROCESS: []}
-            for turn, text in enumerate(episode.turns, 1):
+            for turn, text in enumerate(episode.commands, 1):
                 await command(box, text)
                 before, stored = dict(keeper.stats), engine.counters.stored_bytes
                 await keeper.after_turn(turn)
@@ -219,7 +219,7 @@ async def saves(episode: Episode, policy: str, think_s: float) -> list[Save]:
     return [
         Save(
             kind,
-            len(each) / len(episode.turns),
+            len(each) / episode.length,
             statistics.median(took for took, _ in each),
             statistics.mean(stored for _, stored in each),
         )
@@ -234,7 +234,7 @@ async def restoring(episode: Episode, times: int) -> tuple[float, int]:
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             async with await Sandbox.start(Spec()) as box:
-                await play(box, episode, 0.0, None)
+                await play(box, episode)
                 keeper = await begin(box, engine, "bench", FULL)
                 await keeper.after_turn(1)
                 await keeper.settled(1)
