@@ -178,7 +178,7 @@ class Terminal:
                     await env._open()
                     shell = await env.box.run(":", self.command_s)
                     done, reward = await env._tested(task)
-                except SandboxError as error:
+                except (SandboxError, OSError) as error:  # such as a disk too small for its files
                     return f"task {task.name}: {error}"
                 finally:
                     await env.close()

@@ -192,12 +192,15 @@ def test_tests_that_can_not_judge_are_found_before_a_run(tmp_path, make_config):
     bare = task(tmp_path, "bare") / "environment/rootfs/bin"
     bare.mkdir(parents=True)
     (bare / "bash").symlink_to("/nowhere")
+    large = task(tmp_path, "large", toml="[environment]\nstorage_mb = 1")
+    (large / "environment/data").write_bytes(bytes(2 << 20))
     _tasks.load.cache_clear()
     [found] = machine.tasks(config)
-    assert (found.state, found.part) == ("failed", "env, 5 tasks")
-    bare, floods, given, hangs = found.words.split("; task ")
+    assert (found.state, found.part) == ("failed", "env, 6 tasks")
+    bare, floods, given, hangs, large = found.words.split("; task ")
     assert bare.startswith("task bare: its shell runs no command: ")
     assert "hangs: its tests were stopped: they don't end within verifier.timeout_sec=0.2" in hangs
+    assert "No space left on device" in large
     assert "or never stop printing" in floods and given == "given is passed before its agent begins"
 
 
