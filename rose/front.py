@@ -361,6 +361,7 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
     if c.fresh and c.run_dir.exists():
         with local.locked(c.run_dir):
             echo(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
+    local.check_sandbox_folders(c)
     with local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c):
             early = resume.stopped_early(c.run_dir)

@@ -4,7 +4,8 @@
 
 starts     a turn is the builtin `:`, so that its time is overhead; beside it a plain bash
 looks      the inspector's look at a turn, by how many files were made before
-recovery   killed at every turn of three episodes, restored and played to the end
+recovery   killed at every turn of three scripted episodes and one that the tiny model plays,
+           restored and played to the end
 crowd      1, 8 and 32 sandboxes at once, with thinking
 branch     sandboxes after an episode's last turn, from its checkpoint and by replaying its commands
 costs      what conf/sim/sandboxes/*.yaml have of an episode
@@ -24,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_sandbox_episodes import EPISODES
+from bench_sandbox_episodes import EPISODES, Episode
 from bench_sandbox_policies import (
     CHAT,
     CLASSIFIED,
@@ -37,6 +38,7 @@ from bench_sandbox_policies import (
     restoring,
     saves,
 )
+from harness import configured
 from rich.console import Console
 from rich.table import Table
 
@@ -120,13 +122,20 @@ async def looks(args: argparse.Namespace) -> Table:
     return table
 
 
+def sampled() -> Episode:
+    """The episode with a model; torch is imported where it is wanted."""
+    from bench_sandbox_model import Sampled
+
+    return Sampled(configured("+experiment=terminal").model)
+
+
 async def recovery(args: argparse.Namespace) -> Table:
     title = f"killed at every turn, thinking {args.think:g} s"
     columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
     table = Table(*columns, "exposed", "time", title=title)
-    for episode in EPISODES:
+    for episode in (*EPISODES, sampled()):
         async with await Sandbox.start(Spec()) as box:
-            wanted = (await play(box, episode, 0.0, None)).shown
+            wanted = (await play(box, episode)).end
         found = {p: await kill_at_each_turn(episode, p, args.think, wanted) for p in POLICIES}
         base, full = found[CHAT].played.seconds, found[FULL]
         for policy, made in found.items():
@@ -134,7 +143,7 @@ async def recovery(args: argparse.Namespace) -> Table:
             table.add_row(
                 episode.name,
                 policy,
-                f"{made.right}/{len(episode.turns)}",
+                f"{made.right}/{episode.length}",
                 f"{made.captured / 1e6:.1f} MB, {made.captured / full.captured:.0%}",
                 f"{made.stored / 1e3:,.0f} kB, {made.stored / full.stored:.0%}",
                 spread([each * 1e3 for each in played.work]),

@@ -1,4 +1,5 @@
 """Scripted episodes for scripts/bench_sandbox.py: what an agent without a model does in a sandbox.
+(One with a model: bench_sandbox_model.py.)
 
 Three kinds, after Crab's (arXiv 2604.28138): state in the shell, a repair of code, a server in the
 background. Three quarters of their turns only read, as an agent's do. None depends on time: what is
@@ -8,15 +9,42 @@ awaited is looked for. The last command shows the whole state; a fault-free run 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Episode:
-    """`turns`: an agent's commands; `check`: prints what must be the same whatever happened."""
+class Turn:
+    """`tokens`: of the model that chose the command; `shown`: what it printed."""
+
+    command: str
+    tokens: tuple[int, ...] = ()
+    shown: str = ""
+
+
+class Episode(Protocol):
+    """`length` turns; `check`: a command that prints what must be the same whatever happened."""
 
     name: str
-    turns: tuple[str, ...]
     check: str
+    length: int
+
+    def next(self, turns: list[Turn]) -> Turn:
+        """The agent's turn after these, without what it shows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scripted:
+    name: str
+    commands: tuple[str, ...]
+    check: str
+
+    @property
+    def length(self) -> int:
+        return len(self.commands)
+
+    def next(self, turns: list[Turn]) -> Turn:
+        return Turn(self.commands[len(turns)])
 
 
 PROJECT = """\
@@ -36,7 +64,7 @@ with open("tests/test_total.py", "w") as file:
     file.write("from calc.total import mean, total\\nassert total([1, 2]) == 3, 'total'\\n"
                "assert mean([1, 3]) == 2, 'mean'\\nprint('passed')\\n")
 """
-REPAIR = Episode(
+REPAIR = Scripted(
     "repair",
     (
         f"cat > make.py <<'X'\n{PROJECT}X\npython3 make.py; rm make.py",
@@ -59,7 +87,7 @@ REPAIR = Episode(
     "python3 tests/test_total.py; cat src/calc/total.py; pwd; cat src/*/*.py | cksum",
 )
 
-SHELL = Episode(
+SHELL = Scripted(
     "shell",
     (
         "id -u; uname -s",
@@ -91,7 +119,7 @@ while True:
     client.sendall(f"{count}\\n".encode())
     client.close()
 """
-SERVER = Episode(
+SERVER = Scripted(
     "server",
     (
         "ls /; python3 --version",

@@ -1,8 +1,8 @@
 """Sandboxes that are killed, for scripts/bench_sandbox.py: what each policy brings back, at what cost.
 
 A policy is played once without a fault; then the sandbox is closed, and from what is stored of each
-turn one goes on to the end. What it shows then must be what an episode without faults and without
-checkpoints showed.
+turn one goes on to the end. What it shows then, and a model's tokens on the way, must be those of an
+episode without faults and without checkpoints.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench_sandbox_episodes import Episode
+from bench_sandbox_episodes import Episode, Scripted, Turn
 
 from rose.sandbox import Sandbox, SandboxError, Spec
 from rose.sandbox.checkpointer import CLASSIFIED, FULL, Checkpointer, restore
@@ -31,13 +31,20 @@ POLICIES = (CHAT, ONLY_FILES, REPLAY, FULL, CLASSIFIED)
 
 @dataclass
 class Played:
-    """One episode without a fault. Seconds; `exposed`: for each turn, that the agent's next command
-    waited for the checkpoint; `work`: that the checkpoint took, thinking time included."""
+    """One episode without a fault. `shown`: by its check. Seconds; `exposed`: for each turn, that
+    the agent's next command waited for the checkpoint; `work`: that the checkpoint took, thinking
+    time included."""
 
-    shown: str
-    seconds: float
+    turns: list[Turn]
+    shown: str = ""
+    seconds: float = 0.0
     exposed: list[float] = field(default_factory=list)
     work: list[float] = field(default_factory=list)
+
+    @property
+    def end(self) -> tuple:
+        """What a fault must not change. (Outputs may name times and processes.)"""
+        return self.shown, [(turn.command, turn.tokens) for turn in self.turns]
 
 
 @contextlib.asynccontextmanager
@@ -57,12 +64,18 @@ async def command(box: Sandbox, text: str) -> str:
 
 
 async def play(
-    box: Sandbox, episode: Episode, think_s: float, keeper: Checkpointer | None
+    box: Sandbox,
+    episode: Episode,
+    think_s: float = 0.0,
+    keeper: Checkpointer | None = None,
+    before: Sequence[Turn] = (),
 ) -> Played:
-    """The turns, each followed by thinking, while the checkpoint is taken, and the final check."""
-    began, played = time.monotonic(), Played("", 0.0)
-    for turn, text in enumerate(episode.turns, 1):
-        await command(box, text)
+    """The turns that follow those `before`, each followed by thinking, while the checkpoint is
+    taken, and the final check."""
+    began, played = time.monotonic(), Played([*before])
+    while (turn := len(played.turns) + 1) <= episode.length:
+        made = await asyncio.to_thread(episode.next, played.turns)
+        played.turns.append(replace(made, shown=await command(box, made.command)))
         ended = time.monotonic()
         if keeper is not None:
             await keeper.after_turn(turn)
@@ -105,15 +118,15 @@ async def bring_back(policy: str, engine: Engine, saved: bytes | None) -> Sandbo
 
 
 async def kill_at_each_turn(
-    episode: Episode, policy: str, think_s: float, wanted: str
+    episode: Episode, policy: str, think_s: float, wanted: tuple
 ) -> Recovered:
-    """`wanted`: what the episode shows at its end without faults and without checkpoints."""
+    """`wanted`: the episode's `end` without faults and without checkpoints."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             box = await Sandbox.start(Spec())
             keeper = await begin(box, engine, "bench", policy)
             made = Recovered(await play(box, episode, think_s, keeper))
-            turns = range(1, len(episode.turns) + 1)
+            turns = range(1, episode.length + 1)
             saved: dict[int, bytes | None] = dict.fromkeys(turns)
             if keeper is not None:
                 await keeper.settled(turns[-1])
@@ -126,9 +139,8 @@ async def kill_at_each_turn(
                 box = await bring_back(policy, engine, saved[turn])
                 made.restores.append(time.monotonic() - began)
                 with contextlib.suppress(SandboxError):
-                    for text in episode.turns[turn:]:
-                        await command(box, text)
-                    made.right += await command(box, episode.check) == wanted
+                    again = await play(box, episode, before=made.played.turns[:turn])
+                    made.right += again.end == wanted
                 await box.close()
             return made
 
@@ -149,23 +161,23 @@ async def crowd(
             return await asyncio.gather(*(one(n, e) for n, e in enumerate(episodes)))
 
 
-async def branch(episode: Episode, ways: int) -> tuple[float, float]:
+async def branch(episode: Scripted, ways: int) -> tuple[float, float]:
     """Seconds until `ways` sandboxes stand after the episode's last turn: from its checkpoint, and
     by replaying its commands."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             async with await Sandbox.start(Spec()) as box:
                 keeper = await begin(box, engine, "bench", CLASSIFIED)
-                await play(box, episode, 0.0, keeper)
-                await keeper.settled(len(episode.turns))
-                saved = keeper.saved(len(episode.turns))
+                await play(box, episode, keeper=keeper)
+                await keeper.settled(episode.length)
+                saved = keeper.saved(episode.length)
 
             async def goes_on() -> Sandbox:
                 return (await restore(saved, engine)).box
 
             async def replay() -> Sandbox:
                 box = await Sandbox.start(Spec())
-                for text in episode.turns:
+                for text in episode.commands:
                     await command(box, text)
                 return box
 
@@ -189,13 +201,13 @@ class Save:
     stored: float
 
 
-async def saves(episode: Episode, policy: str, think_s: float) -> list[Save]:
+async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
     """What the turns of an episode cost, by what was captured."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine, await Sandbox.start(Spec()) as box:
             keeper = await begin(box, engine, "bench", policy)
             made: dict[str, list[tuple[float, float]]] = {NONE: [], FILES: [], PROCESS: []}
-            for turn, text in enumerate(episode.turns, 1):
+            for turn, text in enumerate(episode.commands, 1):
                 await command(box, text)
                 before, stored = dict(keeper.stats), engine.counters.stored_bytes
                 await keeper.after_turn(turn)
@@ -207,7 +219,7 @@ async def saves(episode: Episode, policy: str, think_s: float) -> list[Save]:
     return [
         Save(
             kind,
-            len(each) / len(episode.turns),
+            len(each) / episode.length,
             statistics.median(took for took, _ in each),
             statistics.mean(stored for _, stored in each),
         )
@@ -222,7 +234,7 @@ async def restoring(episode: Episode, times: int) -> tuple[float, int]:
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             async with await Sandbox.start(Spec()) as box:
-                await play(box, episode, 0.0, None)
+                await play(box, episode)
                 keeper = await begin(box, engine, "bench", FULL)
                 await keeper.after_turn(1)
                 await keeper.settled(1)

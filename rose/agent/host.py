@@ -182,6 +182,7 @@ class TrajectoryHost:
         key, member = c.environments[start.domain]
         environment = build(member)
         if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
+            await asyncio.to_thread(self._snapshots.expect, start.id)
             environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)
         if self._moves is not None:
             self._moves.begin(start.id, environment)
@@ -260,13 +261,15 @@ async def open_checkpoints(
     local = Path(c.local) if c.local else None
     sizes = (c.bytes_per_s, c.memory_mib, c.keep)
     try:
-        return await Engine(
+        engine = await Engine(
             store, local, *sizes, lambda name: (snapshots / name).exists(), recorder.counter
         ).open()
     except SandboxError as error:
         raise ConfigError(
             f"sandbox.store={c.store!r}, sandbox.local={c.local!r}: {error}"
         ) from None
+    await engine.sweep()
+    return engine
 
 
 async def run(

@@ -65,9 +65,8 @@ class Moves:
 
     async def tell_load(self) -> None:
         """Until it is cancelled. The load is the machine's: whoever makes it slows commands."""
-        cores = float(len(os.sched_getaffinity(0)))
         while True:
-            tasks = 0
+            cores, tasks = float(len(os.sched_getaffinity(0))), 0
             for _ in range(LOOKS):
                 await asyncio.sleep(LOOK_S)
                 tasks += _runnable()

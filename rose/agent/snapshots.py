@@ -107,6 +107,13 @@ class Snapshots:
             made.size and made.min() >= start.oldest_version and made.max() <= start.newest_version
         )
 
+    def expect(self, trajectory: str) -> None:
+        """It begins: from here on what it keeps elsewhere is wanted (`open_checkpoints`)."""
+        try:
+            (self._folder / trajectory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.say(f"none of {trajectory} can be written: {error}")
+
     async def write(self, snapshot: Snapshot) -> None:
         """Returns when it is on disk, or never will be."""
         try:

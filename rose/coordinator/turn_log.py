@@ -261,9 +261,15 @@ class TurnLog:
         for late in self._forgotten:  # a host that died then may have written one more
             shutil.rmtree(self._snapshots / late, ignore_errors=True)
         self._forgotten.clear()
+        over = set()
         for trained in [each for each in self._trained if each <= step]:
             for trajectory in self._trained.pop(trained):
                 self.forget(trajectory)
+                over.add(_prompt(trajectory))
+        # of an earlier attempt there may be members and tries that this one had no need of
+        for other in [path.name for path in self._snapshots.glob("g*") if over]:
+            if _prompt(other) in over:
+                self.forget(other)
         if self._behind is None:
             return
         for path, version in self._files():
@@ -291,6 +297,11 @@ def _learn(known: Records, key: bytes, record: Record) -> None:
         records.pop()
     if record.finish is not FinishReason.ABORT or not records:
         records.append(record)
+
+
+def _prompt(trajectory: str) -> str:
+    """g12 of g12r1.3r2."""
+    return trajectory.partition(".")[0].partition("r")[0]
 
 
 def _size(record: Record) -> int:

@@ -4,9 +4,9 @@ warning or failed with the remedy.
     python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm]
 
 Starts a few processes and, with cluster=slurm, short jobs of one task: one over the two components
-of a run, one beside it that a third joins (and one with GPUs, if cluster.gpus wants some); leaves
-nothing behind. Exit code 0 if nothing failed. Left out: whether an experiment fits (launch.py with
-cluster.dry_run=true).
+of a run, one beside it that a third joins (and one with GPUs, if cluster.gpus wants some); with
+env=terminal env.args.tasks=FOLDER the tests of each task. Leaves nothing behind. Exit code 0 if
+nothing failed. Left out: whether an experiment fits (launch.py with cluster.dry_run=true).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def examine(c: Config, folder: Path) -> Iterator[Finding]:
     checks: list[Callable[[], list[Finding]]] = [
         lambda name=name: [machine.package(name)] for name in machine.PACKAGES
     ]
-    checks += [lambda: machine.gpus(c), machine.sandboxes]
+    checks += [lambda: machine.gpus(c), lambda: [*machine.sandboxes(), *machine.tasks(c)]]
     if c.cluster.kind == "slurm":
         checks.append(lambda: slurm.examine(c, shared))
     else:

@@ -3,6 +3,7 @@ MPI world of two ranks, here or over two components of a Slurm job."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rose import sandbox
+from rose.agent.envs import build
 from rose.config import Config, ConfigError
 from rose.doctor import devices
 from rose.doctor.finding import IMPORT_S, Ended, Finding, run
@@ -68,6 +70,25 @@ def sandboxes() -> list[Finding]:
     """The backends of env=terminal, each tried by starting a sandbox. None of them is a warning
     only, as no other environment needs one."""
     return of_backends(sandbox.describe())
+
+
+def tasks(c: Config) -> list[Finding]:
+    """The tests of all tasks of environments that can try them (`trial`), each run once: that takes
+    as long as they take, and hanging ones their time limit."""
+    findings = []
+    for key, member in c.environments.values():
+        try:
+            made = build(member)
+        except ConfigError as error:
+            findings.append(Finding("failed", key, str(error)))
+            continue
+        count, wrong = asyncio.run(made.trial()) if hasattr(made, "trial") else (0, [])
+        part, more = f"{key}, {count} tasks", f"; and {len(wrong) - 8} more" if wrong[8:] else ""
+        if wrong:
+            findings.append(Finding("failed", part, "; ".join(wrong[:8]) + more))
+        elif count:
+            findings.append(Finding("ok", part, "the tests of each end, and want something done"))
+    return findings
 
 
 def of_backends(found: list[sandbox.Found]) -> list[Finding]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -132,6 +133,28 @@ def _unusable(run_dir: Path, error: OSError) -> ConfigError:
         f"({error.strerror}); give a folder that you may write, with room, on a file system with "
         "locks"
     )
+
+
+def check_sandbox_folders(c: Config) -> None:
+    """Those of checkpoints that this machine has, too: that they take files and locks. Raises
+    `ConfigError`."""
+    modes = {"store": 0o777, "local": 0o700} if c.cluster.kind == "local" else {"store": 0o777}
+    for key, mode in modes.items():
+        folder = getattr(c.sandbox, key)
+        if folder is None or c.sandbox.checkpoints == "none":
+            continue
+        try:
+            Path(folder).mkdir(mode, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                files.lock_now(probe)
+            refused = files.refusal(folder)
+        except OSError as error:
+            refused = error
+        if refused:
+            raise ConfigError(
+                f"sandbox.{key}={folder!r}: can't be made, locked or written ({refused.strerror}); "
+                "give a folder that you may write, with room, on a file system with locks"
+            )
 
 
 def write_config(c: Config, run_dir: Path) -> None:

@@ -20,7 +20,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,20 +208,36 @@ class Engine:
     def ended(self, name: str) -> None:
         """No turns of `name` will follow: they are forgotten once nobody wants them."""
         self._ended.add(name)
-        self._forget_unwanted(self._ended)
+        self._forget_unwanted()
 
-    def _forget_unwanted(self, names: Iterable[str]) -> None:
-        for name in [name for name in names if not self._wanted(name)]:
-            self.forget(name)
+    async def sweep(self) -> None:
+        """Forget what nobody wants of all that is stored: what hosts that were killed, or an
+        earlier attempt of the run, could not. Returns when that is done."""
 
-    def forget(self, name: str) -> None:
-        """Remove all turns of `name`, those on their way, too."""
+        def unwanted() -> list[str]:
+            return [name for name in self.store.behind.names() if not self._wanted(name)]
+
+        try:
+            for name in await asyncio.to_thread(unwanted):
+                self.forget(name, unless_wanted=True)
+        except OSError as error:
+            self.say(f"old checkpoints of sandboxes stay: {error}")
+        if self._tidying is not None:
+            await asyncio.wait({self._tidying})
+
+    def _forget_unwanted(self) -> None:
+        for name in [name for name in self._ended if not self._wanted(name)]:
+            self.forget(name, unless_wanted=True)
+
+    def forget(self, name: str, unless_wanted: bool = False) -> None:
+        """Remove all turns of `name`, those on their way, too; `unless_wanted` by then."""
         self._ended.discard(name)
         for stage in ("save", "copy"):
             for ticket in [t for t in self._waiting[stage] if t.name == name]:
                 self._waiting[stage].remove(ticket)
                 self._fail(ticket, stage, "forgotten")
-        self._order_tidy({"do": "forget", "name": name, "keep": 0, "upto": None})
+        order = {"do": "forget", "name": name, "keep": 0, "upto": None}
+        self._order_tidy(order | {"unless_wanted": unless_wanted})
 
     def stop(self, words: str) -> None:
         """No checkpoints from now on; said once."""
@@ -233,18 +250,20 @@ class Engine:
             for ticket in waiting:
                 self._fail(ticket, stage, self.stopped)
 
-    def refused(self, words: str) -> bool:
-        """Whether `words`, those of an error, tell of a disk that takes no more; that ends
-        checkpointing."""
+    def refused(self, words: str, shared: bool = False) -> bool:
+        """Whether `words`, those of an error of a local or the `shared` folder, tell of a disk that
+        takes no more; that ends checkpointing."""
         number = next((n for n in REMEDIES if os.strerror(n) in words), None)
         if number is not None:
-            self.stop(f"{words}; {REMEDIES[number]}; the run goes on without")
+            where = self._shared if shared else self._home
+            self.stop(f"{where}: {words}; {REMEDIES[number]}; the run goes on without")
         return number is not None
 
     async def close(self, wait_s: float = 60.0) -> None:
         """Store what is on its way, for `wait_s` seconds at most; the local folder is removed."""
         until = time.monotonic() + wait_s
-        self._forget_unwanted(await asyncio.to_thread(self.store.behind.names))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.sweep(), wait_s)
         self._order_tidy({"do": "collect", "name": "", "upto": 0})
         while self._tasks and (rest_s := until - time.monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
@@ -346,7 +365,7 @@ class Engine:
     def _failed(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
         words = answer["error"]
         self.counters.failed += 1
-        if not self.refused(words):
+        if not self.refused(words, shared=stage == "copy"):
             self.say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
         self._fail(ticket, stage, self.stopped or words)
 
@@ -370,6 +389,8 @@ class Engine:
     async def _tidy_up(self) -> None:
         while self._tidy:
             order = self._tidy.pop(0)
+            if order.get("unless_wanted") and await asyncio.to_thread(self._wanted, order["name"]):
+                continue
             if held_up := self._in_the_way(order):
                 await asyncio.wait([t.stored for t in held_up], timeout=JOB_S)
             self._note(await self._ask(order, JOB_S))

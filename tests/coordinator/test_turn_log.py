@@ -117,6 +117,18 @@ def test_snapshots_that_a_host_wrote_after_its_trajectory_was_dropped_go_with_a_
     assert not late.exists() and runs.exists()
 
 
+def test_snapshots_of_other_tries_of_a_prompt_go_once_it_is_trained(tmp_path):
+    """An earlier attempt had replaced a member, and a group; this one needed neither."""
+    log = opened(tmp_path / "turns", 0, 1)
+    for name in ("g1.0", "g1.0r1", "g1r2.3", "g11.0", "g2.0r1", "e1-g1.0"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+    log.trained(1, ["g1.0", "g1.1"])
+    log.trained(2, ["g2.0"])
+    log.saved(1)
+    left = {path.name for path in (tmp_path / "snapshots").iterdir()}
+    assert left == {"g11.0", "g2.0r1", "e1-g1.0"}
+
+
 def test_a_torn_or_damaged_end_is_cut_off_and_the_file_grows_on(tmp_path):
     second = request("g0.1.t0")
     written(tmp_path, (request(), result()), (second, result(second.turn)))

@@ -11,7 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from job import Job
+from job import Job, trained_on
+from test_lost_hosts_job import kill_hosts
 
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
@@ -80,3 +81,22 @@ def test_an_unchanged_agent_is_trained_and_does_not_notice_that_an_engine_died(t
     evals = rows_of(read_metrics(job.run), "eval")
     assert [row["eval_n"] for row in evals] == [8, 8]
     assert job.orphans() == []
+
+
+def test_agents_whose_host_is_killed_are_trained_once_and_keep_their_answers(tmp_path):
+    job = Job(
+        tmp_path,
+        *printed.overrides("agents.md", "lake_agent"),
+        "trainer.steps=2",
+        "rollout.environment_hosts=2",
+        "rollout.host_restarts=100",
+        "eval.episodes=0",
+    )
+    assert kill_hosts(job, 2) == 2
+    assert job.wait() == 0, job.said + job.logs()
+    assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(8) for m in range(4)]
+    assert [fault["what"] for fault in job.faults()] == ["environment host died"] * 2
+    steps = job.steps()
+    assert sum(step["trajectories_restarted"] for step in steps) >= 2
+    assert sum(step["resumed_turns"] for step in steps) > 0, "their programs got the same answers"
+    assert steps[-1]["failed_trajectories"] == 0 and job.orphans() == []

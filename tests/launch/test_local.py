@@ -83,6 +83,20 @@ def test_a_held_lock_names_its_holder(tmp_path):
         pass  # free again
 
 
+@pytest.mark.parametrize("key", ["store", "local"])
+def test_a_folder_for_checkpoints_that_can_not_be_used_is_named_before_a_run(
+    make_config, tmp_path, key
+):
+    (tmp_path / "file").touch()
+    here = f"sandbox.{key}={tmp_path}/file/x"
+    with pytest.raises(ConfigError, match=rf"sandbox.{key}='.*/file/x': .*Not a directory"):
+        local.check_sandbox_folders(make_config("sandbox.checkpoints=files", here))
+    local.check_sandbox_folders(make_config(here))
+    fine = f"sandbox.{key}={tmp_path}/new/x"
+    local.check_sandbox_folders(make_config("sandbox.checkpoints=files", fine))
+    assert list((tmp_path / "new" / "x").iterdir()) == []
+
+
 def test_attempts_count_up_and_latest_points_at_the_last(tmp_path):
     assert [logs.new_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
     assert (tmp_path / "logs" / "latest").resolve() == logs.attempt_folder(tmp_path, 3).resolve()

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -141,6 +142,81 @@ def test_a_host_leaves_alone_what_one_of_another_run_left(loop, tmp_path):
         assert not left.exists() and Store(one).turns("t") == [1] and said == []
 
     loop.run(go())
+
+
+KILLED = """
+import asyncio, json, sys
+from pathlib import Path
+from rose.sandbox.engine import Engine
+async def go(folder, *names):
+    host = await Engine(folder / "shared", folder / "node").open()
+    for name in names:
+        raw = host.place()
+        raw.mkdir()
+        (raw / "listing.json").write_text("[]")
+        assert await host.submit(name, 1, raw, 1000).stored == ""
+    print("stored", flush=True)
+    await asyncio.sleep(3600)
+asyncio.run(go(Path(sys.argv[1]), *sys.argv[2:]))
+"""
+
+
+def test_what_a_killed_run_left_is_swept_unless_a_trajectory_wants_it(loop, tmp_path):
+    """Those whose snapshots are there may be resumed, or run on another host."""
+    argv = [sys.executable, "-c", KILLED, str(tmp_path), "g0.0", "g0.1", "g0.2"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout.readline() == "stored\n"
+        killed.kill()
+    snapshots = tmp_path / "snapshots"
+    (snapshots / "g0.1").mkdir(parents=True)
+
+    def wanted(name):
+        found = (snapshots / name).exists()
+        if name == "g0.2":  # which begins on another host while this one sweeps
+            (snapshots / name).mkdir(exist_ok=True)
+        return found
+
+    async def go():
+        said = []
+        host = await Engine(tmp_path / "shared", tmp_path / "node", wanted=wanted).open()
+        host.say = said.append
+        shared = Store(tmp_path / "shared")
+        assert shared.names() == ["g0.0", "g0.1", "g0.2"]
+        await asyncio.wait_for(host.sweep(), LONG_S)
+        assert shared.names() == ["g0.1", "g0.2"] and said == []
+        assert (host.store.load("g0.1", 1, tmp_path / "back") / "listing.json").is_file()
+        await host.close()
+        assert shared.names() == ["g0.1", "g0.2"], "an orderly end leaves them, too"
+
+    loop.run(go())
+
+
+@pytest.mark.parametrize("full", ["shared", "node"])
+def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(loop, tmp_path, full):
+    folder, said = tmp_path / full, []
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+
+    async def go():
+        host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
+        async with await Sandbox.start(Spec()) as box:
+            keeper = Checkpointer(box, host, "t")
+            await keeper.begin()
+            for turn in range(1, 4):
+                await box.run("head -c 700000 /dev/urandom > $RANDOM", LONG_S)
+                await keeper.after_turn(turn)
+                await keeper.settled(turn)
+            assert (await box.run("ls | wc -l", LONG_S)).output == "3\n", "it goes on"
+        assert len(said) == 1 and said[0] == host.stopped
+        assert said[0].startswith(f"checkpoints of sandboxes stop here: {folder}: ")
+        assert said[0].endswith("free some space there; the run goes on without")
+        await host.close()
+
+    try:
+        loop.run(go())
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_what_dead_hosts_left_and_no_disk_takes_keeps_no_host_from_its_work(

@@ -60,7 +60,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     split = [(root / name).is_dir() for name in SPLITS]
     folders = [root / name for name in SPLITS] if all(split) else [root]
     broken: list[str] = []
-    read = [[_read(p, broken) for p in sorted(f.iterdir()) if p.is_dir()] for f in folders]
+    read = [[_read(p, root, broken) for p in sorted(f.iterdir()) if p.is_dir()] for f in folders]
     if broken:
         shown = "; ".join(broken[:8]) + (f"; and {len(broken) - 8} more" if broken[8:] else "")
         raise ConfigError(f"env.args.tasks={place!r}: {shown}")
@@ -74,23 +74,34 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     return train or held_out, held_out or train
 
 
-def _read(folder: Path, broken: list[str]) -> Task | None:
+def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
     """A task, or None and why in `broken`."""
+    name = str(folder.relative_to(root))
     try:
-        return _task(folder)
+        return _task(folder, name)
     except (ValueError, OSError) as error:
-        broken.append(f"task {folder.name}: {error}")
+        broken.append(f"task {name}: {error}")
         return None
 
 
-def _task(folder: Path) -> Task:
-    instruction = folder / "instruction.md"
-    if not instruction.is_file() or not instruction.read_text().strip():
+def _text(path: Path) -> str:
+    """Empty if there is no such file."""
+    try:
+        return path.read_text() if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def _task(folder: Path, name: str) -> Task:
+    instruction = _text(folder / "instruction.md").strip()
+    if not instruction:
         raise ValueError("no instruction.md, or an empty one")
     if not (folder / "tests/test.sh").is_file():
         raise ValueError("no tests/test.sh")
-    toml = folder / "task.toml"
-    read: dict[str, Any] = tomllib.loads(toml.read_text()) if toml.is_file() else {}
+    try:
+        read: dict[str, Any] = tomllib.loads(_text(folder / "task.toml"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"task.toml: {error}") from None
     for part in ("agent", "verifier", "environment"):
         if not isinstance(read.get(part, {}), dict):
             raise ValueError(f"task.toml: {part}={read[part]!r}: a table, [{part}]")
@@ -126,9 +137,9 @@ def _task(folder: Path) -> Task:
     except SandboxError as error:
         raise ValueError(f"task.toml: environment.{error}") from None
     return Task(
-        name=folder.name,
+        name=name,
         folder=folder,
-        instruction=instruction.read_text().strip(),
+        instruction=instruction,
         image=image,
         workdir=workdir,
         agent_s=float(seconds[0]),

@@ -7,8 +7,12 @@ checkpoints (`sandbox.checkpoints`) an episode is resumed from one; else by its 
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import functools
 import json
 import math
+import os
 import random
 import time
 from dataclasses import asdict, replace
@@ -18,6 +22,7 @@ from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, Start, Step, ToolCall
 from rose.config import ConfigError
 from rose.sandbox import Limits, Sandbox, SandboxError, Spec
+from rose.sandbox.backend import Fresh
 from rose.sandbox.checkpointer import Checkpointer, Restored, restore
 from rose.sandbox.engine import Engine
 from rose.sandbox.probe import AUTO, BACKENDS, choose
@@ -30,6 +35,7 @@ SYSTEM = (
     "call: then it is tested."
 )
 FILE_BYTES = 1 << 20
+MOST_WORDS = 256
 SPARE_MIB = 64  # of a sandbox's memory, beyond its files
 
 
@@ -41,6 +47,19 @@ def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
     }
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def _stopped(task: _tasks.Task) -> str:
+    return (
+        f"task {task.name}: its tests were stopped: they don't end within verifier.timeout_sec="
+        f"{task.verifier_s:g}, or never stop printing"
+    )
+
+
+@functools.lru_cache(MOST_WORDS)
+def _warn(words: str) -> None:
+    """In the host's log, once as long as there are not too many."""
+    print(words, flush=True)
 
 
 BASH = _tool("bash", "Run a shell command.", "command")
@@ -88,7 +107,7 @@ class Terminal:
             number = isinstance(value, whole) and not isinstance(value, bool)
             if not number or not 0 < value < math.inf:
                 raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
-        self.tasks = None if tasks == LADDER else _tasks.load(str(tasks))
+        self._place, self.tasks = tasks, None if tasks == LADDER else _tasks.load(str(tasks))
         self.rungs, self.backend, self.undo = tuple(rungs), backend, undo
         chosen = [BASH, *[EDIT] * edit_file, *[UNDO] * undo]
         self.tools = {tool["function"]["name"]: tool for tool in chosen}
@@ -134,7 +153,8 @@ class Terminal:
                 )
         if broken:
             more = f"; and {len(broken) - 8} more" if broken[8:] else ""
-            raise ConfigError("; ".join(broken[:8]) + more)
+            where = f"env.args.tasks={self._place!r}: " if self.tasks else ""
+            raise ConfigError(where + "; ".join(broken[:8]) + more)
         try:
             found = choose(self.backend)
             problem = _undo.problem(self.backend) if self.undo else ""
@@ -143,6 +163,32 @@ class Terminal:
         if problem:
             raise ConfigError(f"env.args.undo=true: {problem}; false, or another backend")
         return found.account
+
+    async def trial(self) -> tuple[int, list[str]]:
+        """How many tasks there are, and of which the tests can't judge: each is run once on what an
+        agent would find."""
+        tasks = sorted({t for split in self.tasks or () for t in split}, key=lambda t: t.name)
+        gate = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+        async def one(task: _tasks.Task) -> str:
+            env = copy.copy(self)
+            env._task = task
+            async with gate:
+                try:
+                    await env._open()
+                    shell = await env.box.run(":", self.command_s)
+                    done, reward = await env._tested(task)
+                except (SandboxError, OSError) as error:  # such as a disk too small for its files
+                    return f"task {task.name}: {error}"
+                finally:
+                    await env.close()
+            if shell.code != 0:
+                return f"task {task.name}: its shell runs no command: {shell.words()}"
+            if done.code is None:
+                return _stopped(task)
+            return f"task {task.name} is passed before its agent begins" if reward >= 1 else ""
+
+        return len(tasks), [words for words in await asyncio.gather(*map(one, tasks)) if words]
 
     def _draw(self, seed: int) -> None:
         self._seed = seed
@@ -154,6 +200,9 @@ class Terminal:
     async def reset(self, seed: int) -> Start:
         await self.close()
         self._draw(seed)
+        return await self._open()
+
+    async def _open(self) -> Start:
         if (rung := self._rung) is not None:
             spec, files = Spec(limits=self.limits), {n: t.encode() for n, t in rung.files.items()}
             system, instruction, time_s = _ladder.SYSTEM, rung.instruction, _tasks.TIMEOUT_S
@@ -316,7 +365,9 @@ class Terminal:
         if self._rung is not None:
             reward = float(await self._climbed(self._rung))
         else:
-            reward = await self._tested(self._task)
+            done, reward = await self._tested(self._task)
+            if done.code is None:
+                _warn(_stopped(self._task))
         return Step("", reward=reward, done=True, success=reward >= 1)
 
     async def _climbed(self, rung: _ladder.Rung) -> bool:
@@ -328,18 +379,19 @@ class Terminal:
             return False
         return data == rung.expected.encode()
 
-    async def _tested(self, task: _tasks.Task) -> float:
+    async def _tested(self, task: _tasks.Task) -> tuple[Fresh, float]:
+        """What the tests did, and their verdict."""
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
         if done.code is None or done.code < 0:  # whoever ended the tests may have written it, too
-            return 0.0
+            return done, 0.0
         written = done.files.get(VERDICT)
         if written is None:
-            return float(done.code == 0)
+            return done, float(done.code == 0)
         try:
-            return min(1.0, max(0.0, float(written)))
+            return done, min(1.0, max(0.0, float(written)))
         except ValueError:
-            return 0.0
+            return done, 0.0
 
     async def close(self) -> None:
         box, self.box, self._task, self._rung = self.box, None, None, None

@@ -9,14 +9,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
+from rose import protocol as p
 from rose.agent import envs
 from rose.agent.envs import _ladder, _tasks, _undo
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.terminal import Terminal
+from rose.agent.host import TrajectoryHost, open_checkpoints
+from rose.agent.snapshots import Snapshots
 from rose.config import ConfigError
+from rose.doctor import machine
+from rose.observe.recorder import NullRecorder
 from rose.sandbox import SandboxError, criu
 from rose.sandbox.engine import Engine
 
@@ -99,7 +105,7 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
         "task imaged: environment.docker_image='debian:12' is missing",
         "task built: environment/Dockerfile is not built here",
         "task timed: task.toml: agent.timeout_sec=-1 is no number above 0",
-        "task torn: ",
+        "task torn: task.toml: ",
     ):
         assert expected in words
     assert "fine" not in words.replace("task fine", "")
@@ -169,6 +175,42 @@ def test_the_verdict_is_the_number_that_the_tests_write(tmp_path):
         assert steps[-1].reward == reward and steps[-1].success == (reward == 1)
     _, steps = play(2, "rm state; echo 1 > /logs/verifier/reward.txt", tasks=str(tmp_path))
     assert steps[-1].reward == 0
+
+
+@pytest.mark.slow
+def test_tests_that_can_not_judge_are_found_before_a_run(tmp_path, make_config):
+    config = make_config("+experiment=terminal", "env.step_timeout_s=700")
+    assert machine.tasks(config) == [], "the ladder has none"
+    args = config.env.args | {"tasks": str(tmp_path)}
+    env = msgspec.structs.replace(config.env, args=args)
+    config = msgspec.structs.replace(config, env=env)
+    task(tmp_path, "fine", test="exit 1\n")
+    assert [found.state for found in machine.tasks(config)] == ["ok"]
+    task(tmp_path, "hangs", test="sleep 1000\n", toml="[verifier]\ntimeout_sec = 0.2")
+    task(tmp_path, "floods", test="yes\n")
+    task(tmp_path, "given")
+    bare = task(tmp_path, "bare") / "environment/rootfs/bin"
+    bare.mkdir(parents=True)
+    (bare / "bash").symlink_to("/nowhere")
+    large = task(tmp_path, "large", toml="[environment]\nstorage_mb = 1")
+    (large / "environment/data").write_bytes(bytes(2 << 20))
+    _tasks.load.cache_clear()
+    [found] = machine.tasks(config)
+    assert (found.state, found.part) == ("failed", "env, 6 tasks")
+    bare, floods, given, hangs, large = found.words.split("; task ")
+    assert bare.startswith("task bare: its shell runs no command: ")
+    assert "hangs: its tests were stopped: they don't end within verifier.timeout_sec=0.2" in hangs
+    assert "No space left on device" in large
+    assert "or never stop printing" in floods and given == "given is passed before its agent begins"
+
+
+@pytest.mark.slow
+def test_tests_that_hang_in_a_run_are_named_in_its_log(tmp_path, capsys):
+    task(tmp_path, "hangs", test="sleep 1000\n", toml="[verifier]\ntimeout_sec = 0.2")
+    for _ in range(2):
+        _, (last,) = play(0, tasks=str(tmp_path))
+        assert last.done and last.reward == 0
+    assert capsys.readouterr().out.count("task hangs: its tests were stopped") == 1
 
 
 def test_a_file_is_edited_where_the_text_stands_once():
@@ -414,3 +456,28 @@ def test_undo_is_off_unless_asked_for():
     with pytest.raises(ConfigError, match="env.args.undo='yes': true or false"):
         Terminal(undo="yes")
     assert "undo" not in Terminal().tools
+
+
+@pytest.mark.slow
+def test_a_trajectory_is_wanted_from_its_beginning_so_that_no_other_host_sweeps_its_states(
+    make_config, chats, tmp_path
+):
+    config = make_config(
+        "+experiment=terminal", "sandbox.checkpoints=classified", f"output_dir={tmp_path}"
+    )
+    start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
+
+    async def go():
+        engine = await open_checkpoints(config, tmp_path / "snapshots", NullRecorder())
+        snapshots, words = Snapshots(tmp_path / "snapshots", 1, config, print), asyncio.Queue()
+        rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
+        host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
+        host.handle(start)
+        assert isinstance(await asyncio.wait_for(words.get(), 60), p.TurnRequest)
+        assert (tmp_path / "snapshots" / "g0.0").is_dir()
+        host.handle(p.CancelTrajectory("g0.0"))
+        while (tmp_path / "snapshots" / "g0.0").exists():
+            await asyncio.sleep(0.01)
+        await host.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))

@@ -1,0 +1,155 @@
+"""Agents in sandboxes whose environment hosts, or whose whole job, are killed, or that move between
+hosts: their episodes go on from checkpoints of their sandboxes, with the tokens that they have in a
+run in which nobody dies or moves."""
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from rose.coordinator import journal
+from rose.scheduler import events as ev
+from tests.job.job import Job, trained_on
+from tests.job.test_lost_hosts_job import SIZE, STEPS, everything, hosts, kill_hosts, rolls
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+KILLS = 3
+TERMINAL = (
+    "+experiment=terminal",
+    "env.max_turns=8",
+    "env.max_new_tokens=24",
+    "sandbox.checkpoints=classified",
+)
+
+RESTLESS = (
+    "scheduler.placement.name=tests.job.restless:Restless",
+    "+scheduler.placement.args.most=3",
+)
+
+
+BUSY = """
+import os, sys
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it takes no time from anybody
+print("busy", flush=True)
+while True:
+    pass
+"""
+REBALANCE = (
+    "scheduler/placement=rebalance",
+    "scheduler.placement.args.margin=1.0",
+    "scheduler.placement.args.move_s=0.0",
+    "scheduler.placement.args.patience_s=3.0",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run in which nobody dies."""
+    job = Job(tmp_path_factory.mktemp("whole"), *TERMINAL, *SIZE, "deterministic=true")
+    assert job.wait() == 0, job.said + job.logs()
+    assert sum(step["checkpoint_files"] for step in job.steps()) > 0
+    assert sum(step["trajectories_moved"] for step in job.steps()) == 0
+    return job
+
+
+def inside(folder: Path) -> list[Path]:
+    """What its folders hold; they come and go."""
+    found = []
+    for each in folder.iterdir() if folder.exists() else ():
+        with suppress(FileNotFoundError):
+            found += each.iterdir()
+    return found
+
+
+def same(job: Job, whole: Job) -> None:
+    """Nothing is lost, made anew or left behind."""
+    assert everything(job) == everything(whole)
+    assert len(trained_on(job.run, STEPS)) == len(set(trained_on(job.run, STEPS)))
+    assert sum(step["resumed_snapshots"] for step in job.steps()) > 0
+    assert list((job.run / "sandboxes" / "turns").glob("*/*")) == []
+    assert list((job.run / "snapshots").glob("*")) == []
+    assert job.steps()[-1]["failed_trajectories"] == 0
+    assert job.orphans() == []
+
+
+def test_episodes_go_on_from_checkpoints_of_their_sandboxes(tmp_path, whole):
+    killed = Job(tmp_path, *TERMINAL, *SIZE, "deterministic=true")
+    assert kill_hosts(killed, KILLS) == KILLS
+    assert killed.wait() == 0, killed.said + killed.logs()
+    same(killed, whole)
+    steps = killed.steps()
+    assert sum(step["trajectories_restarted"] for step in steps) >= KILLS
+    assert sum(step["resumed_turns"] for step in steps) > 0
+
+
+def test_a_job_that_is_started_again_goes_on_with_the_episodes_that_ran(tmp_path, whole):
+    """But for one whose states are damaged: it begins anew, with its answers."""
+    run = (*TERMINAL, *SIZE, "deterministic=true", f"sandbox.local={tmp_path}/node")
+    first = Job(tmp_path, *run)
+    turns = first.run / "sandboxes" / "turns"
+
+    def stored() -> set[str] | None:
+        """Episodes under way that can be resumed from disk, if there are some."""
+        ran = {path.parent.name for path in inside(first.run / "snapshots")}
+        both = ran & {unquote(path.parent.name) for path in inside(turns)}
+        trained = {name for name in both if name.startswith("g")}
+        return trained if rolls(first) and len(trained) > 3 else None
+
+    found = first.until(stored, "stored states of some episodes")
+    first.kill_everything()
+    shutil.rmtree(tmp_path / "node")
+    for path in (turns / min(found).replace(".", "%2E")).iterdir():
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    again = Job(tmp_path, *run)
+    assert again.wait() == 0, again.said + again.logs()
+    same(again, whole)
+    logs = (again.run / "logs" / "latest").glob("environment-*.log")
+    assert any("the manifest is damaged" in path.read_text() for path in logs)
+    assert again.faults() == []
+
+
+def test_agents_in_sandboxes_that_move_have_the_tokens_of_a_run_in_which_none_does(tmp_path, whole):
+    moves = Job(tmp_path, *TERMINAL, *SIZE, *RESTLESS, "deterministic=true")
+    assert moves.wait() == 0, moves.said + moves.logs()
+    same(moves, whole)
+    assert sum(step["trajectories_moved"] for step in moves.steps()) > 0
+    assert moves.faults() == []
+
+
+@pytest.fixture
+def busy():
+    """Four tasks that could run, whoever else there is."""
+    begun = [
+        subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) for _ in range(4)
+    ]
+    for process in begun:
+        assert process.stdout.readline() == b"busy\n"
+    yield
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="hosts need different cores")
+def test_a_host_with_fewer_cores_is_relieved_of_its_sandboxes(tmp_path, whole, busy):
+    moves = Job(tmp_path, *TERMINAL, *SIZE, *REBALANCE, "deterministic=true")
+    moves.until(lambda: len(hosts(moves)) == 2, "both environment hosts")
+    small = hosts(moves)[0]
+    for process in (small, *small.children(recursive=True)):
+        process.cpu_affinity(process.cpu_affinity()[:1])
+    assert moves.wait() == 0, moves.said + moves.logs()
+    same(moves, whole)
+    assert sum(step["trajectories_moved"] for step in moves.steps()) > 0
+    assert moves.faults() == []
+    (path,) = (moves.run / "journal").iterdir()
+    _, *told = journal.read(path)
+    moved = [a for entry in told for a in entry.actions if isinstance(a, ev.MoveTrajectory)]
+    assert {action.host for action in moved} == {"environment-1"}

@@ -1,0 +1,45 @@
+"""The episode that a model plays in scripts/bench_sandbox.py, killed at every turn: real sandboxes,
+checkpoints and model."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from bench_sandbox import close, sampled
+from bench_sandbox_policies import CHAT, CLASSIFIED, kill_at_each_turn, play
+
+from rose.sandbox import Sandbox, Spec
+
+pytestmark = pytest.mark.slow
+
+TURNS = 8
+
+
+async def killed(episode, policy):
+    """What an undisturbed episode ends with, and what became of the killed ones."""
+    try:
+        async with await Sandbox.start(Spec()) as box:
+            played = await play(box, episode)
+        return played, await kill_at_each_turn(episode, policy, 0.0, played.end)
+    finally:
+        close()
+
+
+def test_a_models_episode_goes_on_with_the_same_tokens_from_any_turn():
+    episode = sampled()
+    episode.length = TURNS
+    played, made = asyncio.run(killed(episode, CLASSIFIED))
+    assert made.right == TURNS and made.played.end == played.end
+    commands = {turn.command.split()[0] for turn in played.turns[1:]}
+    assert {"cat", "sed"} <= commands, "it reads and writes"
+    assert all(turn.tokens for turn in played.turns[1:])
+
+
+def test_without_its_machine_it_does_not():
+    episode = sampled()
+    episode.length = TURNS
+    _, made = asyncio.run(killed(episode, CHAT))
+    assert made.right == 0
