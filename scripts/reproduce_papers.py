@@ -8,7 +8,7 @@ Writes docs/results/papers.csv (out=FOLDER: there), and into docs/simulator.md w
 its marks. A setting is conf/experiment/papers/NAME.yaml, `mode=simulate +experiment=papers/NAME` for
 users; its numbers have their sources there and in rose/sim/environments.py. Nothing is set for one
 row, and nothing was fitted to one. Left out: rungs of mechanisms that the simulator has not (reward
-scheduling, elastic parallelism, stream training, drafts, engines of several sizes), mixtures of
+scheduling, elastic parallelism, stream training, engines of several sizes), mixtures of
 experts, and learning curves.
 """
 
@@ -46,6 +46,7 @@ class Row(NamedTuple):
 
 
 TAIL = "rollouts are a larger share of our steps; of lengths the paper gives P75 and the longest"
+DRAFTS = "acceptance of SmolLM2-135M's texts and tool calls (conf/sim/draft), not of its models"
 STREAM = "its trainer takes micro-batches while rollouts go on; ours waits for all groups"
 ROWS = (
     *(
@@ -53,9 +54,20 @@ ROWS = (
             "table 2, tail batching alone", TAIL)
         for size, paper in (("7b", 1.30), ("14b", 1.48), ("32b", 2.21))
     ),
-    Row("seer_72b", "rollout time under", "seer", "verl_dedicated", (1.27, 1.56),
+    Row("seer_72b", "rollout time under", "seer_ordered", "verl_dedicated", (1.27, 1.56),
         "table 4, divided and context-aware, of three models",
         "not explained: ours computes moved prefixes again, which costs it time; one model here"),
+    *(
+        Row("seer_72b", what, "seer", rival, paper, source, DRAFTS,
+            overrides=(f"sim/draft={acceptance}",))
+        for acceptance in ("text", "calls")
+        for what, rival, paper, source in (
+            ("rollout time under", "seer_ordered", (1.25, 1.38),
+             "ablation, drafts alone, of three models"),
+            ("rollout time under", "verl_dedicated", (1.74, 2.04),
+             "abstracts of its versions 2 and 3, up to"),
+        )
+    ),
     Row("rlboost_8b", "tokens/s", "verl", "", (10_000, 10_000), "its artifact's REPRODUCE.md",
         "lengths are ours"),
     *(

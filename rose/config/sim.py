@@ -145,6 +145,25 @@ class SimSandboxes(Section):
     load_s: Positive  # between two words about a host's load
 
 
+class SimDrafted(Section):
+    """Of drafts of at most so many tokens, what a step of a decoding request drafts and has
+    accepted, tokens: by siblings that have ended, then by chance."""
+
+    tokens: Count
+    drafted: list[list[NotNegative]]
+    accepted: list[list[NotNegative]]
+
+
+class SimDraft(Section):
+    """Acceptance of drafts by engines of systems with `draft` group. `scripts/replay_drafts.py`
+    counts it in a recorded run."""
+
+    lookup_s: NotNegative  # of a request, in a step that drafts
+    siblings: list[Natural]  # that have ended, from so many on; []: no simulated engine drafts
+    chances: list[Share]  # down to which tokens are drafted
+    lengths: list[SimDrafted]
+
+
 class SimTrainer(Section):
     gpu: str
     mfu: Share
@@ -162,6 +181,7 @@ class SimSystem(Section):
     dynamic_sampling: bool
     in_flight: Literal["recompute", "keep", "finish"]
     stream: bool = False  # as trainer.stream
+    draft: Literal["none", "group"] = "none"  # group: by sim.draft, if that has any
     # of sim.sandboxes; null: as there
     recovery: Literal["none", "replay", "full", "classified"] | None = None
 
@@ -197,5 +217,6 @@ class Sim(Section):
     serving: SimServing
     spot: SimSpot
     sandboxes: SimSandboxes
+    draft: SimDraft
     systems: dict[str, SimSystem]  # the rivals
     plan: SimPlan

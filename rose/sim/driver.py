@@ -269,6 +269,7 @@ class Simulation:
         """What still runs is cancelled; what it made, in or not, is of no use."""
         self._counts.dropped_groups += 1
         group = self._groups.open.pop(action.group, None) or self._groups.finished.pop(action.group)
+        self._workers.group_ended(group.name)
         self._counts.dropped_tokens += group.tokens
         self._cancel(group)
 
@@ -363,8 +364,10 @@ class Simulation:
             self._start(self._groups.crashed(trajectory, now))
             return
         group = self._groups.ended(trajectory)
+        self._workers.trajectory_ended(trajectory.group)
         self._close(trajectory)
         if group is not None:
+            self._workers.group_ended(group.name)
             self._cancel(group)
             self.feed(
                 ev.GroupFinished(at=now, group=group.name, accepted=self._groups.accepted(group))

@@ -44,6 +44,7 @@ class Sequence:
         "_from",
         "_run",
         "_order",
+        "_level",
     )
 
     def __init__(self, key: str, group: str, prompt: int) -> None:
@@ -57,6 +58,7 @@ class Sequence:
         self._from = 0  # decode steps that the engine had done when it joined them
         self._run = 0  # admissions so far: what the engine noted of an earlier one is void
         self._order = 0  # of arrival
+        self._level = 0  # of drafts (rose.sim.drafts)
 
 
 class SimEngine:
@@ -109,10 +111,8 @@ class SimEngine:
 
     def running(self) -> list[Sequence]:
         """All it has, in order of arrival."""
-        decoding = [
-            seq for _, _, run, seq in self._ends if seq._state == DECODE and seq._run == run
-        ]
-        return sorted([*decoding, *self._prefill, *self._waiting], key=lambda seq: seq._order)
+        found = [*self._decoding(), *self._prefill, *self._waiting]
+        return sorted(found, key=lambda seq: seq._order)
 
     # ----------------------------------------------------------------- what comes and goes
 
@@ -208,7 +208,7 @@ class SimEngine:
         if self._prefill:
             end = self._prefill_step()
         elif self._decodes:
-            steps, room = self._first_end() - self._n, (self.kv - self._held) // self._decodes
+            steps, room = self._steps_left(), int((self.kv - self._held) // self._growth)
             if room < steps:
                 if room <= 0 and self._decodes > 1:
                     self._preempt()
@@ -221,6 +221,18 @@ class SimEngine:
             end = math.inf
         self.due = end if end > now else now
 
+    @property
+    def _growth(self) -> float:
+        """Tokens that a decode step makes."""
+        return self._decodes
+
+    def _steps_left(self) -> int:
+        """Of decode, until the first sequence ends."""
+        return self._first_end() - self._n
+
+    def _decoding(self) -> list[Sequence]:
+        return [seq for _, _, run, seq in self._ends if seq._state == DECODE and seq._run == run]
+
     def _first_end(self) -> int:
         """The count of decode steps at which the first sequence ends."""
         ends = self._ends
@@ -232,18 +244,7 @@ class SimEngine:
         """Choose its chunks; the end of it, or of the decode steps behind it if nothing else can
         come between."""
         c, decodes, chunks = self._c, self._decodes, self._chunks
-        budget, cost, left, context = max(self._max_tokens - decodes, 1), 0.0, 1 << 60, 0
-        for seq in self._prefill:
-            todo = seq._todo
-            chunk = todo if todo < budget else budget
-            cost += chunk * (c.c1 + c.c2 * (seq.context - todo + chunk / 2))
-            chunks.append((seq, chunk))
-            budget -= chunk
-            context += seq.context + 1
-            if chunk < todo or seq.left < left:
-                left = seq.left if chunk == todo else 0
-            if budget <= 0:
-                break
+        cost, left, context = self._choose(max(self._max_tokens - decodes, 1))
         end = (
             self._at
             + (cost if cost > c.c0 else c.c0)
@@ -262,6 +263,23 @@ class SimEngine:
             return end
         self._then = steps
         return end + self._seconds(steps, decodes, self._attended + self._decodes + context)
+
+    def _choose(self, budget: int) -> tuple[float, int, int]:
+        """Chunks of so many tokens at most: seconds of them alone, steps until the first of these
+        sequences ends (0: one is not all in), and the tokens that they attend to then."""
+        c, cost, left, context = self._c, 0.0, 1 << 60, 0
+        for seq in self._prefill:
+            todo = seq._todo
+            chunk = todo if todo < budget else budget
+            cost += chunk * (c.c1 + c.c2 * (seq.context - todo + chunk / 2))
+            self._chunks.append((seq, chunk))
+            budget -= chunk
+            context += seq.context + 1
+            if chunk < todo or seq.left < left:
+                left = seq.left if chunk == todo else 0
+            if budget <= 0:
+                break
+        return cost, left, context
 
     def _seconds(self, steps: int, decodes: int, attended: int) -> float:
         """Of so many decode steps, the first of which attends to so many tokens."""
@@ -337,11 +355,16 @@ class SimEngine:
             self._release(seq, True)
             ended.append(seq)
             return
-        seq._state, seq._from = DECODE, self._n
+        seq._state = DECODE
         seq.left -= 1
         seq.context += 1
         self._decodes += 1
         self._attended += seq.context
+        self._note_end(seq)
+
+    def _note_end(self, seq: Sequence) -> None:
+        """It decodes from now on."""
+        seq._from = self._n
         heappush(self._ends, (self._n + seq.left, seq._order, seq._run, seq))
 
     def _leave_decode(self, seq: Sequence) -> None:
@@ -457,9 +480,6 @@ class SimEngine:
 
     def _preempt(self) -> None:
         """The newest that decodes (vLLM: recompute)."""
-        newest = max(
-            (e for e in self._ends if e[3]._run == e[2] and e[3]._state == DECODE),
-            key=lambda e: e[1],
-        )[3]
+        newest = max(self._decoding(), key=lambda seq: seq._order)
         self.preemptions += 1
         self._back_to_queue(newest)

@@ -70,6 +70,18 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """What a step of a decoding request drafts and has accepted on average, tokens, (levels, ways):
+    by the siblings of its group that have ended, and by how unlikely a token is still drafted."""
+
+    siblings: tuple[int, ...]  # levels: from so many on, ascending from 0
+    drafted: np.ndarray
+    accepted: np.ndarray
+    lookup_s: float  # of each request, in a step that drafts
+    adaptive: bool  # the way with the most tokens per second, or none; else the last one always
+
+
+@dataclass(frozen=True)
 class Engine:
     """One rollout engine; `rollout.*` of the config has the same names."""
 
@@ -78,6 +90,7 @@ class Engine:
     max_batched_tokens: int  # of one step, decodes and prefill chunks together
     kv_tokens: int  # of the whole cache
     prefix_caching: bool
+    drafts: Drafts | None = None  # None: it makes none
 
 
 # --------------------------------------------------------------------------- pools of workers

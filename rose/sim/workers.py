@@ -13,6 +13,7 @@ import numpy as np
 
 from rose.scheduler import events as ev
 from rose.sim import lending, result, spec
+from rose.sim.drafts import DraftingEngine, Ended
 from rose.sim.engine import SimEngine
 from rose.sim.loop import Loop
 
@@ -41,9 +42,10 @@ class SimWorker:
         "reporting",
     )
 
-    def __init__(self, name: str, pool: spec.Pool, serial: int, now: float) -> None:
+    def __init__(self, name: str, pool: spec.Pool, serial: int, now: float, ended: Ended) -> None:
         self.name, self.pool, self.serial = name, pool, serial
-        self.engine = SimEngine(pool.engine)
+        drafts = pool.engine.drafts is not None
+        self.engine = DraftingEngine(pool.engine, ended) if drafts else SimEngine(pool.engine)
         self.pace: lending.Pace | None = None  # None: work time is the wall's
         self.budget: lending.Budget | None = None
         self.load, self.ahead = None, 0.0
@@ -122,6 +124,7 @@ class Workers:
             0.0  # that the trainer's next step takes longer, as GPUs have changed sides
         )
         self.version = -1
+        self._ended = Ended()
 
     # ----------------------------------------------------------------- joining and leaving
 
@@ -138,7 +141,7 @@ class Workers:
 
     def _join(self, name: str, pool: spec.Pool, version: int, asked_at: float = -1.0) -> None:
         now = self._loop.now
-        worker = SimWorker(name, pool, self._serial[pool.name], now)
+        worker = SimWorker(name, pool, self._serial[pool.name], now, self._ended)
         self._serial[pool.name] += 1
         worker.version, worker.asked_at = version, asked_at
         self.by_name[name] = worker
@@ -190,6 +193,17 @@ class Workers:
         self.waited_for.pop(worker.name, None)
         self._feed(ev.WorkerLost(at=now, worker=worker.name, reason=reason))
         self._hub.synced()
+
+    def trajectory_ended(self, group: str) -> None:
+        """What it has said helps to draft for its siblings."""
+        self._ended.add(group)
+        drafting = [w for w in self.by_name.values() if w.pool.engine.drafts is not None]
+        for worker in drafting:
+            if worker.engine.sibling_ended(worker.work(self._loop.now), group):
+                self._hub.reschedule(worker)
+
+    def group_ended(self, group: str) -> None:
+        self._ended.drop(group)
 
     def _spot_changed(self, pool: spec.Pool, _ticket: int) -> None:
         """Instances beyond what is available are lost, any of them; where more are, they start."""
@@ -500,7 +514,7 @@ class Workers:
                     worker.pool.tensor_parallel,
                     worker.held_s,
                     sum(worker.spans[1::2]) - sum(worker.spans[::2]),
-                    engine.decoded,
+                    round(engine.decoded),
                     engine.prefilled,
                     engine.preemptions,
                     worker.spans,

@@ -90,11 +90,18 @@ def lengths(chances: np.ndarray, fitted: tuple[float, float, float, float]) -> n
         return np.zeros(requests, int)
     tokens = requests + np.cumsum(order)
     seconds = alone + d + c * np.arange(1, len(order) + 1)
-    rates = tokens / seconds
-    best = int(np.argmax(rates))
-    if rates[best] < LEAST_GAIN * requests / alone:
+    best = fastest(tokens, seconds, requests / alone)
+    if best is None:
         return np.zeros(requests, int)
     return np.count_nonzero(chances >= order[best], axis=1)
+
+
+def fastest(tokens: np.ndarray, seconds: np.ndarray, without: float) -> int | None:
+    """Of ways to draft that make `tokens` in steps of `seconds`, both (n,), the one with the most
+    tokens per second; None if that is not worth it beside `without` tokens per second."""
+    rates = tokens / seconds
+    best = int(np.argmax(rates))
+    return best if rates[best] >= LEAST_GAIN * without else None
 
 
 class Gate:

@@ -38,6 +38,7 @@ def ours(c: Config) -> SimSystem:
         dynamic_sampling=c.algorithm.dynamic_sampling,
         in_flight=c.transfer.in_flight,
         stream=c.trainer.stream,
+        draft="group" if c.rollout.draft.method == "group" else "none",
     )
 
 
@@ -145,6 +146,37 @@ def _sandboxes(s: SimSandboxes, recovery: str | None) -> spec.Sandboxes | None:
         restart_s=s.restart_s,
         detect_s=s.detect_s,
         load_s=s.load_s,
+    )
+
+
+def _drafts(c: Config) -> spec.Drafts | None:
+    """Raises `ConfigError`."""
+    s, tokens = c.sim.draft, c.rollout.draft.tokens
+    if not s.siblings:
+        return None
+    found = {each.tokens: each for each in s.lengths}
+    if tokens not in found:
+        raise ConfigError(
+            f"rollout.draft.tokens={tokens}: sim.draft.lengths has drafts of at most "
+            f"{', '.join(map(str, found))} tokens; scripts/replay_drafts.py counts others"
+        )
+    if s.siblings[0] or s.siblings != sorted(set(s.siblings)):
+        raise ConfigError(f"sim.draft.siblings={s.siblings}: ascending from 0")
+    shape = len(s.siblings), len(s.chances)
+    for name in ("drafted", "accepted"):
+        rows = getattr(found[tokens], name)
+        if [len(row) for row in rows] != [shape[1]] * shape[0] or not shape[1]:
+            raise ConfigError(
+                f"sim.draft.lengths: {name} of tokens={tokens} has rows of "
+                f"{[len(row) for row in rows]} numbers; {shape[0]} (siblings) of {shape[1]} "
+                "(chances) are needed"
+            )
+    return spec.Drafts(
+        tuple(s.siblings),
+        np.array(found[tokens].drafted),
+        np.array(found[tokens].accepted),
+        s.lookup_s,
+        c.rollout.draft.adaptive,
     )
 
 
@@ -258,7 +290,7 @@ def _pool(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int)
         kind=p.kind,
         gpu=gpu,
         tensor_parallel=p.tensor_parallel,
-        engine=_engine(c, name, p, gpu, shape),
+        engine=_engine(c, name, p, gpu, shape, system),
         link=_link(c, p, shape),
         allocation=allocation,
         count=workers,
@@ -270,7 +302,9 @@ def _pool(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int)
     )
 
 
-def _engine(c: Config, name: str, p: SimPool, gpu: spec.Gpu, shape: ModelShape) -> spec.Engine:
+def _engine(
+    c: Config, name: str, p: SimPool, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
+) -> spec.Engine:
     efficiency = _efficiency(c)
     online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
     try:
@@ -286,6 +320,8 @@ def _engine(c: Config, name: str, p: SimPool, gpu: spec.Gpu, shape: ModelShape) 
         c.rollout.max_batched_tokens,
         tokens,
         c.rollout.prefix_caching,
+        # live: not beside users' requests, whose latency is predicted without drafts
+        _drafts(c) if system.draft == "group" and p.kind != "cooperative" else None,
     )
 
 

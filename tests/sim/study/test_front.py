@@ -14,7 +14,8 @@ from rich.console import Console
 from rose import config
 from rose import front as launcher
 from rose.config import ConfigError
-from rose.sim.study import front
+from rose.sim.driver import simulate
+from rose.sim.study import build, front
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "conf"
@@ -118,6 +119,35 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     for word in words:
         assert word in str(refused.value)
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ("rollout.draft.tokens=3", ["rollout.draft.tokens=3", "2, 4, 8 tokens", "replay_drafts"]),
+        ("sim.draft.siblings=[1,2,3,4,5]", ["sim.draft.siblings=[1, 2, 3, 4, 5]: ascending"]),
+        ("sim.draft.chances=[0.5]", ["drafted of tokens=8", "5 (siblings) of 1 (chances)"]),
+    ],
+)
+def test_acceptance_that_is_none_is_named(answer, changed, words):
+    with pytest.raises(ConfigError) as refused:
+        answer(("mode=simulate", "sim/systems=[seer]", "sim/draft=calls", changed))
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_drafts_make_a_rollout_shorter_for_the_systems_that_have_them(tree):
+    """And change nothing of the others."""
+
+    def rollout_s(name, *point):
+        c = config.from_dict(tree(*SMALL, "mode=simulate", "sim/systems=[seer,roll_grpo]", *point))
+        system = build.systems(c)[name]
+        found = simulate(build.make_spec(c, name, system, 1), build.make_scheduler(c, system), 1)
+        return [step.training_at - step.began for step in found.steps]
+
+    for name, faster in (("seer", True), ("roll_grpo", False)):
+        with_drafts, without = rollout_s(name, "sim/draft=calls"), rollout_s(name)
+        assert (sum(with_drafts) < sum(without)) if faster else with_drafts == without
 
 
 @pytest.mark.parametrize(
