@@ -189,12 +189,14 @@ def build(args: dict, gpus: bool):
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from rose.engine import plugin, routing
+    from rose.engine import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
     # rose.engine.worker_extension registers it in each worker
     transfer = WeightTransferConfig(backend="rose")
-    if not gpus:
+    if args.get("enable_return_routed_experts") and not gpus:
+        from rose.engine import routing
+
         routing.allow()
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
     plugin.refuse_drafts(config, mended=("custom_class", "ngram"))

@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine import adapter, cpu_experts, routing
+from rose.engine import adapter
 from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.kv_worker import KvWorker
@@ -31,6 +31,8 @@ WeightTransferEngineFactory.register_engine(NAME, RoseWeightTransferEngine)
 if current_platform.is_cpu():
     import vllm._custom_ops
     import vllm.model_executor.layers.utils as linear_kernels
+
+    from rose.engine import cpu_experts
 
     vllm._custom_ops._supports_onednn = False
     linear_kernels.check_cpu_sgl_kernel = lambda n, k, dtype: False
@@ -71,6 +73,8 @@ class WorkerExtension(KvWorker, InactiveWorker):
 
     def rose_record_routing(self) -> None:
         """Before the first request of an engine on a CPU that returns its routing."""
+        from rose.engine import routing  # vLLM's modules for it are of no use to others
+
         routing.record(self.model_runner)
 
     def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
