@@ -195,6 +195,8 @@ def check(tree: dict) -> plan.Plan:
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     check_forks(c, getattr(algorithm, "trains_segments", False))
+    if c.trainer.router_replay and c.rollout.replay is None:
+        refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
     made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -266,12 +268,16 @@ def check_forks(c: Config, needed: bool) -> None:
             f"tree, whose turns before the fork algorithm.name={c.algorithm.name} could compare "
             "with nothing; a larger group, or fewer ways"
         )
-    for name, member in c.env.members.items() if branching.ways else ():
+    if branching.ways:
+        refuse_programs(c, "can't be copied: rollout/branch=none")
+
+
+def refuse_programs(c: Config, why: str) -> None:
+    """Raises `ConfigError` for environments in which an agent of its own acts."""
+    for name, member in c.env.members.items():
         if envs.is_program(member):
-            raise ConfigError(
-                f"{c.env.key_of(name)}.name={member.name!r}: an agent of its own, whose program "
-                "can't be copied: rollout/branch=none"
-            )
+            key = f"{c.env.key_of(name)}.name={member.name!r}"
+            raise ConfigError(f"{key}: an agent of its own, whose program {why}")
 
 
 def check_turn_rewards(c: Config) -> None:

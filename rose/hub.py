@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rose.config.errors import ConfigError
 
@@ -116,19 +117,28 @@ def check_whole(folder: Path, named: str) -> None:
 
 def check_trainable(folder: Path, named: str) -> None:
     """Raises `ConfigError` for a model that ROSE can't train, by its config.json alone."""
+    kind = _kind(json.loads((folder / "config.json").read_text()))
+    if kind not in TRAINABLE:
+        raise ConfigError(
+            f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
+        )
+    check_weights(folder, named)
+
+
+def check_weights(folder: Path, named: str) -> None:
+    """Raises `ConfigError` for weights that no version can have: quantised ones, or of a mixture
+    that ROSE doesn't know. A dense folder of another architecture may do."""
     raw = json.loads((folder / "config.json").read_text())
-    kind = (raw.get("architectures") or ["unknown"])[0]
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(
             f"{named}: its weights are quantised ({method}); give the unquantised model"
         )
-    if kind not in TRAINABLE:
-        raise ConfigError(
-            f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
-        )
+    mixture = _kind(raw) == MIXTURE or any(raw.get(key) for key in EXPERTS)
+    if mixture and _kind(raw) != MIXTURE:
+        raise ConfigError(f"{named}: its architecture is {_kind(raw)}; of mixtures, {MIXTURE}")
     dense = raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1
-    if kind == "Qwen3MoeForCausalLM" and dense:
+    if mixture and dense:
         raise ConfigError(
             f"{named}: some layers have no experts (mlp_only_layers={raw.get('mlp_only_layers')}, "
             f"decoder_sparse_step={raw.get('decoder_sparse_step')}); ROSE trains mixtures that "
@@ -136,7 +146,13 @@ def check_trainable(folder: Path, named: str) -> None:
         )
 
 
-TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+def _kind(raw: dict[str, Any]) -> str:
+    return (raw.get("architectures") or ["unknown"])[0]
+
+
+MIXTURE = "Qwen3MoeForCausalLM"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
+TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", MIXTURE, "LlamaForCausalLM")
 
 
 def _as_folder(key: str) -> str:

@@ -409,7 +409,6 @@ def test_what_a_mixture_cannot_do_is_refused(make_config, overrides, changes, sa
         (["deterministic=true"], "needs rollout.prefix_caching=true and deterministic=false"),
         (["rollout.prefix_caching=false"], "needs rollout.prefix_caching=true"),
         (["rollout/draft=ngram"], "not tried with rollout/draft=ngram"),
-        (["env=agent"], "env.name=agent: histories that fork carry no experts"),
         (["+rollout.engine_args.enable_return_routed_experts=true"], "is set by ROSE"),
     ],
 )

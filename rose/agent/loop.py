@@ -370,7 +370,8 @@ class _Episode:
             first = Start(snapshot.messages, snapshot.tools, snapshot.task)
             state = dict(snapshot.state)
             for name in SAVED:
-                if isinstance(getattr(self, name), bytearray):
+                # what an earlier release didn't save is as it is at the start
+                if name in state and isinstance(getattr(self, name), bytearray):
                     state[name] = bytearray(state[name])
             try:
                 await self._go_on(Fork(first, snapshot.played, snapshot.saved, state))

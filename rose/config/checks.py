@@ -501,12 +501,6 @@ def _check_router_replay(c: Config, need: Need) -> None:
     )
     if c.rollout.replay is not None:
         return
-    for name, member in c.env.members.items():
-        need(
-            member.name != "agent",
-            key,
-            f"false, as {c.env.key_of(name)}.name=agent: histories that fork carry no experts",
-        )
     need(
         c.rollout.prefix_caching and not c.deterministic,
         key,

@@ -32,7 +32,8 @@ HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
 STARTS = "starts"  # file: the step, and how often it was started from without an orderly end
 MOST_STARTS = 2
-MOST_BYTES = 2**28  # in memory, of all running trajectories: some 20 million tokens
+# In memory, of all running trajectories: some 160 million tokens, or 5 with a 30B mixture's experts
+MOST_BYTES = 2**31
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ def shape(c: Config) -> ModelShape | None:
         return c.model.shape
     if c.model.path is not None:
         folder = models.check_folder(Path(c.model.path).expanduser())
-        hub.check_trainable(folder, f"model.path={c.model.path!r}")
+        hub.check_weights(folder, f"model.path={c.model.path!r}")
         return _shape_of(folder, c)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape

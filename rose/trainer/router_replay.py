@@ -4,7 +4,9 @@ Engine and trainer compute a token's router in different kernels, and where two 
 equally likely each may take another one: then the token's log-probabilities differ by far more than
 rounding (R3, arXiv 2510.11370; without it runs of mixtures collapse). The experts are the engine's,
 their weights the trainer's own probabilities, so the router learns as always. A token whose experts
-nobody recorded, as the last of a turn whose engine was lost, is routed by the trainer.
+nobody recorded, as the last of a turn whose engine was lost, is routed by the trainer. A token
+keeps the experts of the weights that first met it: an engine that computes a context again with
+newer weights may route it otherwise for what follows, which is not replayed.
 """
 
 from __future__ import annotations

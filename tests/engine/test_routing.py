@@ -95,6 +95,7 @@ def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
         await engine.load_version(3, store, settings())
         at = engine.stats().generated_tokens
         while engine.stats().generated_tokens < at + 5:
+            assert not running.done(), "a turn too short to meet new weights"
             await asyncio.sleep(0.005)
         await engine.abort("long")
         return await running
