@@ -217,6 +217,7 @@ class Engine:
         def unwanted() -> list[str]:
             return [name for name in self.store.behind.names() if not self._wanted(name)]
 
+        self._forget_unwanted()
         try:
             for name in await asyncio.to_thread(unwanted):
                 order = {"do": "forget", "name": name, "keep": 0, "upto": None}
