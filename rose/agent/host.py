@@ -261,15 +261,13 @@ async def open_checkpoints(
     local = Path(c.local) if c.local else None
     sizes = (c.bytes_per_s, c.memory_mib, c.keep)
     try:
-        engine = await Engine(
+        return await Engine(
             store, local, *sizes, lambda name: (snapshots / name).exists(), recorder.counter
         ).open()
     except SandboxError as error:
         raise ConfigError(
             f"sandbox.store={c.store!r}, sandbox.local={c.local!r}: {error}"
         ) from None
-    await engine.sweep()
-    return engine
 
 
 async def run(
@@ -292,6 +290,8 @@ async def run(
         (turns, tokens), earlier = snapshot.made, snapshot.attempt != attempt
         send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
 
+    if (checkpoints := await open_checkpoints(config, folder, recorder)) is not None:
+        tasks.spawn(checkpoints.sweep())
     moves = Moves(rank, lambda m: send(COORDINATOR, m)) if config.moves_trajectories else None
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]
     host = TrajectoryHost(
@@ -302,7 +302,7 @@ async def run(
         recorder,
         Scoring(config.reward, pools, send) if pools else None,
         Snapshots(folder, attempt, config, resumed, lambda snapshot: host.saved(snapshot)),
-        await open_checkpoints(config, folder, recorder),
+        checkpoints,
         moves,
     )
 

@@ -217,9 +217,11 @@ class Engine:
         def unwanted() -> list[str]:
             return [name for name in self.store.behind.names() if not self._wanted(name)]
 
+        self._forget_unwanted()
         try:
             for name in await asyncio.to_thread(unwanted):
-                self.forget(name, unless_wanted=True)
+                order = {"do": "forget", "name": name, "keep": 0, "upto": None}
+                self._order_tidy(order | {"unless_wanted": True})  # it may begin meanwhile
         except OSError as error:
             self.say(f"old checkpoints of sandboxes stay: {error}")
         if self._tidying is not None:
@@ -227,17 +229,16 @@ class Engine:
 
     def _forget_unwanted(self) -> None:
         for name in [name for name in self._ended if not self._wanted(name)]:
-            self.forget(name, unless_wanted=True)
+            self.forget(name)
 
-    def forget(self, name: str, unless_wanted: bool = False) -> None:
-        """Remove all turns of `name`, those on their way, too; `unless_wanted` by then."""
+    def forget(self, name: str) -> None:
+        """Remove all turns of `name`, those on their way, too."""
         self._ended.discard(name)
         for stage in ("save", "copy"):
             for ticket in [t for t in self._waiting[stage] if t.name == name]:
                 self._waiting[stage].remove(ticket)
                 self._fail(ticket, stage, "forgotten")
-        order = {"do": "forget", "name": name, "keep": 0, "upto": None}
-        self._order_tidy(order | {"unless_wanted": unless_wanted})
+        self._order_tidy({"do": "forget", "name": name, "keep": 0, "upto": None})
 
     def stop(self, words: str) -> None:
         """No checkpoints from now on; said once."""
