@@ -9,7 +9,8 @@ follows the engines' own rule (`rose.engine.drafts.gain.fastest`) at each change
 the step times that the simulator knows and a live engine fits.
 
 Left out: how requests of one step differ, KV of drafted tokens, probes of the gate, and what
-siblings that still run have said.
+siblings that still run have said, which helps little more than none (replayed tool calls of 16 in
+lockstep: 1.83 tokens a step; 1.73 after none has ended).
 """
 
 from __future__ import annotations
