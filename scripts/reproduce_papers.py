@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 TAIL = "rollouts are a larger share of our steps; of lengths the paper gives P75 and the longest"
-DRAFTS = "acceptance of SmolLM2-135M's texts and tool calls (conf/sim/draft), not of its models"
+DRAFTS = "acceptance of SmolLM2-135M's tool calls (conf/sim/draft/calls.yaml), not of its models"
 STREAM = "its trainer takes micro-batches while rollouts go on; ours waits for all groups"
 ROWS = (
     *(
@@ -58,14 +58,11 @@ ROWS = (
         "table 4, divided and context-aware, of three models",
         "not explained: ours computes moved prefixes again, which costs it time; one model here"),
     *(
-        Row("seer_72b", what, "seer", rival, paper, source, DRAFTS,
-            overrides=(f"sim/draft={acceptance}",))
-        for acceptance in ("text", "calls")
-        for what, rival, paper, source in (
-            ("rollout time under", "seer_ordered", (1.25, 1.38),
-             "ablation, drafts alone, of three models"),
-            ("rollout time under", "verl_dedicated", (1.74, 2.04),
-             "abstracts of its versions 2 and 3, up to"),
+        Row("seer_72b", "rollout time under", "seer", rival, paper, source, DRAFTS,
+            overrides=("sim/draft=calls",))
+        for rival, paper, source in (
+            ("seer_ordered", (1.25, 1.38), "ablation, drafts alone, of three models"),
+            ("verl_dedicated", (1.74, 2.04), "abstracts of its versions 2 and 3, up to"),
         )
     ),
     Row("rlboost_8b", "tokens/s", "verl", "", (10_000, 10_000), "its artifact's REPRODUCE.md",

@@ -50,9 +50,8 @@ class _Level:
         self.count = 0
         self.done = 0.0  # tokens that one of them has made since the engine began
         self.rate = 1.0  # tokens of one in a step
-        self.ends: list[
-            tuple[float, int, int, Sequence]
-        ] = []  # (`done` at its end, order, run, it)
+        # (`done` at its end, order, run, it)
+        self.ends: list[tuple[float, int, int, Sequence]] = []
 
 
 class DraftingEngine(SimEngine):
