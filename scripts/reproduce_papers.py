@@ -92,13 +92,17 @@ def settings_of(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def simulated(rows: Sequence[Row], overrides: Sequence[str], processes: int) -> list[Outcome]:
-    """An outcome's point is "SETTING,OVERRIDES"."""
     configs = []
     for setting, own in settings_of(rows):
-        name = ",".join([setting, *own])
-        configs.append(composed(f"papers/{setting}", [*own, *overrides, f"name='{name}'"]))
+        name = f"name='{_point(setting, own)}'"
+        configs.append(composed(f"papers/{setting}", [*own, *overrides, name]))
     jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in _systems(rows)]
     return runs.carry_out(jobs, processes, CONSOLE)
+
+
+def _point(setting: str, overrides: Sequence[str]) -> str:
+    """The name of a run, which is an outcome's point."""
+    return ",".join([setting, *overrides]).replace("/", ".")
 
 
 def _systems(rows: Sequence[Row]) -> set[str]:
@@ -109,7 +113,7 @@ def ours(row: Row, outcomes: Sequence[Outcome]) -> Interval:
     """Our number for a row; throughput is of trained trajectories."""
 
     def found(setting: str, system: str) -> list[Outcome]:
-        point = ",".join([setting, *row.overrides])
+        point = _point(setting, row.overrides)
         return by_system([o for o in outcomes if o.point == point])[system]
 
     mine = found(row.setting, row.system)
