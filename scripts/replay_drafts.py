@@ -145,9 +145,9 @@ def table(groups: dict[str, list], orders: int) -> dict:
     }
 
 
-def yaml(found: dict, words: str) -> str:
+def yaml(found: dict, head: tuple[str, ...]) -> str:
     """With a row of numbers a line."""
-    lines = [f"# {words}"]
+    lines = [f"# {line}" for line in head]
     lines += [f"{key}: {json.dumps(found[key])}" for key in ("lookup_s", "siblings", "chances")]
     lines.append("lengths:")
     for each in found["lengths"]:
@@ -161,14 +161,16 @@ def yaml(found: dict, words: str) -> str:
 
 def main() -> None:
     given = keyed(sys.argv[1:], __doc__, run="", orders=16, out="")
-    groups = recorded(Path(given["run"]))
-    tokens = sum(int(member.mask.sum()) for members in groups.values() for member in members)
-    count = sum(map(len, groups.values()))
-    words = (
-        f"{count} trajectories in {len(groups)} groups, {tokens} tokens: python "
-        f"scripts/replay_drafts.py run={given['run']} orders={given['orders']}"
+    run = Path(given["run"])
+    groups = recorded(run)
+    members = [member for group in groups.values() for member in group]
+    tokens = sum(int(member.mask.sum()) for member in members)
+    head = (
+        f"{len(members)} trajectories in {len(groups)} groups, {tokens} tokens, of",
+        (run / "command.txt").read_text().strip(),
+        f"python scripts/replay_drafts.py run={run} orders={given['orders']}",
     )
-    text = yaml(table(groups, given["orders"]), words)
+    text = yaml(table(groups, given["orders"]), head)
     if given["out"]:
         Path(given["out"]).write_text(text)
     print(text)

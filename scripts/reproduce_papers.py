@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 TAIL = "rollouts are a larger share of our steps; of lengths the paper gives P75 and the longest"
-DRAFTS = "acceptance of SmolLM2-135M's texts and tool calls (conf/sim/draft), not of its models"
+DRAFTS = "acceptance of SmolLM2-135M's tool calls (conf/sim/draft/calls.yaml), not of its models"
 STREAM = "its trainer takes micro-batches while rollouts go on; ours waits for all groups"
 ROWS = (
     *(
@@ -58,14 +58,11 @@ ROWS = (
         "table 4, divided and context-aware, of three models",
         "not explained: ours computes moved prefixes again, which costs it time; one model here"),
     *(
-        Row("seer_72b", what, "seer", rival, paper, source, DRAFTS,
-            overrides=(f"sim/draft={acceptance}",))
-        for acceptance in ("text", "calls")
-        for what, rival, paper, source in (
-            ("rollout time under", "seer_ordered", (1.25, 1.38),
-             "ablation, drafts alone, of three models"),
-            ("rollout time under", "verl_dedicated", (1.74, 2.04),
-             "abstracts of its versions 2 and 3, up to"),
+        Row("seer_72b", "rollout time under", "seer", rival, paper, source, DRAFTS,
+            overrides=("sim/draft=calls",))
+        for rival, paper, source in (
+            ("seer_ordered", (1.25, 1.38), "ablation, drafts alone, of three models"),
+            ("verl_dedicated", (1.74, 2.04), "abstracts of its versions 2 and 3, up to"),
         )
     ),
     Row("rlboost_8b", "tokens/s", "verl", "", (10_000, 10_000), "its artifact's REPRODUCE.md",
@@ -95,13 +92,17 @@ def settings_of(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def simulated(rows: Sequence[Row], overrides: Sequence[str], processes: int) -> list[Outcome]:
-    """An outcome's point is "SETTING,OVERRIDES"."""
     configs = []
     for setting, own in settings_of(rows):
-        name = ",".join([setting, *own])
-        configs.append(composed(f"papers/{setting}", [*own, *overrides, f"name='{name}'"]))
+        name = f"name='{_point(setting, own)}'"
+        configs.append(composed(f"papers/{setting}", [*own, *overrides, name]))
     jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in _systems(rows)]
     return runs.carry_out(jobs, processes, CONSOLE)
+
+
+def _point(setting: str, overrides: Sequence[str]) -> str:
+    """The name of a run, which is an outcome's point."""
+    return ",".join([setting, *overrides]).replace("/", ".")
 
 
 def _systems(rows: Sequence[Row]) -> set[str]:
@@ -112,7 +113,7 @@ def ours(row: Row, outcomes: Sequence[Outcome]) -> Interval:
     """Our number for a row; throughput is of trained trajectories."""
 
     def found(setting: str, system: str) -> list[Outcome]:
-        point = ",".join([setting, *row.overrides])
+        point = _point(setting, row.overrides)
         return by_system([o for o in outcomes if o.point == point])[system]
 
     mine = found(row.setting, row.system)

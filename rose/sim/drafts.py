@@ -9,7 +9,8 @@ follows the engines' own rule (`rose.engine.drafts.gain.fastest`) at each change
 the step times that the simulator knows and a live engine fits.
 
 Left out: how requests of one step differ, KV of drafted tokens, probes of the gate, and what
-siblings that still run have said.
+siblings that still run have said, which helps little more than none (replayed tool calls of 16 in
+lockstep: 1.83 tokens a step; 1.81 after none has ended).
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ class _Level:
         self.count = 0
         self.done = 0.0  # tokens that one of them has made since the engine began
         self.rate = 1.0  # tokens of one in a step
-        self.ends: list[
-            tuple[float, int, int, Sequence]
-        ] = []  # (`done` at its end, order, run, it)
+        # (`done` at its end, order, run, it)
+        self.ends: list[tuple[float, int, int, Sequence]] = []
 
 
 class DraftingEngine(SimEngine):

@@ -31,7 +31,7 @@ def engine(what, step=STEP, sequences=8, batched=512, kv=100_000, caches=False):
     return DraftingEngine(spec.Engine(step, sequences, batched, kv, caches, what), ended), ended
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(arrivals, st.integers(1, 5), st.integers(64, 700), st.integers(900, 3000))
 def test_an_engine_that_never_finds_a_draft_is_one_without(drawn, sequences, batched, kv):
     drawn = sorted((at, f"s{i}", context, tokens) for i, (at, context, tokens) in enumerate(drawn))
@@ -64,7 +64,7 @@ def taken(tokens, rates, drafted, step, context):
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(2, 300), min_size=1, max_size=8), st.floats(0, 3), st.floats(0, 3))
 def test_every_sequence_ends_when_it_would_if_each_drafted_step_were_taken(tokens, few, many):
     what = drafts([[few], [many]])

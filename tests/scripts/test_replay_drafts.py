@@ -1,0 +1,48 @@
+"""What drafts recorded trajectories would have had accepted."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import replay_drafts
+from harness import Failed
+
+from rose.observe.trajectories import Sample
+
+
+def said(*tokens: int) -> Sample:
+    """After a prompt of three tokens."""
+    ids = np.array([100, 101, 102, *tokens], np.int32)
+    mask = (np.arange(len(ids)) > 2).astype(np.int8)
+    ids.flags.writeable = False  # as read from a file
+    return Sample(ids, mask, np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids), int))
+
+
+def test_who_says_what_a_sibling_has_said_takes_fewer_steps():
+    replay = replay_drafts.Replay(4, 0.02)
+    replay.group("g1", [said(*range(9)), said(*range(9))])
+    # eight tokens behind the prompt's: one a step, or five and the last three
+    assert replay.counts[:2].tolist() == [[8, 0, 0], [2, 7, 6]]
+
+
+def test_nothing_less_likely_than_the_chance_is_drafted():
+    replay = replay_drafts.Replay(4, 0.999)
+    replay.group("g1", [said(*range(9)), said(*range(9))])
+    assert replay.counts[:2].tolist() == [[8, 0, 0], [8, 0, 0]]
+
+
+def test_other_groups_say_nothing():
+    replay = replay_drafts.Replay(4, 0.02)
+    replay.group("g1", [said(*range(9))])
+    replay.group("g2", [said(*range(9))])
+    assert replay.counts[0].tolist() == [16, 0, 0]
+
+
+def test_a_run_without_groups_is_named(tmp_path):
+    with pytest.raises(Failed, match=f"run={tmp_path}: no groups"):
+        replay_drafts.recorded(tmp_path)
