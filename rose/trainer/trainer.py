@@ -24,6 +24,7 @@ from torch import Tensor
 from rose import protocol
 from rose.comm.address import Place
 from rose.config import Config, read_shape
+from rose.engine import heap
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
@@ -81,6 +82,8 @@ class Trainer:
             make_deterministic()
         torch.manual_seed(config.seed)
         self.device = use_device(config.cluster.gpus, index)
+        if self.device.type == "cpu":
+            heap.keep_all()
         on_hosts = join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self._peers = _Peers(index, world, on_hosts)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
