@@ -16,7 +16,6 @@ what matrix products of the model's sizes reach between the rounds; page faults;
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import sys

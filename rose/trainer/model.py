@@ -62,7 +62,8 @@ class Policy(nn.Module):
     ):
         super().__init__()
         self.hf, self.lora = hf, lora
-        self.flex = False  # whether trees are attended to by flex attention
+        # whether trees are attended to by flex attention, or by stretches
+        self.flex = self.by_stretches = False
         self.head = Head(hf.get_output_embeddings(), logit_elements)
         if lora is not None:
             self.register_state_dict_post_hook(adapter.keep_own)
@@ -94,6 +95,11 @@ class Policy(nn.Module):
         self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 
+    def use_stretches(self) -> None:
+        """The same on a CPU, by stretches."""
+        self.hf.set_attn_implementation(tree_attention.NAME)
+        self.by_stretches = True
+
     def forward(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -105,7 +111,7 @@ class Policy(nn.Module):
             # (N, H)
             hidden = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state[made]
         else:
-            tree, attended = tree_attention.attended(tree, self.flex)
+            tree, attended = tree_attention.attended(tree, self.flex, self.by_stretches)
             states = self.hf.base_model(
                 input_ids=tree.tokens[None],
                 attention_mask=attended,

@@ -102,6 +102,11 @@ class Trainer:
         found = obstacle(policy.hf.config)
         if found or not t.share_prefixes:
             return found or "", None
+        shape = read_shape(Path(folder))
+        if self.device.type == "cpu":
+            for model in self.engine.models():
+                model.use_stretches()
+            return "", flops(shape, sparse=True)
         without = policy.why_not_flex(self.device)
         flex = not self._peers.sum(int(bool(without)))
         if flex:
@@ -113,8 +118,7 @@ class Trainer:
                 "above which a mask of all pairs takes too much memory; without it: "
                 f"{without or 'another rank cannot'}"
             ), None
-        shape = read_shape(Path(folder))
-        if self.device.type != "cuda" or self.config.deterministic:
+        if self.config.deterministic:
             return "", flops(shape, flex)
         sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing)
         costs = measure(shape, DTYPES[t.dtype], self.device, *sizes)
