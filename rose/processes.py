@@ -19,7 +19,7 @@ from contextlib import contextmanager
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_THREADS = 8
-ASIDE = 10  # niceness: a ninth of the time of a thread that has none
+ASIDE = 10  # more niceness: a ninth of the time of a thread without
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
 
 # what programs need that know nothing of the run; all else stays behind
@@ -80,7 +80,7 @@ def stand_aside() -> None:
     For good: only root may take a niceness back."""
     thread = threading.get_native_id()  # to Linux, a thread's own; the process keeps its niceness
     nice = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, max(nice, ASIDE))
+    os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + ASIDE))
 
 
 @contextmanager
