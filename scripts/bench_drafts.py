@@ -38,8 +38,8 @@ GROUP = 16
 STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 STORY_TOKENS = 96
 WORKS = {
-    "calls": ("+experiment=smollm",),
-    "text": ("+experiment=smollm",),
+    "calls": ("+experiment=smollm", "rollout.threads=1"),
+    "text": ("+experiment=smollm", "rollout.threads=1"),
     "tiny": ("rollout.max_sequences=16",),
     "noise": ("rollout.max_sequences=16",),
 }

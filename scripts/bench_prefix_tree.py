@@ -42,6 +42,7 @@ def main() -> int:
     policy = model.load(
         resolve(config.model), torch.float32, config.trainer.gradient_checkpointing
     ).train()
+    policy.use_stretches()
     trajectories = [t for group in replay.load(args.run, args.step) for t in group]
     rows = [unpack_tokens(t.tokens) for t in trajectories]
     limit = args.micro_batch_tokens or config.trainer.micro_batch_tokens
@@ -75,7 +76,8 @@ def main() -> int:
             "micro-batches"
         )
     ratios = [tree / row for tree, row in zip(seconds["trees"], seconds["rows"], strict=False)]
-    taken = batching.plan_batch(rows, 1, limit, 1, batching.flops(config.model.shape))[1]
+    costs = batching.flops(config.model.shape, sparse=True)
+    taken = batching.plan_batch(rows, 1, limit, 1, costs)[1]
     print(
         f"trees / rows: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); "
         "gradients differ by "

@@ -1,4 +1,5 @@
-"""glibc's heap in an engine on a CPU: what a step frees is kept, and more is made resident early.
+"""glibc's heap in an engine or a trainer on a CPU: what a step frees is kept, and in an engine more
+is made resident early.
 
 Activations of changing size come and go among small things that stay, so that the heap grows for as
 long as an engine meets new compositions of steps. The step in which it does pays for it by page
@@ -19,10 +20,11 @@ import mmap
 import time
 from pathlib import Path
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # of mallopt(3)
 # bytes: the most that glibc takes for M_MMAP_THRESHOLD; what is larger is mapped and unmapped
 MAPPED = 32 << 20
 KEPT = 1 << 30  # bytes free at the heap's end
+PAD = 64 << 20  # bytes by which a trainer's heap grows at least
 AHEAD = 256 << 20  # bytes by which the heap grows beyond what is asked for
 PIECE = 2 << 20  # bytes, populated at once: some milliseconds at most, in which the heap can't grow
 MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -36,6 +38,17 @@ def keep() -> None:
         mallopt(M_MMAP_THRESHOLD, MAPPED)
         mallopt(M_TRIM_THRESHOLD, KEPT)
         mallopt(M_TOP_PAD, AHEAD)
+
+
+def keep_all() -> None:
+    """Let glibc keep whatever is freed, however large, until `malloc_trim`. A trainer's gradients,
+    DeepSpeed's copies of them and logits are larger than what `keep` reaches: they were mapped anew
+    in each step, which took as long as the step's arithmetic for few rows (docs/benchmarks.md)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
+        mallopt(M_TOP_PAD, PAD)
 
 
 class Ahead:

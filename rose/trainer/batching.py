@@ -23,7 +23,7 @@ from rose.protocol import Costs
 # the output matrix is read, and its gradient added to, an eighth as often.
 LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
 MASKED = 2.0  # cost of an attention pair under a dense mask, against a causal kernel's, on a CPU
-FLEX = 1.3  # the same of flex attention, if it isn't measured
+SPARSE = 1.3  # of flex attention if it isn't measured, and of stretches
 PARTLY = 128  # pairs a token that flex attention computes in vain: it leaves out whole blocks only
 
 Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
@@ -131,13 +131,14 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
     return [m for rank in plan for update in rank for m in update if m]
 
 
-def flops(shape: ModelShape, flex: bool = False) -> Costs:
-    """Costs by arithmetic: 2 per weight of a layer and token, 4 per pair and channel."""
+def flops(shape: ModelShape, sparse: bool = False) -> Costs:
+    """Costs by arithmetic: 2 per weight of a layer and token, 4 per pair and channel. `sparse`: of
+    a tree only what is attended to is computed, else under a dense mask."""
     attention = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.mlp_width + shape.experts)
-    tree = 4.0 * attention * (FLEX if flex else MASKED)
-    return Costs(2.0 * weights, 4.0 * attention, tree, not flex)
+    tree = 4.0 * attention * (SPARSE if sparse else MASKED)
+    return Costs(2.0 * weights, 4.0 * attention, tree, not sparse)
 
 
 def plan_micro_batches(

@@ -23,6 +23,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from rose.files import refusal
+from rose.processes import stand_aside
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
@@ -89,6 +90,7 @@ class CheckpointWriter(CheckpointEngine):
         return not self._thread.is_alive()
 
     def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
+        stand_aside()
         try:
             while files:
                 path, state = files.pop(0)

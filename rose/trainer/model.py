@@ -74,7 +74,8 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.lora, self.shared = hf, lora, shared
         self.replay = RouterReplay(hf) if router_replay else None
-        self.flex = False  # whether trees are attended to by flex attention
+        # whether trees are attended to by flex attention, or by stretches
+        self.flex = self.by_stretches = False
         # whether what layers keep for the backward pass waits in host memory, page-locked
         self.offloads = False
         self.head = Head(hf.get_output_embeddings(), logit_elements)
@@ -113,6 +114,11 @@ class Policy(nn.Module):
             self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 
+    def use_stretches(self) -> None:
+        """The same on a CPU, by stretches."""
+        self.hf.set_attn_implementation(tree_attention.NAME)
+        self.by_stretches = True
+
     def forward(
         self,
         inputs: Tensor,
@@ -133,7 +139,9 @@ class Policy(nn.Module):
         if tree is None:
             hidden = self._states(input_ids=inputs)[made]  # (N, H)
         else:
-            tree, attended = tree_attention.attended(tree, self.flex)
+            tree, attended = tree_attention.attended(
+                tree, self.flex, by_stretches=self.by_stretches
+            )
             states = self._states(
                 input_ids=tree.tokens[None], attention_mask=attended, position_ids=tree.depths[None]
             )

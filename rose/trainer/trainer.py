@@ -24,6 +24,7 @@ from torch import Tensor
 from rose import protocol
 from rose.comm.address import Place
 from rose.config import Config, read_shape
+from rose.engine import heap
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
@@ -81,6 +82,8 @@ class Trainer:
             make_deterministic()
         torch.manual_seed(config.seed)
         self.device = use_device(config.cluster.gpus, index)
+        if self.device.type == "cpu":
+            heap.keep_all()
         on_hosts = join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self._peers = _Peers(index, world, on_hosts)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
@@ -101,6 +104,12 @@ class Trainer:
             found = "trainer.router_replay=true"
         if found or not t.share_prefixes:
             return found or "", None
+        shape = read_shape(Path(folder))
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and self.engine.shared is None:
+            for model in self.engine.models():
+                model.use_stretches()
+            return "", flops(shape, sparse=True)
         without = policy.why_not_flex(self.device)
         flex = not self._peers.sum(int(bool(without)))
         if flex:
@@ -112,8 +121,7 @@ class Trainer:
                 "above which a mask of all pairs takes too much memory; without it: "
                 f"{without or 'another rank cannot'}"
             ), None
-        shape = read_shape(Path(folder))
-        if self.device.type != "cuda" or self.config.deterministic:
+        if on_cpu or self.config.deterministic:
             return "", flops(shape, flex)
         sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing)
         costs = measure(shape, DTYPES[t.dtype], self.device, *sizes)

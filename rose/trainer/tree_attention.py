@@ -1,4 +1,5 @@
-"""Attention over a prefix tree: flex attention on a GPU where it works, else SDPA, dense mask.
+"""Attention over a prefix tree: on a CPU by stretches (rose/trainer/stretches.py), on a GPU flex
+attention where it works, else SDPA, dense mask.
 
 Flex attention leaves out the blocks of 128 x 128 in which no token attends to another, so a tree
 costs about what its rows cost a causal kernel, less what they share, and nothing of the size L x L
@@ -21,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rose.trainer import stretches
 from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 NAME = "rose_tree"  # in transformers' registry of attention functions
@@ -34,9 +36,13 @@ CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
 
 
-def attended(tree: PrefixTree, flex: bool, parts: int = 1) -> tuple[PrefixTree, Tensor | BlockMask]:
+def attended(
+    tree: PrefixTree, flex: bool, parts: int = 1, by_stretches: bool = False
+) -> tuple[PrefixTree, Tensor | BlockMask]:
     """The tree as it is computed, by so many ranks, and what its tokens attend to, as `attention`
     takes it."""
+    if by_stretches:
+        return tree, stretches.find(tree.ends)
     if not flex:
         tree = padded(tree, parts, parts)
         return tree, tree.attention()
@@ -96,6 +102,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d)
     -> (B, L, heads, d)."""
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64:
+        out = stretches.attention(query, key, value, attention_mask, scaling)
+        return out.transpose(1, 2).contiguous(), None
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -61,3 +61,30 @@ def test_it_begins_where_the_system_says(monkeypatch, heap_there):
     )
     monkeypatch.setattr(Path, "read_text", lambda self: maps)
     assert heap._begin() == (0xE03000 if heap_there else None)
+
+
+KEEP_ALL = """
+import ctypes, resource
+from rose.engine import heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+heap.keep_all()
+faults = []
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(96 << 20) for _ in range(2)]
+    for block in blocks:
+        libc.memset(block, 1, 96 << 20)
+    for block in blocks:
+        libc.free(block)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*faults)
+"""
+
+
+def test_a_trainers_large_blocks_are_mapped_once():
+    command = [sys.executable, "-c", KEEP_ALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    first, second = map(int, done.stdout.split())
+    assert first > 1000 * second

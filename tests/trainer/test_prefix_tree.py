@@ -47,9 +47,12 @@ def test_a_token_attends_to_its_ancestors_and_itself_only():
             )
 
 
+@pytest.mark.parametrize("by_stretches", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing):
+def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing, by_stretches):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
+    if by_stretches:
+        policy.use_stretches()
     rows, _ = tiny_world.make_batch(seed=1)
     # one twice, one with nothing to learn
     rows |= {8: rows[0], 9: trajectory([1, 2, 3], [0, 0, 0])}

@@ -197,7 +197,7 @@ def test_measured_costs_decide():
     alike = [
         np.concatenate([np.arange(500), [1000 + row] * 60]).astype(np.int32) for row in range(8)
     ]
-    cheap = batching.flops(SHAPE, flex=True)
+    cheap = batching.flops(SHAPE, sparse=True)
     assert batching.plan_batch(alike, 1, 4096, 1, cheap)[1]
     dear = type(cheap)(cheap.token, cheap.causal, cheap.causal * 1000, dense=True)
     assert not batching.plan_batch(alike, 1, 4096, 1, dear)[1]

@@ -1,0 +1,112 @@
+"""Attention over a prefix tree on a CPU, without masks: by stretches, runs of tokens that no row
+leaves.
+
+A stretch's tokens attend to each other causally, and all their descendants, which stand behind
+them, attend to all of them. So a stretch is a call of torch's causal kernel and one of its full
+kernel, on slices; what a token gets from its ancestors' stretches is put together by the sums of
+exponentials, as blocks are in FlashAttention (arXiv 2205.14135) and shared prefixes in Hydragen
+(2402.05099). No pair is computed that isn't attended to, where a dense mask computes all L x L. The
+backward pass is the kernel's own: given a token's whole output and sum, it gives each stretch's
+part of the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def find(ends: Tensor) -> Tensor:
+    """(L,) int64, of a tree on the CPU -> (1, 1, S, 3) int64: where each stretch begins, where it
+    stops, and where its last descendant does; in order. Four dimensions, as transformers passes
+    such masks on as they are."""
+    last = torch.cat([ends[1:] != ends[:-1], ends.new_ones(1, dtype=torch.bool)])
+    stops = last.nonzero().flatten() + 1
+    begins = torch.cat([stops.new_zeros(1), stops[:-1]])
+    return torch.stack([begins, stops, ends[begins]], 1)[None, None]
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, stretches: Tensor, scale: float | None
+) -> Tensor:
+    """query (1, heads, L, d), key and value (1, kv_heads, L, d), `find`'s stretches -> (1, heads,
+    L, d)."""
+    return _Attention.apply(query, key, value, stretches[0, 0].tolist(), scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, stretches: list, scale: float | None
+    ) -> Tensor:
+        keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
+        out = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)  # logarithms
+        seen = 0  # tokens that have something of an ancestor already
+        for begin, stop, end in stretches:
+            inside = slice(begin, stop)
+            for at, causal in ((inside, True), (slice(stop, end), False)):
+                if at.start == at.stop:
+                    continue
+                part = _forward(
+                    query[:, :, at],
+                    keys[:, :, inside],
+                    values[:, :, inside],
+                    0.0,
+                    causal,
+                    scale=scale,
+                )
+                fresh = min(max(seen, at.start), at.stop) - at.start
+                _merge(out[:, :, at], sums[:, :, at], *part, fresh)
+                seen = max(seen, at.stop)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.stretches, ctx.scale = stretches, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        query, key, value, out, sums = ctx.saved_tensors
+        heads, kv_heads = query.shape[1], key.shape[1]
+        keys, values = (_repeated(x, heads) for x in (key, value))
+        of_query, of_keys, of_values = (torch.zeros_like(x) for x in (query, keys, values))
+        for begin, stop, end in ctx.stretches:
+            inside = slice(begin, stop)
+            for at, causal in ((inside, True), (slice(stop, end), False)):
+                if at.start == at.stop:
+                    continue
+                parts = _backward(
+                    gradient[:, :, at],
+                    query[:, :, at],
+                    keys[:, :, inside],
+                    values[:, :, inside],
+                    out[:, :, at],
+                    sums[:, :, at],
+                    0.0,
+                    causal,
+                    scale=ctx.scale,
+                )
+                of_query[:, :, at] += parts[0]
+                of_keys[:, :, inside] += parts[1]
+                of_values[:, :, inside] += parts[2]
+        grouped = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (of_keys, of_values))
+        return of_query, *grouped, None, None
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values, once for each head that uses them: the kernel knows no groups of heads."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _merge(out: Tensor, sums: Tensor, part: Tensor, its_sums: Tensor, fresh: int) -> None:
+    """Put a further stretch's output and logarithms of sums into a slice's, in place. Tokens from
+    `fresh` on have none yet."""
+    out[:, :, fresh:], sums[:, :, fresh:] = part[:, :, fresh:], its_sums[:, :, fresh:]
+    old, new = sums[:, :, :fresh], its_sums[:, :, :fresh]
+    both = torch.logaddexp(old, new)
+    out[:, :, :fresh].lerp_(part[:, :, :fresh], (new - both).exp().unsqueeze(-1).to(out.dtype))
+    old.copy_(both)

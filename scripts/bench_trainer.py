@@ -1,0 +1,306 @@
+"""The trainer's step beside a plain transformers loop over the same rows, alternating in one run.
+
+    python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
+        [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
+
+A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
+tokens, of random ids. Three kinds of steps take turns, in two processes: `plain` (padded rows, the
+decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Trainer.train`, in the
+environment of a run's trainer rank, without prefix trees and with them). `plain_tokens` bounds a
+micro-batch of the plain loop; `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is, where
+others use the machine, too: threads that spin count as processor time.
+
+Printed: the first step; medians and extremes of the others' forward and backward passes, and of the
+optimizer's step; rows/s; the share that useful operations are of what matrix products of the
+model's sizes reach between the rounds; page faults; and ratios to `plain` of the same round, in
+wall time and in processor time, which other load lengthens less.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from csv_tables import shown
+from harness import Child, answers, configured, free_port, keyed
+from rich.console import Console
+
+from rose import protocol as p
+from rose.config import Config, read_shape
+from rose.coordinator.replay import summarise
+from rose.models import resolve
+from rose.trainer import batching
+
+KINDS = ("plain", "rows", "trees")
+PRODUCTS = 24  # of a measurement of the rate
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        return serve(sys.argv[2], json.loads(sys.argv[3]))
+    options = keyed(
+        sys.argv[1:],
+        __doc__,
+        model="smollm2",
+        groups=4,
+        members=8,
+        prompt=192,
+        own=64,
+        micro_batch_tokens=4096,
+        plain_tokens=4096,
+        threads=2,
+        rounds=5,
+        wait="",
+    )
+    config = configuration(options)
+    resolve(config.model)  # made once, before two processes want it
+    threads = {"OMP_NUM_THREADS": str(options["threads"])}
+    wait = {"OMP_WAIT_POLICY": options["wait"]} if options["wait"] else {}
+    environment = {
+        "plain": threads | wait,
+        "trainer": threads | config.cluster.mpi.env | config.cluster.env,
+    }
+    found: list[dict[str, dict]] = []
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        children = {}
+        try:
+            for name, env in environment.items():
+                command = [sys.executable, __file__, "--child", name, json.dumps(options)]
+                children[name] = Child(name, command, Path(folder) / f"{name}.log", env)
+            for child in children.values():
+                child.answer()
+            for _ in range(options["rounds"] + 1):
+                found.append({kind: children[who(kind)].ask({"kind": kind}) for kind in KINDS})
+                print(json.dumps(found[-1]), flush=True)
+        finally:
+            for child in children.values():
+                child.end()
+    show(found)
+    return 0
+
+
+def who(kind: str) -> str:
+    return kind if kind == "plain" else "trainer"
+
+
+def configuration(options: dict[str, Any]) -> Config:
+    rows = options["groups"] * options["members"]
+    return configured(
+        *(["+experiment=smollm"] if options["model"] == "smollm2" else []),
+        f"model.max_context={max(512, options['prompt'] + options['own'])}",
+        f"rollout.group_size={options['members']}",
+        f"trainer.batch_size={rows}",
+        f"trainer.micro_batch_tokens={options['micro_batch_tokens']}",
+        f"trainer.threads={options['threads']}",
+    )
+
+
+def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
+    """Groups of trajectories of random tokens, the same in every process."""
+    random = np.random.default_rng(0)
+    groups = []
+    for g in range(options["groups"]):
+        prompt = random.integers(0, vocabulary, options["prompt"])
+        groups.append([])
+        for m in range(options["members"]):
+            own = int(random.integers(options["own"] // 2, options["own"] + 1))
+            mask = np.repeat([0, 1], [len(prompt), own])
+            tokens = [*prompt, *random.integers(0, vocabulary, own)]
+            groups[g].append(
+                p.Trajectory(
+                    id=f"g{g}.{m}",
+                    group=f"g{g}",
+                    phase=p.Phase.TRAIN,
+                    tokens=p.pack_tokens(tokens),
+                    mask=mask.astype(np.uint8).tobytes(),
+                    logprobs=p.pack_floats(mask * -np.log(vocabulary)),
+                    versions=p.pack_tokens(mask - 1),
+                    reward=float(m % 2),
+                    success=False,
+                    turns=1,
+                    response_tokens=own,
+                )
+            )
+    return groups
+
+
+# ------------------------------------------------------------------ in the children
+
+
+def serve(name: str, options: dict[str, Any]) -> int:
+    say, config = answers(), configuration(options)
+    groups = batch(options, read_shape(resolve(config.model)).vocab)
+    made = (Plain if name == "plain" else Ours)(config, groups, options)
+    say({})
+    for line in sys.stdin:
+        kind = json.loads(line)["kind"]
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        seconds, optimizer, flops = made.step(kind)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        say(
+            {
+                "s": seconds,
+                "optimizer": optimizer,
+                "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                "faults": after.ru_minflt - before.ru_minflt,
+                "rows": options["groups"] * options["members"],
+                "share": flops / seconds / rate(config, options["plain_tokens"]),
+            }
+        )
+    return 0
+
+
+class Plain:
+    """What one would write with transformers alone, and do without logits that nobody needs."""
+
+    def __init__(self, config: Config, groups: list[list[p.Trajectory]], options: dict) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        self.model = AutoModelForCausalLM.from_pretrained(
+            str(resolve(config.model)), dtype=torch.float32, attn_implementation="sdpa"
+        ).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        rows = [t for group in groups for t in group]
+        tokens = [p.unpack_tokens(t.tokens) for t in rows]
+        packing = batching.Padded([len(row) for row in tokens])
+        plan = batching.plan_micro_batches(packing, 1, options["plain_tokens"], 1)[0][0]
+        self.flops = operations(config, plan, tokens, rows, None)
+        self.batches = [_padded([tokens[row] for row in m], [rows[row] for row in m]) for m in plan]
+
+    def step(self, kind: str) -> tuple[float, float, float]:
+        import torch
+
+        began = time.perf_counter()
+        for tokens, made in self.batches:
+            hidden = self.model.model(tokens[:, :-1], use_cache=False).last_hidden_state[made]
+            logprobs = self.model.lm_head(hidden).log_softmax(-1)
+            logprobs.gather(1, tokens[:, 1:][made][:, None]).mean().backward()
+        passed = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return passed - began, time.perf_counter() - passed, self.flops
+
+
+def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
+    """(B, T) int64 and which of them, but for the first, the policy made, (B, T - 1)."""
+    import torch
+
+    masks = [torch.from_numpy(np.frombuffer(t.mask, np.uint8).astype(bool)) for t in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    whole = pad([torch.from_numpy(row.astype(np.int64)) for row in tokens], batch_first=True)
+    return whole, pad(masks, batch_first=True)[:, 1:]
+
+
+class Ours:
+    """A trainer rank of a world of one."""
+
+    def __init__(self, config: Config, groups: list[list[p.Trajectory]], options: dict) -> None:
+        from rose.comm.address import local_place
+        from rose.observe.recorder import NullRecorder
+        from rose.trainer.trainer import Trainer
+
+        self.trainer = Trainer(
+            config, 0, 1, local_place(free_port()), resolve(config.model), NullRecorder()
+        )
+        rows = [t for group in groups for t in group]
+        tokens = [p.unpack_tokens(t.tokens) for t in rows]
+        self.summary, self.rows, self.number = summarise(groups), dict(enumerate(rows)), 0
+        self.plans, self.flops = {}, {}
+        packings = {
+            "rows": batching.Padded([len(t) for t in tokens]),
+            "trees": batching.Shared(tokens),
+        }
+        for kind, packing in packings.items():
+            limit = config.trainer.micro_batch_tokens
+            self.plans[kind] = batching.plan_micro_batches(packing, 1, limit, 1)[0]
+            shared = packing if kind == "trees" else None
+            self.flops[kind] = operations(config, self.plans[kind][0], tokens, rows, shared)
+        _, trees = batching.plan_batch(tokens, 1, limit, 1, self.trainer.costs)
+        print(f"the coordinator's plan would take {'trees' if trees else 'rows'}", file=sys.stderr)
+
+    def step(self, kind: str) -> tuple[float, float, float]:
+        self.number += 1
+        order = p.TrainStep(self.number, self.summary, self.plans[kind], kind == "trees", 1)
+        began = time.perf_counter()
+        metrics = self.trainer.train(order, self.rows)
+        took = time.perf_counter() - began
+        optimizer = metrics["seconds_optimizer"]
+        return took - optimizer, optimizer, self.flops[kind]
+
+
+def operations(
+    config: Config,
+    plan: list[list[int]],
+    tokens: list[np.ndarray],
+    rows: list[p.Trajectory],
+    shared: batching.Shared | None,
+) -> float:
+    """Of forward and backward passes, of what is needed: no padding, no masked pair of tokens, each
+    distinct token of a tree once, logits of the answers' tokens."""
+    s = read_shape(resolve(config.model))
+    head = s.vocab * s.hidden
+    layers = s.parameters - head * (1 if s.tied_embeddings else 2)
+    lengths = [len(t) - 1 for t in tokens]
+    if shared is None:
+        computed, pairs = sum(lengths), sum(n * (n + 1) / 2 for n in lengths)
+    else:
+        computed = sum(batching.size_of(m, shared) - len(m) for m in plan)
+        pairs = sum(shared.pairs(m, False) for m in plan) - batching.PARTLY * computed
+    made = sum(t.response_tokens for t in rows)
+    attention = 12.0 * s.layers * s.heads * s.head_dim * pairs
+    return 6.0 * (layers * computed + head * made) + attention
+
+
+def rate(config: Config, tokens: int) -> float:
+    """Operations a second of products of the model's sizes."""
+    import torch
+
+    shape = read_shape(resolve(config.model))
+    left, right = torch.randn(tokens, shape.hidden), torch.randn(shape.hidden, shape.intermediate)
+    out = left @ right
+    began = time.perf_counter()
+    for _ in range(PRODUCTS):
+        torch.mm(left, right, out=out)
+    took = time.perf_counter() - began
+    return PRODUCTS * 2.0 * left.numel() * shape.intermediate / took
+
+
+def show(found: list[dict[str, dict]]) -> None:
+    first, later = found[0], found[1:]
+    table = []
+    for kind in KINDS:
+        each = [one[kind] for one in later]
+        seconds = [one["s"] for one in each]
+        whole = [one[kind]["s"] / one["plain"]["s"] for one in later]
+        table.append(
+            {
+                "step": kind,
+                "first s": first[kind]["s"],
+                "passes s": statistics.median(seconds),
+                "least": min(seconds),
+                "most": max(seconds),
+                "optimizer s": statistics.median(one["optimizer"] for one in each),
+                "rows/s": statistics.median(one["rows"] / one["s"] for one in each),
+                "share": statistics.median(one["share"] for one in each),
+                "faults": statistics.median(one["faults"] for one in each),
+                "speed of plain": 1 / statistics.median(whole),
+                "slowest": 1 / max(whole),
+                "fastest": 1 / min(whole),
+                "cpu": statistics.median(one["plain"]["cpu"] / one[kind]["cpu"] for one in later),
+            }
+        )
+    Console(width=160).print(shown(table, f"medians of {len(later)} rounds"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
