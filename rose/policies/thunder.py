@@ -1,5 +1,4 @@
-"""ThunderAgent (arXiv 2602.13692): trajectories whose KV doesn't fit wait whole, and the others keep
-theirs while tools run."""
+"""ThunderAgent (arXiv 2602.13692): of trajectories whose KV exceeds the memory some wait whole."""
 
 from __future__ import annotations
 
