@@ -76,7 +76,7 @@ class Thunder:
         if turn.held_out:
             return fleet.least(turn)
         program = self._programs.setdefault(turn.trajectory, _Program())
-        if program.worker and program.worker == turn.avoid:
+        if program.worker and not _can_serve(cluster.workers[program.worker], turn):
             self._pause(turn.trajectory)
         if program.worker:
             worker = fleet.get(program.worker, turn)
@@ -138,10 +138,9 @@ class Thunder:
         """Count the contexts anew, and pause what is too much."""
         turns = {turn.trajectory: turn for turn in cluster.turns.values()}
         for name, active in self._active.items():
-            worker = cluster.workers.get(name)
-            if worker is None or worker.resting or worker.draining or not worker.kv_tokens:
-                self._pause_all(name)
+            if not active:
                 continue
+            worker = cluster.workers[name]
             self._room[name] = worker.kv_tokens - sum(p.counted for p in active.values())
             for trajectory, program in active.items():
                 if (turn := turns.get(trajectory)) is not None:
@@ -165,6 +164,12 @@ class Thunder:
                 program.marked = True
                 if trajectory not in generating:
                     self._pause(trajectory)
+
+
+def _can_serve(worker: WorkerState, turn: TurnState) -> bool:
+    """Now or later, by what is known."""
+    leaves = worker.draining or worker.resting or worker.worker == turn.avoid
+    return not leaves and turn.kv_need <= worker.holds
 
 
 def _context(turn: TurnState) -> int:

@@ -119,8 +119,16 @@ def test_programs_of_a_worker_that_goes_come_back_elsewhere(event):
     acts(s, "g0.0", 500)
     s.handle(event)
     join(s, "b")
-    tick(s, 5.0)
     assert request(s, "g0.0.t1", 510, at=6.0) == "b"
+
+
+def test_a_program_leaves_a_worker_that_lends_less_than_its_turn_needs():
+    s = thunder("a")
+    acts(s, "g0.0", 500)
+    lend(s, "a", 400, revoked=True)
+    assert request(s, "g0.0.t1", 510, at=1.0) == ""
+    join(s, "b")
+    assert s.cluster.turns["g0.0.t1"].worker == "b"
 
 
 def test_a_turn_that_its_worker_gave_back_goes_elsewhere_with_its_program():
