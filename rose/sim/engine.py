@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from rose.sim import spec
 
 # of the cache, left free when a sequence is admitted beside others
-WATERMARK = 0.01  # vLLM's own default
+WATERMARK = 0.01  # ours: vLLM 0.32 leaves none by default, and preempts what it has just admitted
 ROUNDING = 1e-9  # numerics: seconds by which two sums of the same times may differ
 PART = 1e-6  # numerics: of a step, by which the inverse of the closed form may be off
 NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
