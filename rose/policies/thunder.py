@@ -44,9 +44,9 @@ class Thunder:
     Ours: a program is restored at the event that makes room, not at the next period; one whose
     tools run isn't restored before it asks; a turn's whole limit is reserved on the worker that it
     is sent to, as by every policy here, where theirs relies on the engine's preemption; and what
-    waits for one of a worker's `max_sequences` waits here, not in the engine. Environments ahead of
-    memory (their section 4.4) are what every policy has: a trajectory asks for a worker only once
-    its environment stands. Live: nothing is missing.
+    waits for one of a worker's `max_sequences` waits here, not in the engine. Environments before
+    memory (their section 4.4) are what every policy has: one starts when its group is admitted, not
+    before, and its trajectory asks for a worker once it stands. Live: nothing is missing.
     """
 
     def __init__(self, period_s: float, half_life_s: float) -> None:
