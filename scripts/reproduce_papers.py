@@ -81,6 +81,9 @@ ROWS = (
         "its ladder, all of it", "engines of 1, 2 and 4 GPUs (its buckets) are one size here"),
     Row("libra_14b", "throughput over", "libra", "libra_queue", (763 / 666, 763 / 666),
         "its ladder, the elastic pool alone", "the authors' values: at most one plan in 20 steps"),
+    Row("thunder_8b", "rollout time under", "thunder", "gateway", (1.79, 1.79),
+        "table 2, mini-SWEAgent", "as much KV memory a program; lengths, tool times and model differ, "
+        "and our step has a tail"),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@ systems.
 
     python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
+    python scripts/reproduce_rose.py only=rose_8b systems=thunder sensitivity=false table1=false
     python scripts/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
     python scripts/reproduce_rose.py draw=true                         the tables again, from the CSV files
 Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv and rose_sensitivity.csv
@@ -45,6 +46,7 @@ SYSTEMS = (
     "rose_areal",
     "rlboost",
     "serverless",
+    "thunder",
     "best",
     "best_sync",
 )
@@ -389,7 +391,7 @@ def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], proce
         c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
         rows = table1(setting, outcomes_of([c], processes))
         CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
-        merge_settings(out / "rose_table1.csv", setting, rows)
+        merge_settings(out / "rose_table1.csv", rows)
 
 
 def _measure(
@@ -400,30 +402,35 @@ def _measure(
     processes: int,
     varied: bool,
 ) -> None:
-    """Rows of settings that are not asked for stay in the files."""
+    """Rows of settings and systems that are not asked for stay in the files."""
     for setting in settings:
         c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
         outcomes = outcomes_of([c], processes)
         rows = compared(setting, outcomes)
         CONSOLE.print(table.table(outcomes, "rose", setting))
         CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper and ours"))
-        merge_settings(out / "rose_paper.csv", setting, rows)
+        merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
         each = csv.DictReader(table.csv_text(outcomes).splitlines())
-        merge_settings(
-            out / "rose_systems.csv", setting, [{"setting": setting} | row for row in each]
-        )
+        rows = [{"setting": setting} | row for row in each]
+        merge_settings(out / "rose_systems.csv", rows, "system")
         if varied:
             few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
             rows = sensitivity(setting, few, processes)
             CONSOLE.print(
                 shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value")
             )
-            merge_settings(out / "rose_sensitivity.csv", setting, rows)
+            merge_settings(out / "rose_sensitivity.csv", rows)
 
 
-def merge_settings(path: Path, setting: str, rows: list[dict[str, Any]]) -> None:
+def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:
+    """Into a file of several settings; of these, `parts` (columns) are replaced each by itself."""
     order = list(SETTINGS)
-    merge(path, rows, lambda row: row["setting"], lambda row: order.index(row["setting"]))
+    merge(
+        path,
+        rows,
+        lambda row: tuple(row[key] for key in ("setting", *parts)),
+        lambda row: order.index(row["setting"]),
+    )
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ ORDER: dict[str, tuple[dict[str, Any], ...]] = {
     "due_first": ({},),
     "longest_first": ({},),
     "mlfq": ({"first": "short"}, {"first": "long"}),
+    "shortest_first": ({},),
 }
 ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
     "rose": ({},),
@@ -68,6 +69,7 @@ ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
     "least_loaded": ({},),
     "cache_affine": ({},),
     "round_robin": ({},),
+    "thunder": ({},),
 }
 PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
 KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
@@ -418,7 +420,7 @@ def main(arguments: Sequence[str]) -> int:
         tried = compositions(only, given["staleness"])
         for found in search(setting, tried, rounds, seeds, lambda c: outcomes_of([c], processes)):
             rows += found
-            merge_settings(out / FILE, setting, rows)
+            merge_settings(out / FILE, rows)
     if out == RESULTS:
         put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
     return 0

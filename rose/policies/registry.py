@@ -24,6 +24,7 @@ from rose.policies.rollpacker import TailBatching
 from rose.policies.rose import RoseProvisioning, RoseRouting
 from rose.policies.seer import LongestFirst, Seer
 from rose.policies.serverless import Serverless
+from rose.policies.thunder import ShortestFirst, Thunder
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler.core import Scheduler
 from rose.scheduler.policies import Batching, Order, Placement, Provisioning, Routing
@@ -48,8 +49,15 @@ POLICIES: dict[str, dict[str, type]] = {
         "rose": RoseRouting,
         "round_robin": RoundRobin,
         "seer": Seer,
+        "thunder": Thunder,
     },
-    "order": {"due_first": DueFirst, "fifo": Fifo, "longest_first": LongestFirst, "mlfq": Mlfq},
+    "order": {
+        "due_first": DueFirst,
+        "fifo": Fifo,
+        "longest_first": LongestFirst,
+        "mlfq": Mlfq,
+        "shortest_first": ShortestFirst,
+    },
     "batching": {
         "bounded_staleness": BoundedStaleness,
         "carry_over": CarryOver,

@@ -28,6 +28,7 @@ OBSERVED = frozenset(
         ev.CapacityGranted,
         ev.CapacityRefused,
         ev.CapacityEnded,
+        ev.Tick,
     }
 )
 OBSERVED_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})

@@ -6,8 +6,9 @@ prefill chunks, first come first served. A sequence is admitted while there are 
 `max_sequences` and its context fits the KV cache; when the cache is full the newest is preempted
 and recomputed later. While nobody is in prefill the batch changes only when the first sequence
 ends, so one event stands for all these steps: T grows with the context by c4 D each, and the sum is
-a closed form. Prefix caching is counted in tokens, not blocks: a trajectory's context after its
-turn stays until it is the least recently used, and a group's prompt is held once.
+a closed form. Prefix caching is counted in tokens, not blocks. What an attempt leaves, ended or
+not, is evicted from its end on when it is the least recently used, as vLLM frees a request's last
+blocks first; a group's prompt is held once.
 
 Time here is work time: seconds of a device that is all the engine's (see `rose.sim.lending.Pace`).
 """
@@ -21,7 +22,7 @@ from heapq import heappop, heappush
 from rose.sim import spec
 
 # of the cache, left free when a sequence is admitted beside others
-WATERMARK = 0.01  # vLLM's own default
+WATERMARK = 0.01  # ours: vLLM 0.32 leaves none by default, and preempts what it has just admitted
 ROUNDING = 1e-9  # numerics: seconds by which two sums of the same times may differ
 PART = 1e-6  # numerics: of a step, by which the inverse of the closed form may be off
 NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
@@ -140,7 +141,7 @@ class SimEngine:
     def remove(self, now: float, seq: Sequence) -> None:
         """It is wanted no more, or goes elsewhere; `made` says what it has."""
         self._halt(now)
-        self._drop(seq, keep=False)
+        self._drop(seq)
         self._begin(now)
 
     def step(self) -> list[Sequence]:
@@ -161,7 +162,7 @@ class SimEngine:
                     self._back_to_queue(seq)
         if clear:
             while self._cache:
-                self._evict()
+                self._evict(self._cached)
         self._begin(now)
 
     def set_kv(self, now: float, tokens: int) -> list[Sequence]:
@@ -184,7 +185,7 @@ class SimEngine:
                 and seq.context <= tokens
             ):
                 continue
-            self._drop(seq, keep=False)
+            self._drop(seq)
             gone.append(seq)
         self._fit()
         self._begin(now)
@@ -317,7 +318,7 @@ class SimEngine:
             _, _, run, seq = heappop(ends)
             if seq._run == run and seq._state == DECODE:
                 self._leave_decode(seq)
-                self._release(seq, True)
+                self._release(seq)
                 ended.append(seq)
         if self._held + self._cached > self.kv:
             self._fit()
@@ -352,7 +353,7 @@ class SimEngine:
         self.decoded += 1
         if seq.left <= 1:
             seq.left = 0
-            self._release(seq, True)
+            self._release(seq)
             ended.append(seq)
             return
         seq._state = DECODE
@@ -430,19 +431,17 @@ class SimEngine:
             if self._held + self._cached > self.kv:
                 self._fit()
 
-    def _release(self, seq: Sequence, keep: bool) -> None:
-        """Its memory: free to be evicted (`keep`), or free."""
+    def _release(self, seq: Sequence) -> None:
+        """Its memory: free to be evicted, but for what is not computed yet."""
         self._held -= seq._own
         seq._state = NONE
         if not self._caches:
             return
-        if keep:
-            self._cache[seq.key] = (seq._own, seq.group)
-            self._cached += seq._own
-            if self._held + self._cached > self.kv:
-                self._fit()
-        else:
-            self._unshare(seq.group)
+        own = max(0, seq._own - seq._todo)
+        self._cache[seq.key] = (own, seq.group)
+        self._cached += own
+        if self._held + self._cached > self.kv:
+            self._fit()
 
     def _unshare(self, group: str) -> None:
         prompt = self._prompts[group]
@@ -451,35 +450,42 @@ class SimEngine:
             self._held -= prompt[0]
             del self._prompts[group]
 
-    def _evict(self) -> None:
-        _, (own, group) = self._cache.popitem(last=False)
-        self._cached -= own
-        self._unshare(group)
+    def _evict(self, tokens: int) -> None:
+        """So many, or all, of what was used least recently."""
+        key, (own, group) = next(iter(self._cache.items()))
+        gone = min(own, tokens)
+        self._cached -= gone
+        if gone < own:
+            self._cache[key] = (own - gone, group)
+        else:
+            del self._cache[key]
+            self._unshare(group)
 
     def _fit(self) -> None:
         """Evict what is cached, least recently used first, until it fits."""
-        while self._cache and self._held + self._cached > self.kv:
-            self._evict()
+        while self._cache and (over := self._held + self._cached - self.kv) > 0:
+            self._evict(over)
 
-    def _drop(self, seq: Sequence, keep: bool) -> None:
+    def _drop(self, seq: Sequence) -> None:
         if seq._state == WAITING:
             self._waiting.remove(seq)
             seq._state = NONE
         elif seq._state == PREFILL:
             self._prefill.remove(seq)
-            self._release(seq, keep)
+            self._release(seq)
         elif seq._state == DECODE:
             self._leave_decode(seq)
-            self._release(seq, keep)
+            self._release(seq)
 
     def _back_to_queue(self, seq: Sequence) -> None:
-        """To the head of the queue; what it made counts as context to be prefilled."""
-        self._drop(seq, keep=False)
+        """To the head of the queue; what it made counts as context to be prefilled, but for what
+        is still cached by then."""
+        self._drop(seq)
         seq._state = WAITING
         self._waiting.appendleft(seq)
 
     def _preempt(self) -> None:
-        """The newest that decodes (vLLM: recompute)."""
+        """The newest that decodes (vLLM: its blocks are free, and cached until they are taken)."""
         newest = max(self._decoding(), key=lambda seq: seq._order)
         self.preemptions += 1
         self._back_to_queue(newest)

@@ -85,7 +85,7 @@ def test_rivals_that_were_not_simulated_have_no_row(outcomes):
 def test_files_keep_the_rows_of_the_other_setting_and_the_page_has_both(outcomes, tmp_path):
     path = tmp_path / "rose_paper.csv"
     for setting in ("rose_32b", "rose_8b", "rose_8b"):
-        reproduce_rose.merge_settings(path, setting, reproduce_rose.compared(setting, outcomes))
+        reproduce_rose.merge_settings(path, reproduce_rose.compared(setting, outcomes))
     rows = csv_tables.read_csv(path)
     assert [row["setting"] for row in rows] == ["rose_8b"] * 10 + ["rose_32b"] * 10
     words = reproduce_rose.beside(rows)
@@ -120,7 +120,7 @@ def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts
         for name in ("rose", "uncontrolled", "prism")
     ]
     path = tmp_path / "rose_table1.csv"
-    reproduce_rose.merge_settings(path, "rose_8b", reproduce_rose.table1("rose_8b", some))
+    reproduce_rose.merge_settings(path, reproduce_rose.table1("rose_8b", some))
     words = reproduce_rose.table1_words(csv_tables.read_csv(path)).splitlines()
     assert words[2] == "| Qwen3-8B, rose | 496, 520 | 338, 350 | 136; 40, 90 |"
     assert words[3] == "| Qwen3-8B, serving alone | –, – | 315, 300 | 118; 30, 70 |"
@@ -131,13 +131,20 @@ def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts
 
 
 def test_a_file_of_fewer_columns_takes_rows_of_more(tmp_path):
-    reproduce_rose.merge_settings(
-        tmp_path / "a.csv", "rose_8b", [{"setting": "rose_8b", "old": 1.0}]
-    )
-    reproduce_rose.merge_settings(
-        tmp_path / "a.csv", "rose_32b", [{"setting": "rose_32b", "old": 2.0, "new": 3.0}]
-    )
-    assert [row["new"] for row in csv_tables.read_csv(tmp_path / "a.csv")] == ["", "3"]
+    path = tmp_path / "a.csv"
+    reproduce_rose.merge_settings(path, [{"setting": "rose_8b", "old": 1.0}])
+    reproduce_rose.merge_settings(path, [{"setting": "rose_32b", "old": 2.0, "new": 3.0}])
+    assert [row["new"] for row in csv_tables.read_csv(path)] == ["", "3"]
+
+
+def test_a_system_that_is_measured_by_itself_replaces_its_own_rows_only(tmp_path):
+    path = tmp_path / "a.csv"
+    for system, found in (("rose", 1.0), ("best", 2.0), ("rose", 3.0)):
+        row = {"setting": "rose_8b", "system": system, "found": found}
+        reproduce_rose.merge_settings(path, [row], "system")
+    rows = csv_tables.read_csv(path)
+    assert {row["system"]: row["found"] for row in rows} == {"rose": "3", "best": "2"}
+    assert len(rows) == 2
 
 
 def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):

@@ -124,7 +124,20 @@ def test_what_was_least_recently_used_goes_first():
     assert e.prefilled == before + 1
 
 
-def test_a_full_cache_preempts_the_newest_which_is_recomputed():
+def test_a_context_goes_from_its_end_on_and_only_as_far_as_room_is_needed():
+    e = engine(kv=2500)
+    for at, name in enumerate("ab"):
+        e.add(10.0 * at, sequence(name, 1000, 2))
+        run(e)
+    e.add(20.0, sequence("c", 1000, 2))
+    run(e)
+    before = e.prefilled
+    e.add(30.0, sequence("a", 1002, 1))  # of 3 x 1,002 tokens 506 had no room
+    run(e)
+    assert e.prefilled == before + 506
+
+
+def test_a_full_cache_preempts_the_newest_which_computes_again_what_was_taken():
     e = engine(kv=1000)
     first, second = sequence("a", 400, 300), sequence("b", 400, 300)
     e.add(0.0, first)
@@ -132,6 +145,19 @@ def test_a_full_cache_preempts_the_newest_which_is_recomputed():
     ended = run(e)
     assert [key for _, key in ended] == ["a", "b"]
     assert e.preemptions >= 1 and first.made == second.made == 300
+    # with a's 700 tokens there is room for 300 of b's
+    assert 800 + 1 <= e.prefilled <= 800 + 200 + e.preemptions
+
+
+def test_what_is_taken_out_while_it_is_computed_leaves_what_is_computed():
+    e = engine(batched=512)
+    first = sequence("a", 2000, 5)
+    e.add(0.0, first)
+    e.step()
+    e.remove(e.due, first)
+    e.add(5.0, sequence("a", 2000, 5))
+    run(e)
+    assert e.prefilled == 2000
 
 
 def test_a_sequence_larger_than_the_cache_runs_alone():

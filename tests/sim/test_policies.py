@@ -1,6 +1,7 @@
 """Every policy of conf/scheduler runs a small cluster with workers of all kinds, and decides the
 same on replay."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from rose.policies import build
 from rose.scheduler import events as ev
 from rose.sim import spec
 from rose.sim.driver import simulate
-from tests.sim.clusters import Agents, Memory, cluster, made_load, pool, serving
+from tests.sim.clusters import ENGINE, Agents, Memory, cluster, made_load, pool, serving
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "scheduler"
 PLAIN = {
@@ -66,3 +67,13 @@ def test_a_policy_counts_every_trajectory_once_on_workers_of_all_kinds_and_repla
     assert len(ended) == len(set(ended))
     fresh = scheduler(kind, name)
     assert all(fresh.handle(event) == actions for event, actions in memory.entries)
+
+
+def test_with_too_little_memory_for_all_contexts_thunder_computes_fewer_of_them_again():
+    small = pool(count=2, engine=dataclasses.replace(ENGINE, kv_tokens=8000))
+    computed = {}
+    for routing in ("cache_affine", "thunder"):
+        found = simulate(cluster(small, steps=2, groups=6), scheduler("routing", routing), 1)
+        assert [step.trajectories for step in found.steps] == [24] * 2
+        computed[routing] = sum(worker.prefilled for worker in found.workers)
+    assert computed["thunder"] < computed["cache_affine"]

@@ -1,0 +1,177 @@
+"""ThunderAgent's programs: whose KV counts, who is paused, who comes back where."""
+
+import pytest
+
+from rose.config import ConfigError, Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.policies import build
+from rose.scheduler import events as ev
+from tests.scheduler.test_rival_routing import end, join, lend, make, where
+
+BUFFER = 100  # of an active program
+
+
+def thunder(*workers, kv=1000, **args):
+    s = make("thunder", **{"period_s": 5.0, "half_life_s": 1.0} | args)
+    for name in workers:
+        join(s, name, kv=kv)
+    return s
+
+
+def request(s, turn, context, at=0.0, **kwargs):
+    """Where the turn goes; "" if it waits."""
+    event = ev.TurnRequested(
+        at=at,
+        turn=turn,
+        trajectory=turn.rpartition(".")[0],
+        group=turn.partition(".")[0],
+        context_tokens=context,
+        max_new_tokens=10,
+        **kwargs,
+    )
+    return where(s.handle(event)).get(turn, "")
+
+
+def tick(s, at):
+    return where(s.handle(ev.Tick(at=at)))
+
+
+def acts(s, trajectory, context, at=0.0):
+    """A turn of it after which its context is so long; its tools run."""
+    worker = request(s, f"{trajectory}.t0", context - 10, at)
+    end(s, f"{trajectory}.t0", at)
+    return worker
+
+
+def test_a_context_counts_while_tools_run_and_its_trajectory_comes_back_to_it():
+    s = thunder("a")
+    assert acts(s, "g0.0", 500) == "a"
+    assert request(s, "g1.0.t0", 300 + 1) == ""  # 500 + 301 and twice BUFFER are more than 1,000
+    assert request(s, "g2.0.t0", 300) == "a"
+    assert request(s, "g0.0.t1", 550) == "a"
+
+
+def test_its_room_is_free_once_it_has_ended():
+    s = thunder("a")
+    acts(s, "g0.0", 800)
+    assert request(s, "g1.0.t0", 600) == ""
+    assert where(s.handle(ev.TrajectoryEnded(at=1.0, trajectory="g0.0", tokens=10))) == {
+        "g1.0.t0": "a"
+    }
+
+
+def test_of_long_tools_the_room_is_given_to_others_by_half_lives():
+    s = thunder("a", half_life_s=10.0)
+    acts(s, "g0.0", 800)
+    assert request(s, "g1.0.t0", 400 + 1, at=1.0) == ""
+    assert tick(s, 5.0) == {}  # it still counts with 566
+    assert tick(s, 9.9) == {} == tick(s, 10.0 - 1e-3), "looks are 5 s apart"
+    assert tick(s, 10.1) == {"g1.0.t0": "a"}  # with 397
+
+
+def test_what_exceeds_a_workers_memory_is_paused_tools_first_and_small_contexts_first():
+    s = thunder("a", "b", half_life_s=0.01)
+    assert [acts(s, f"g{i}.0", 300) for i in range(4)] == ["a", "b", "a", "b"]
+    tick(s, 5.0)  # no tools count any more
+    assert request(s, "g4.0.t0", 700, at=5.0) == "a"
+    assert request(s, "g5.0.t0", 650, at=5.0) == "b"
+    # a: 300, 300 and 700, each with BUFFER: both whose tools run are paused
+    tick(s, 10.0)
+    assert request(s, "g1.0.t1", 310, at=10.0) == "" == request(s, "g2.0.t1", 320, at=10.0)
+    # a paused one goes where there is room, not where it was
+    assert end(s, "g5.0.t0", at=11.0) == {}
+    assert where(s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g5.0", tokens=10))) == {
+        "g1.0.t1": "b",
+        "g2.0.t1": "b",
+    }
+
+
+def test_where_those_that_generate_are_too_much_the_smallest_is_paused_at_its_turns_end():
+    s = thunder("a", kv=1000)
+    request(s, "g0.0.t0", 300), request(s, "g1.0.t0", 400)
+    s.handle(ev.TurnProgressed(at=1.0, turn="g1.0.t0", attempt=1, tokens=9))
+    s.handle(
+        ev.WorkerCapacity(
+            at=2.0, worker="a", kv_tokens=800, max_sequences=8, expected_s=0.0, revoked=False
+        )
+    )
+    tick(s, 5.0)  # 400 and 509 of 800
+    end(s, "g0.0.t0", at=6.0), end(s, "g1.0.t0", at=6.0)
+    assert request(s, "g0.0.t1", 310, at=7.0) == "", "the smaller one was paused"
+    assert request(s, "g1.0.t1", 420, at=7.0) == "a"
+
+
+def test_one_that_no_worker_can_hold_runs_alone():
+    s = thunder("a")
+    assert request(s, "g0.0.t0", 5000) == "a"
+    assert request(s, "g1.0.t0", 10) == ""
+    tick(s, 5.0)
+    assert end(s, "g0.0.t0", at=6.0) == {"g1.0.t0": "a"}, "it was paused at its turn's end"
+    assert request(s, "g0.0.t1", 5010, at=7.0) == ""
+
+
+@pytest.mark.parametrize(
+    "event",
+    [ev.WorkerLost(at=1.0, worker="a", reason="gone"), ev.WorkerDraining(at=1.0, worker="a")],
+)
+def test_programs_of_a_worker_that_goes_come_back_elsewhere(event):
+    s = thunder("a")
+    acts(s, "g0.0", 500)
+    s.handle(event)
+    join(s, "b")
+    assert request(s, "g0.0.t1", 510, at=6.0) == "b"
+
+
+def test_a_program_leaves_a_worker_that_lends_less_than_its_turn_needs():
+    s = thunder("a")
+    acts(s, "g0.0", 500)
+    lend(s, "a", 400, revoked=True)
+    assert request(s, "g0.0.t1", 510, at=1.0) == ""
+    join(s, "b")
+    assert s.cluster.turns["g0.0.t1"].worker == "b"
+
+
+def test_a_turn_that_its_worker_gave_back_goes_elsewhere_with_its_program():
+    s = thunder("a", "b")
+    assert request(s, "g0.0.t0", 100) == "a"
+    given = where(s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1)))
+    assert given == {"g0.0.t0": "b"}
+    lend(s, "a", 1000)
+    end(s, "g0.0.t0")
+    assert request(s, "g0.0.t1", 120) == "b"
+
+
+def test_evaluations_are_no_programs():
+    s = thunder("a")
+    acts(s, "g0.0", 800)
+    assert request(s, "e0.0.t0", 300, held_out=True) == "a"
+
+
+def test_shortest_first_restores_those_that_have_begun_then_the_smallest():
+    s = build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name="least_loaded", args={}),
+            order=Policy(name="shortest_first", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
+            queue_depth=0.0,
+        ),
+        60.0,
+    )
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    join(s, "a", sequences=1)
+    assert acts(s, "g0.0", 50) == "a"
+    request(s, "g9.0.t0", 5)
+    waiting = {"g1.0.t0": 30, "g2.0.t0": 20, "g0.0.t1": 60}
+    for turn, context in waiting.items():
+        assert request(s, turn, context) == ""
+    order = ["g9.0.t0"]
+    while len(order) <= len(waiting):
+        order += end(s, order[-1])
+    assert order[1:] == ["g0.0.t1", "g2.0.t0", "g1.0.t0"]
+
+
+@pytest.mark.parametrize("args", [{"period_s": 0.0}, {"half_life_s": -1.0}])
+def test_times_must_be_above_0(args):
+    with pytest.raises(ConfigError, match="seconds above 0"):
+        thunder(**args)
