@@ -12,6 +12,7 @@ whole parameters.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator
@@ -67,7 +68,9 @@ class SavedStates:
     def restore(self, optimizer, shards: ShardReader, rank: int) -> None:
         """Make this rank's share of ZeRO's `optimizer` what was saved; then all ranks gather the
         weights. `shards` says what the share is."""
-        moments = {what: [torch.zeros_like(flat) for flat in shards.flats] for what in MOMENTS}
+        # in host memory: the optimizer moves them, and a device may have no room for both
+        zeros = functools.partial(torch.zeros_like, device="cpu")
+        moments = {what: [zeros(flat) for flat in shards.flats] for what in MOMENTS}
         for part in shards.own():
             name = PREFIX + adapter.parameter_name(part.name)
             for what, groups in ((WEIGHTS, shards.flats), *moments.items()):

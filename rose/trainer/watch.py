@@ -18,6 +18,7 @@ import torch
 
 BEAT_SHARE = 1 / 8  # of trainer.step_timeout_s, from one report to the next
 LOOKS = 10  # within that time, at whether it is over
+REPORT_S = 5.0  # that a rank which fails waits for a report under way
 
 
 class Watch:
@@ -29,28 +30,48 @@ class Watch:
     ):
         self._beat_s, self._progress, self._report = beat_s, progress, report
         self._since: float | None = None  # monotonic: the last report, or the step's beginning
+        self._lock, self._reporting, self._over = threading.Lock(), threading.Lock(), False
         threading.Thread(target=self._beat, name="watch", daemon=True).start()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """It begins and ends with collectives: no rank leaves it before all have come."""
-        self._since = time.monotonic()
+        """It begins and ends with collectives: no rank leaves it before all have come. After one
+        that raises nothing is reported any more: how the rank ended is."""
+        with self._lock:
+            self._since = time.monotonic()
         try:
             yield
+        except BaseException:
+            self._over = True
+            if self._reporting.acquire(timeout=REPORT_S):
+                self._reporting.release()
+            raise
         finally:
-            self._since = None
+            with self._lock:
+                self._since = None
 
     def _beat(self) -> None:
         reported = False
-        while True:
+        while not self._over:
             time.sleep(self._beat_s / LOOKS)
             since, now = self._since, time.monotonic()
             if since is None and reported:
-                self._report(None)
-                reported = False
+                reported = not self._told(None)
             elif since is not None and now >= since + self._beat_s:
-                self._report(self._progress())
-                self._since, reported = now if self._since else None, True
+                reported = self._told(self._progress()) or reported
+                with self._lock:
+                    self._since = now if self._since is not None else None
+
+    def _told(self, begun: int | None) -> bool:
+        with self._reporting:
+            if self._over:
+                return False
+            try:
+                self._report(begun)
+            except OSError as error:  # of the run's folder: the next beat may get through
+                print(f"this rank's progress can't be written: {error}", flush=True)
+                return False
+            return True
 
 
 def collectives() -> int:

@@ -17,32 +17,46 @@ def trainer(rank, begun, since=0.0, **more):
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("told", "beats", "named"),
     [
-        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, {4: 5}),  # fell silent
-        ({2: [8, 8, 8], 3: [8, 8, 8], 4: []}, {4: None}),  # was silent from the step's beginning
-        ({2: [8, 8, 8], 3: [5, 5, 5], 4: [8, 8, 8]}, {3: 5}),  # lives and does not come
-        ({2: [8, 8, 8], 3: [5, 6, 7], 4: [8, 8, 8]}, {}),  # slow: it is still coming
-        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [8, 8, 8]}, {}),  # all in the same collective
-        ({2: [8], 3: [7], 4: [8]}, {}),  # no beat for long: the reader was away, or the disk
-        ({2: [None] * 3, 3: [None] * 3, 4: [None] * 3}, {}),
+        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, 3, {4: 5}),  # fell silent
+        ({2: [8] * 8, 3: [8] * 8, 4: []}, 8, {4: None}),  # was silent from the step's beginning
+        ({2: [8] * 7, 3: [8] * 7, 4: []}, 7, {}),  # or is busy between two steps
+        ({2: [8] * 8, 3: [5] * 8, 4: [8] * 8}, 8, {3: 5}),  # lives and does not come
+        ({2: [8] * 7, 3: [5] * 7, 4: [8] * 7}, 7, {}),  # or computes for long
+        ({2: [8] * 8, 3: [5, 6] * 4, 4: [8] * 8}, 8, {}),  # slow: it is still coming
+        ({2: [8] * 8, 3: [8] * 8, 4: [8] * 8}, 8, {}),  # all in the same collective
+        ({2: [8], 3: [7], 4: [8]}, 8, {}),  # no beat for long: the reader was away, or the disk
+        ({2: [None] * 8, 3: [None] * 8, 4: [None] * 8}, 8, {}),
     ],
 )
-def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, told, named):
+def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, told, beats, named):
     job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
     last = {rank: trainer(rank, None) for rank in told}
-    for beat in range(3):
+    for beat in range(beats):
         for rank, counts in told.items():
             if beat < len(counts):
                 last[rank] = trainer(rank, counts[beat], since=beat + 1.0)
-        found = job._hanging(last, 100.0 + 10.1 * beat)
-        assert not found or beat == 2
+        for look in range(5):  # several between two beats
+            found = job._hanging(last, 100.0 + 10.1 * beat + 2.0 * look)
+            assert not found or beat == beats - 1
+            if found:
+                break
     lines = [line for line in found.splitlines() if line.startswith("rank")]
     assert [line.partition(": ")[0] for line in lines] == [
         f"rank {rank} (trainer {rank - 2}, pid 7 on n1) hangs" for rank in named
     ]
     assert all(f"last told of {n or 0} " in found for n in named.values())
     assert job.lost is bool(named) and found.count(".log") == len(named)
+
+
+def test_who_looks_after_long_names_nobody(tmp_path, make_config):
+    """The reader was suspended, and the ranks' files come back one after the other."""
+    job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
+    ranks = {2: trainer(2, 8, since=1.0), 3: trainer(3, 7, since=1.0)}
+    assert not job._hanging(ranks, 100.0)
+    ranks[2] = trainer(2, 8, since=2.0)
+    assert not job._hanging(ranks, 1300.0)
 
 
 @pytest.mark.parametrize(
