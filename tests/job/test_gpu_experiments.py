@@ -88,7 +88,7 @@ def hub_home(tmp_path_factory):
     "experiment, repository, trainers, stage",
     [
         ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2),
-        ("qwen7b_64k", "acme/tiny-qwen2", 2, 3),  # qwen7b's groups, and rows that ranks share
+        ("qwen7b", "acme/tiny-qwen2", 1, 3),
         ("qwen7b_lora", "acme/tiny-qwen2", 1, 2),
         ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3),
         ("qwen32b", "acme/tiny-qwen3", 2, 3),
@@ -106,7 +106,6 @@ def test_an_experiment_trains_a_step_with_only_its_sizes_changed(
             *SIZES,
             f"model.path={repository}",
             f"trainer.ranks={trainers}",
-            *(["trainer.sequence_parallel=2"] if experiment == "qwen7b_64k" else []),
             f"output_dir={tmp_path}",
         ],
         capture_output=True,

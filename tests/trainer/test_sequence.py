@@ -136,5 +136,6 @@ def test_the_experiment_of_64k_tokens_trains_rows_of_8k(tmp_path):
     )
     [found], [exact] = found["metrics"], exact["metrics"]
     assert found["tokens"] == exact["tokens"] > LONG
-    for name in ("loss", "grad_norm", "entropy"):
-        assert found[name] == pytest.approx(exact[name], rel=0.05), name
+    # not the loss, a sum that all but cancels
+    for name, close in (("grad_norm", 0.05), ("entropy", 2e-3), ("mismatch_abs", 2e-3)):
+        assert found[name] == pytest.approx(exact[name], rel=close), name
