@@ -12,14 +12,12 @@ import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_THREADS = 8
-ASIDE = 10  # more niceness: a ninth of the time of a thread without
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
 
 # what programs need that know nothing of the run; all else stays behind
@@ -73,14 +71,6 @@ def usable_threads() -> int:
     this process may run on, as Slurm or taskset bound it, and 8 at most. More would fight over
     Python's lock with what the process is for, and each of them holds blocks in memory."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def stand_aside() -> None:
-    """This thread works on the side: where cores are short, it leaves them to what others wait for.
-    For good: only root may take a niceness back."""
-    thread = threading.get_native_id()  # to Linux, a thread's own; the process keeps its niceness
-    nice = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + ASIDE))
 
 
 @contextmanager

@@ -5,8 +5,6 @@ import gc
 import importlib.util
 import os
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,14 +15,6 @@ def test_threads_follow_the_binding_and_end_at_eight(monkeypatch):
     for bound, wanted in ({3}, 1), (set(range(4)), 4), (set(range(220)), 8):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=bound: cores)
         assert processes.usable_threads() == wanted
-
-
-def test_a_thread_on_the_side_is_nicer_and_its_process_as_before():
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with ThreadPoolExecutor(1, initializer=processes.stand_aside) as pool:
-        thread = pool.submit(threading.get_native_id).result()
-        assert os.getpriority(os.PRIO_PROCESS, thread) == min(19, before + processes.ASIDE)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_an_import_leaves_out_what_nobody_uses_and_the_collector_goes_on(monkeypatch):

@@ -51,6 +51,13 @@ def keep_all() -> None:
         mallopt(M_TOP_PAD, PAD)
 
 
+def give_back() -> None:
+    """Return what is free in the heap to the system: others may need what this process won't."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class Ahead:
     """Makes this process's heap resident up to its end, what no step has used yet included. Nothing
     happens where the system has no such heap, or can't do that."""

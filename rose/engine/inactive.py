@@ -10,14 +10,12 @@ read again from the model's folder into them by vLLM's loader. Importing this im
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
 from rose import memory
-from rose.engine import adapter
+from rose.engine import adapter, heap
 from rose.engine.vmm import SPARE
 from rose.memory import give_back
 
@@ -48,7 +46,7 @@ class InactiveWorker:
         if self.rose_kv is None:
             spans |= _storages(self.model_runner.kv_caches)
         give_back(spans)
-        ctypes.CDLL(None).malloc_trim(0)  # what loading the model left in the allocator
+        heap.give_back()  # what loading the model left in the allocator
 
     def rose_activate(self) -> None:
         """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the
@@ -86,7 +84,7 @@ class InactiveWorker:
                 self.sleep(level=1)
         else:
             give_back(_storages(self.model_runner.kv_caches))
-            ctypes.CDLL(None).malloc_trim(0)
+            heap.give_back()
         self._rose_asleep = set(SLEEPS)
         return self._rose_moved(before)
 

@@ -8,7 +8,8 @@ products where these are longer than the step; each request costs a lookup besid
 follows the engines' own rule (`rose.engine.drafts.gain.fastest`) at each change of the batch, on
 the step times that the simulator knows and a live engine fits.
 
-Left out: how requests of one step differ, KV of drafted tokens, probes of the gate, and what
+Left out: how requests of one step differ, KV of drafted tokens, probes of the gate, what an engine
+with a proposer pays while nothing is drafted (docs/drafts.md), and what
 siblings that still run have said, which helps little more than none (replayed tool calls of 16 in
 lockstep: 1.83 tokens a step; 1.81 after none has ended).
 """
@@ -163,7 +164,7 @@ class DraftingEngine(SimEngine):
         ended.sort(key=lambda seq: seq._order)
         for seq in ended:
             self._leave(seq, seq.left)
-            self._release(seq, True)
+            self._release(seq)
         if self._held + self._cached > self.kv:
             self._fit()
         return ended

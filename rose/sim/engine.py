@@ -437,7 +437,10 @@ class SimEngine:
         seq._state = NONE
         if not self._caches:
             return
-        own = max(0, seq._own - seq._todo)
+        if seq._todo > seq._own:  # nor is the group's prompt: the next one computes it
+            self._unshare(seq.group)
+            return
+        own = seq._own - seq._todo
         self._cache[seq.key] = (own, seq.group)
         self._cached += own
         if self._held + self._cached > self.kv:
@@ -464,7 +467,7 @@ class SimEngine:
     def _fit(self) -> None:
         """Evict what is cached, least recently used first, until it fits."""
         while self._cache and (over := self._held + self._cached - self.kv) > 0:
-            self._evict(over)
+            self._evict(math.ceil(over))
 
     def _drop(self, seq: Sequence) -> None:
         if seq._state == WAITING:

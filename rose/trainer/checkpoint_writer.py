@@ -22,8 +22,8 @@ import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from rose.engine import heap
 from rose.files import refusal
-from rose.processes import stand_aside
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
@@ -90,7 +90,6 @@ class CheckpointWriter(CheckpointEngine):
         return not self._thread.is_alive()
 
     def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
-        stand_aside()
         try:
             while files:
                 path, state = files.pop(0)
@@ -105,6 +104,8 @@ class CheckpointWriter(CheckpointEngine):
             checkpoint.mark(folder, self._rank, f"{why}; {refused}" if refused else why)
         else:
             checkpoint.mark(folder, self._rank, "")
+        finally:
+            heap.give_back()
 
 
 def host_copy(state: Any) -> Any:

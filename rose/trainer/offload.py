@@ -12,7 +12,6 @@ given back, a file without a name.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rose import memory
+from rose.engine import heap
 from rose.memory import GIB, DeviceMemory
 
 SMALLEST = 2**20  # bytes: smaller ones lie in pages of their own, which CUDA's allocator keeps
@@ -76,7 +76,7 @@ class Offload:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         else:
-            ctypes.CDLL(None).malloc_trim(0)
+            heap.give_back()
         return memory.look(self._device)
 
     def take(self) -> DeviceMemory:

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rose import processes
 from rose.transfer import codec
 from rose.transfer.blocks import Block, size
 from rose.transfer.edge import Edge, present, read_plan
@@ -237,9 +236,7 @@ class Publisher:
 
         def write() -> None:
             part = source()
-            # after the first, engines load the version and roll out meanwhile
-            aside = None if self._full is None else processes.stand_aside
-            with ThreadPoolExecutor(self._threads, "encode", aside) as pool:
+            with ThreadPoolExecutor(self._threads, "encode") as pool:
                 for block, made in zip(self._mine, pool.map(part, self._mine), strict=True):
                     writer.add(block, *made)
             writer.finish()
