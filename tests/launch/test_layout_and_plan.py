@@ -402,7 +402,7 @@ def test_parameters_of_the_published_models(make_config):
 @pytest.mark.parametrize(
     "experiment, ranks, gpus, parameters",
     [
-        ("smollm", 5, 0, "134.52M"),
+        ("smollm", 4, 0, "134.52M"),
         ("qwen3_0_6b", 4, 1, "596.04M"),
         ("qwen7b", 10, 8, "7.62B"),
         ("qwen7b_lora", 4, 1, "7.62B"),

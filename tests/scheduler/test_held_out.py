@@ -2,11 +2,13 @@
 
 import pytest
 
+from rose.policies import thunder
 from rose.policies.registry import POLICIES
 from rose.scheduler import events as ev
 from tests.scheduler.test_scheduler import end, join, make
 
 ARGS = {
+    "thunder": {"period_s": 5.0, "half_life_s": 1.0},
     "cache_affine": {"imbalance": 1.0},
     "earliest_finish": {"chunk_tokens": 8192},
     "libra": {"limits": [5000], "shares": [0.5, 0.5]},
@@ -129,7 +131,10 @@ def test_what_a_policy_keeps_waiting_for_reasons_of_its_own_makes_them_go_once()
 
 
 @pytest.mark.parametrize("routing", POLICIES["routing"])
-def test_no_routing_lets_trajectories_of_evaluations_keep_training_from_beginning(routing):
+def test_no_routing_lets_trajectories_of_evaluations_keep_training_from_beginning(
+    routing, monkeypatch
+):
+    monkeypatch.setattr(thunder, "BUFFER", 0)  # of real engines, a thousand times as large
     s = scheduler("d0", sequences=8, kv=100, routing=routing, routing_args=ARGS.get(routing))
     s.handle(ev.StepBegun(at=0.0, step=1, groups=4))
     ask(s, "g9.0.t0")

@@ -253,7 +253,7 @@ def test_a_simulation_prints_a_table_and_leaves_a_page_a_csv_and_a_json(answer, 
         ("sim.sandboxes.memory_gib=1", "sim.sandboxes.sandbox_mib=1280: no host has room for one"),
         (
             "sim.sandboxes.changes.none.share=0.9",
-            "shares of none, files, process are 1.186 together; 1 is all turns",
+            "shares of none, files, process are 1.212 together; 1 is all turns",
         ),
     ],
 )
