@@ -280,7 +280,10 @@ class Rollouts:
             if depth > each.turns:
                 each.turns, each.losses = depth, 0
                 self._deaths.pop(m.rank, None)
-            each.losses += m.rank in self.up and self._hub.in_environment(each.start.id)
+            # one that has still to fork off another did nothing on that host
+            waits = not depth and each.start.follows in self._running
+            if m.rank in self.up and not waits and self._hub.in_environment(each.start.id):
+                each.losses += 1
         self.up.discard(m.rank)
         self._suspects.pop(m.rank, None)
         if self._config.moves_trajectories:

@@ -161,6 +161,29 @@ def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(
     assert rollouts.groups.failed == 1
 
 
+def test_what_waits_to_fork_off_another_does_not_kill_hosts(world, make_config):
+    tree = ("rollout/branch=tree", "rollout.branch.at=[1,2]", "rollout.group_size=8")
+    rollouts = Rollouts(
+        make_config(*tree, "trainer.batch_size=8", "rollout.host_restarts=1000"),
+        world.hub,
+        lambda rank, m: world.sent.append((rank, m)),
+        {0: 1},
+        lambda *fault: world.faults.append(fault),
+    )
+    rollouts.handle(p.HostReady(1))
+    rollouts.admit(0, "g0", 0.0)
+    for _ in range(5):
+        starts = [m for _, m in world.taken(p.StartTrajectory)]
+        roots = [m.id for m in starts if not m.follows]
+        assert len(starts) == 8 > len(roots) > 0
+        world.sent.clear()
+        for name in roots:  # which wait for the engine
+            ask(world, 1, f"{name}.t0")
+        lose(rollouts, 1)
+    assert {what for what, _ in world.faults} == {"environment host died"}
+    assert rollouts.groups.failed == 0
+
+
 def plays(world, host, name, turns, life=0):
     """It gets so many turns from there on, with contexts of its own in each `life`."""
     for turn in range(turns):

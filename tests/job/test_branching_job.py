@@ -1,5 +1,6 @@
-"""Tree rollouts in a real run, which a power failure and a dead engine interrupt: the same leaves,
-forked off at the same turns, with the same tokens as in a run that nothing interrupts."""
+"""Tree rollouts in a real run, which a power failure, dead hosts and a dead engine interrupt: the
+same leaves, forked off at the same turns, with the same tokens as in a run that nothing interrupts.
+"""
 
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from rose.coordinator import replay
 from rose.trainer import segments
 from tests.job.job import Job, trained_on
+from tests.job.test_lost_hosts_job import kill_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -19,6 +21,7 @@ TREES = (
     "rollout/branch=tree",
     "rollout.group_size=8",
     "rollout.environment_hosts=2",
+    "rollout.host_restarts=100",
     "eval.episodes=0",
 )
 
@@ -38,7 +41,7 @@ def tokens_before(t, turns: int) -> int:
     return 4 * ([i for i, bit in enumerate(t.mask) if bit][made - 1] + 1)
 
 
-def test_trees_come_out_the_same_through_a_power_failure_and_a_dead_engine(tmp_path):
+def test_trees_come_out_the_same_through_a_power_failure_dead_hosts_and_a_dead_engine(tmp_path):
     whole = Job(tmp_path / "whole", *TREES)
     assert whole.wait() == 0, whole.said + whole.logs()
 
@@ -48,10 +51,13 @@ def test_trees_come_out_the_same_through_a_power_failure_and_a_dead_engine(tmp_p
     powerless.kill_everything()
 
     last = Job(tmp_path, *TREES)
+    assert kill_hosts(last, 2) == 2
     last.until(lambda: last.phase() == ("rollout", STEPS), "the last step's rollout")
     last.engine().kill()
     assert last.wait() == 0, last.said + last.logs()
     assert last.steps()[-1]["engine_restarts"] == 1 and last.orphans() == []
+    assert last.steps()[-1]["failed_trajectories"] == 0
+    assert sum(row["trajectories_restarted"] for row in last.steps()) >= 2
 
     assert trained_on(last.run, STEPS) == [f"g{g}.{m}" for g in range(2 * STEPS) for m in range(8)]
     assert leaves(last.run) == leaves(whole.run)
