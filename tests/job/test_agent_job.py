@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from job import Job, trained_on
-from test_lost_hosts_job import kill_hosts
 
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
+from tests.job.test_lost_hosts_job import kill_hosts
 
 pytestmark = pytest.mark.slow
 
