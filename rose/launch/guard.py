@@ -87,11 +87,11 @@ def _use(me: Rank, config: Config, own_logs: Path) -> None:
 def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) -> dict[str, str]:
     """What torch's NCCL watchdog is told in a trainer rank, where it is not `given` otherwise.
 
-    One rule, of trainer.step_timeout_s: within half of it the launcher names a rank for which the
-    others wait, and ends the attempt (rose/launch/beats.py); so long the watchdog's thread may hang
-    in the driver; all of it is a collective's deadline (`join_world`), after which the watchdog
-    ends the process. Each rank's last collectives are then beside the logs, for torch's flight
-    recorder.
+    One rule, of trainer.step_timeout_s. Within half of it the launcher names a silent rank for
+    which the others wait, and ends the attempt (rose/launch/beats.py); so long the watchdog's
+    thread may hang in the driver. Before all of it a rank that still reports is named. All of it is
+    a collective's deadline (`join_world`), after which the watchdog ends the process. Each rank's
+    last collectives are then beside the logs, for torch's flight recorder.
     """
     ours = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # end the process; aborting NCCL first may hang

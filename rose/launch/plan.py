@@ -122,7 +122,7 @@ def _less_memory(c: Config) -> Iterator[str]:
             f"lower trainer.micro_batch_tokens={t.micro_batch_tokens} with "
             f"model.max_context={c.model.max_context}"
         )
-    if t.sequence_parallel < t.ranks:
+    if t.sequence_parallel < t.ranks and not t.router_replay:
         yield f"raise trainer.sequence_parallel={t.sequence_parallel}"
     if t.zero_stage < 3 and t.ranks > 1:
         yield f"raise trainer.zero_stage={t.zero_stage}"

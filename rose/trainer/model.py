@@ -22,9 +22,8 @@ from rose.trainer import adapter, sequence, tree_attention
 from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.router_replay import RouterReplay
+from rose.trainer.saved_states import PREFIX
 from rose.trainer.sequence import SequenceGroup
-
-HF_PREFIX = "hf."  # of parameter names in `Policy`; without it they are those of the model's folder
 
 
 class Head(nn.Module):
@@ -193,7 +192,7 @@ class Policy(nn.Module):
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         parameters = self.named_parameters()
-        return [(adapter.stored_name(n.removeprefix(HF_PREFIX)), p) for n, p in parameters]
+        return [(adapter.stored_name(n.removeprefix(PREFIX)), p) for n, p in parameters]
 
 
 def load(

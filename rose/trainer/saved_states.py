@@ -1,7 +1,7 @@
 """What ZeRO has saved, by parameter and place in it, whatever ranks and stage saved it.
 
 Every rank's file has its share of each group's flat float32 values and of Adam's two moments. Below
-stage 3 the file itself says which parameter each stretch of the share belongs to
+stage 3 the file itself says which parameter each range of the share belongs to
 (`param_slice_mappings`); at stage 3 every parameter is split evenly, in the order of
 `param_shapes`. Files are mapped: what is not asked for is not read. So a rank of another world
 takes its own share out of them, and nobody holds more. Left out: DeepSpeed's universal checkpoint,
@@ -25,13 +25,13 @@ from rose.trainer import adapter
 from rose.trainer.shards import ShardReader
 from rose.transfer.errors import Corrupted, Missing
 
-PREFIX = "hf."  # of the model's parameters in them
+PREFIX = "hf."  # of `Policy`'s parameters; without it they have the names of the model's folder
 # torch's state of the optimizer, by ZeRO's stage
 BASE = {stage: "base_optimizer_state" for stage in (1, 2)} | {3: "optimizer_state_dict"}
 WEIGHTS, MOMENTS = "float32", ("exp_avg", "exp_avg_sq")
 
 
-class Stretch(NamedTuple):
+class Range(NamedTuple):
     """Values `begin` to `end` of a flattened parameter are in `rank`'s group, from `at` on."""
 
     begin: int
@@ -48,18 +48,18 @@ class SavedStates:
     def __init__(self, folder: Path, ranks: int, stage: int):
         self.folder, self.stage = Path(folder), stage
         self._saved = [_states(optimizer_file(folder, rank)) for rank in range(ranks)]
-        self.stretches: dict[str, list[Stretch]] = defaultdict(list)  # by DeepSpeed's name
+        self.ranges: dict[str, list[Range]] = defaultdict(list)  # by DeepSpeed's name
         self._find_even() if stage == 3 else self._find_mapped()
 
     def read(self, name: str, what: str, begin: int, out: torch.Tensor) -> None:
         """Fill `out`, (n,), with values of the parameter `name` from its `begin` on: its float32
         weights (`WEIGHTS`) or a moment of Adam's (`MOMENTS`)."""
         end, filled = begin + len(out), 0
-        for stretch in self.stretches.get(name, ()):
-            low, high = max(begin, stretch.begin), min(end, stretch.end)
+        for held in self.ranges.get(name, ()):
+            low, high = max(begin, held.begin), min(end, held.end)
             if low < high:
-                at = stretch.at + low - stretch.begin
-                values = self._flats(stretch.rank, what)[stretch.group][at : at + high - low]
+                at = held.at + low - held.begin
+                values = self._flats(held.rank, what)[held.group][at : at + high - low]
                 out[low - begin :][: len(values)].copy_(values)
                 filled += len(values)
         if filled != len(out):
@@ -99,10 +99,10 @@ class SavedStates:
         for rank, saved in enumerate(self._saved):
             for group, mapping in enumerate(saved["param_slice_mappings"]):
                 for name, place in mapping.items():
-                    before = self.stretches[name]
+                    before = self.ranges[name]
                     begin = before[-1].end if before else 0
                     end = begin + place.numel
-                    before.append(Stretch(begin, end, rank, group, place.start))
+                    before.append(Range(begin, end, rank, group, place.start))
 
     def _find_even(self) -> None:
         """The last rank's part of a parameter is padded. Groups follow each other: a part may lie
@@ -116,18 +116,18 @@ class SavedStates:
             size, part = shape.numel(), -(-shape.numel() // ranks)
             for rank in range(ranks):
                 begin, end = min(rank * part, size), min((rank + 1) * part, size)
-                self.stretches[name] += _across(ends, Stretch(begin, end, rank, 0, at))
+                self.ranges[name] += _across(ends, Range(begin, end, rank, 0, at))
             at += part
 
 
-def _across(ends: list[int], whole: Stretch) -> Iterator[Stretch]:
-    """The parts in each group of a stretch in groups that follow each other and end at `ends`."""
+def _across(ends: list[int], whole: Range) -> Iterator[Range]:
+    """The parts in each group of a range in groups that follow each other and end at `ends`."""
     start = 0
     shift = whole.at - whole.begin  # from a parameter's index to that in all groups
     for group, end in enumerate(ends):
         low, high = max(whole.begin, start - shift), min(whole.end, end - shift)
         if low < high:
-            yield Stretch(low, high, whole.rank, group, low + shift - start)
+            yield Range(low, high, whole.rank, group, low + shift - start)
         start = end
 
 

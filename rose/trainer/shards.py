@@ -29,7 +29,7 @@ def patterns_of(values: torch.Tensor) -> np.ndarray:
     return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """Values `begin` to `end` of a flattened parameter are this rank's, in its float32 `group` from
     `at` on."""
 
@@ -92,13 +92,13 @@ class ShardReader:
             held = held.float() * scale
         return patterns_of(held.to(self._dtype))
 
-    def own(self) -> Iterator[Part]:
+    def own(self) -> Iterator[Share]:
         """What this rank has in `flats`, its float32 groups, of each parameter; under ZeRO."""
         for name, parameter in self._weights:
             group, at, first = self._masters.get(id(parameter), (0, 0, 0))
             for rank, begin, end in self._ranges[id(parameter)]:
                 if rank == self._rank and begin < end:
-                    yield Part(name, begin, end, group, at + begin - first)
+                    yield Share(name, begin, end, group, at + begin - first)
 
     def _share(self, ranges: Mapping[int, list[tuple[int, int, int]]]) -> Shards:
         """The shards of each tensor."""
