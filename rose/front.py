@@ -64,7 +64,7 @@ INSTEAD_OF_RUNNING = frozenset(
         "-sc",
     )
 )
-NAME_LIMIT = 151  # characters of a run's name; rose/config/checks.py refuses longer ones
+NAME_LIMIT = 151  # characters of a run's name; rose/config/checks refuses longer ones
 
 
 def main(conf: Path, arguments: list[str], program: str = "python launch.py") -> int:

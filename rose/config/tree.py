@@ -1,6 +1,6 @@
 """The types of conf/: what each key may be. No key has a default outside the YAML of conf/.
 
-Left out: what keys must be to each other (checks.py), and what the arguments of an environment,
+Left out: what keys must be to each other (checks/), and what the arguments of an environment,
 algorithm, policy or recipe may be, which those say themselves.
 """
 
@@ -241,7 +241,7 @@ class Lora(Section):
     @property
     def slot_rank(self) -> int:
         """That of an engine's memory for the adapter. Raises `StopIteration` above vLLM's
-        largest, which checks.py refuses."""
+        largest, which checks/ refuses."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)
 
     @property

@@ -1,0 +1,87 @@
+"""What the keys of a configuration must be to each other, and to the model: a file for each part of
+the tree. Left out: the machine's own limits (rose/launch/plan.py)."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from rose.config.checks import machine, serving, tasks, training
+from rose.config.checks.machine import ASK_FOR_JOBS
+from rose.config.checks.model import check_model
+from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
+from rose.config.checks.serving import hours_of
+from rose.config.tree import Config, Serving
+
+__all__ = ["ASK_FOR_JOBS", "NO_DRAFTS", "check", "check_model", "check_serving", "hours_of"]
+
+# of vLLM, which rollout.engine_args may not set
+OTHER_WEIGHTS = ("quantization", "dtype", "moe_backend", "enable_eplb")
+
+
+def check(c: Config) -> None:
+    """Everything that can be said without looking at the machine or the model."""
+    need = needs(msgspec.to_builtins(c))
+    _check_values(c, need)
+    serving.check(c.serving, need)
+    tasks.check(c, need)
+    training.check(c, need)
+    machine.check(c, need)
+
+
+def check_serving(section: Serving) -> None:
+    """The same of the serving side's section alone: an online server runs before there is a run."""
+    serving.check(section, needs({"serving": msgspec.to_builtins(section)}))
+
+
+def _check_values(c: Config, need: Need) -> None:
+    """Single values that their types don't bound."""
+    need(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}", c.name) is not None,
+        "name",
+        "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder",
+    )
+    need(
+        len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
+        "trainer.optimizer.betas",
+        "two numbers in [0, 1)",
+    )
+    optimizer, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
+    need(
+        optimizer.schedule == "constant" or optimizer.warmup_steps < updates,
+        "trainer.optimizer.warmup_steps",
+        f"below {updates}, the updates of trainer.steps={c.trainer.steps}, or the learning rate "
+        f"never comes to be {optimizer.schedule}",
+    )
+    need(
+        c.rollout.temperature > 0,
+        "rollout.temperature",
+        "must be greater than 0: greedy rollouts teach nothing",
+    )
+    for name, value in c.rollout.engine_args.items():
+        need(
+            name.replace("-", "_") not in OTHER_WEIGHTS,
+            f"rollout.engine_args.{name}",
+            "the engine's weights are the trainer's bit for bit, in model.dtype and the trainer's "
+            "order: quantised or otherwise converted ones can't be updated",
+        )
+        need(
+            c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
+        )
+    relay = c.transfer.relay
+    need(
+        relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None,
+        "transfer.relay",
+        "must be http://host:port, as `python -m rose.relay` prints it, or null",
+    )
+    need(
+        relay is None or c.transfer.relay_token_file is not None,
+        "transfer.relay_token_file",
+        f"transfer.relay={relay} asks for its token: the path of a file of mode 0600 with it",
+    )
+    need(
+        c.model.source != "folder" or c.model.path is not None,
+        "model.path",
+        "the model's folder is needed (model.source=folder)",
+    )

@@ -1,0 +1,224 @@
+"""Ranks, GPUs and Slurm. Left out: the machine's own limits (rose/launch/plan.py)."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from rose.config.checks.need import Need, leaves
+from rose.config.tree import Config, Container, Mpi, nodes_of
+
+ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
+
+
+def check(c: Config, need: Need) -> None:
+    """GPUs and ranks. A run that trains from saved trajectories has neither engines nor environment
+    hosts."""
+    rolls = c.rollout.replay is None
+    engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
+    if c.deterministic:
+        need(
+            engines <= 1,
+            "rollout.workers",
+            "deterministic=true needs one engine: rollout.workers=1",
+        )
+        need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
+    if c.trainer.reduce_dtype == "bfloat16":
+        need(
+            c.trainer.dtype == "bfloat16",
+            "trainer.reduce_dtype",
+            "bfloat16 needs trainer.dtype=bfloat16",
+        )
+        need(
+            c.trainer.zero_stage > 0,
+            "trainer.reduce_dtype",
+            "bfloat16 needs trainer.zero_stage 2 or 3, which add gradients up in float32",
+        )
+    need(
+        c.trainer.dtype == "float32" or c.trainer.zero_stage != 1,
+        "trainer.zero_stage",
+        f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another "
+        "optimizer, whose shards can't "
+        "be published; 2 shares the same states and needs no more memory",
+    )
+    _check_gpus(c, engines, need)
+    _check_colocation(c, need)
+    pools = c.reward.pools if rolls else 0
+    ranks = 1 + hosts + pools + c.trainer.ranks + engines
+    need(
+        c.cluster.slots is None or ranks <= c.cluster.slots,
+        "cluster.slots",
+        f"the run has {ranks} ranks (1 coordinator + {hosts} environment hosts + {pools} reward + "
+        f"{c.trainer.ranks} trainer + "
+        f"{engines} rollout); raise it or run fewer",
+    )
+    need(
+        c.transfer.broadcast != "nccl" or c.cluster.gpus > 0,
+        "transfer.broadcast",
+        "nccl needs GPUs, and cluster.gpus=0; auto takes what there is",
+    )
+    _check_mpi(c.cluster.mpi, need)
+    if (asks := c.scheduler.provisioning.name) in ASK_FOR_JOBS and c.mode == "train":
+        need(
+            c.cluster.kind == "slurm",
+            "scheduler.provisioning.name",
+            f"{asks} submits jobs to Slurm: cluster=slurm",
+        )
+        need(
+            c.cluster.mpi.join,
+            "cluster.mpi.join",
+            f"with {c.cluster.mpi.name} no rank can join, and scheduler."
+            f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or "
+            "scheduler/provisioning=fixed",
+        )
+        need(
+            c.borrows,
+            "scheduler.provisioning.name",
+            f"{asks} needs ranks that may join: serving.borrow=true, "
+            "deterministic=false, no replay",
+        )
+    if c.cluster.kind == "slurm":
+        need(
+            c.cluster.slurm is not None,
+            "cluster.slurm",
+            "cluster.kind=slurm needs it; use cluster=slurm",
+        )
+        _check_slurm(c, engines, need)
+
+
+def _check_gpus(c: Config, engines: int, need: Need) -> None:
+    """Trainer ranks and engines beside each other, or in turn on the same GPUs."""
+    ranks, of_engines, shared = (
+        c.trainer.ranks,
+        engines * c.rollout.tensor_parallel,
+        c.shares_devices,
+    )
+    gpus = max(ranks, of_engines) if shared else ranks + of_engines
+    parts = (
+        f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x "
+        "rollout.tensor_parallel="
+        f"{c.rollout.tensor_parallel}"
+    )
+    remedy = "raise it, or lower trainer.ranks or rollout.workers"
+    if not shared and engines and c.cluster.kind == "local":
+        remedy += ", or share them in turn: colocate=true"
+    need(
+        c.cluster.gpus == 0 or gpus <= c.cluster.gpus,
+        "cluster.gpus",
+        f"the run needs {gpus} ({parts}); {remedy}",
+    )
+
+
+def _check_colocation(c: Config, need: Need) -> None:
+    """Trainer ranks and engines take turns: nothing may want both at once."""
+    if not c.shares_devices:
+        return
+    batching = c.scheduler.batching.name
+    need(
+        batching == "synchronous",
+        "scheduler.batching.name",
+        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer "
+        "trains; "
+        "scheduler/batching=synchronous, or two GPUs and colocate=false",
+    )
+    need(
+        c.cluster.kind == "local",
+        "cluster.kind",
+        "colocate=true shares the devices of one machine: cluster=gpus or "
+        "local, inside one node's allocation as slurm/one_node.sbatch makes it",
+    )
+    need(
+        c.transfer.broadcast != "nccl",
+        "transfer.broadcast",
+        "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi",
+    )
+
+
+def _check_mpi(mpi: Mpi, need: Need) -> None:
+    """Options and variables that srun and the system take as they are."""
+    for at, option in enumerate(mpi.srun):
+        need(
+            option.startswith("-") and option.isprintable(),
+            f"cluster.mpi.srun.{at}",
+            "must be an option, as --mpi=pmi2",
+        )
+    for section, variables in (("env", mpi.env), ("join_env", mpi.join_env)):
+        for name, value in variables.items():
+            need(
+                re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and value.isprintable(),
+                f"cluster.mpi.{section}.{name}",
+                "must be the name of a variable, and one line of text",
+            )
+
+
+def _check_slurm(c: Config, engines: int, need: Need) -> None:
+    """Ranks divide evenly over the nodes of their component, and nothing in an option can end its
+    line."""
+    parts = (
+        ("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
+        ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel),
+    )
+    for name, component, key, ranks, gpus in parts if engines else parts[:1]:
+        nodes = nodes_of(component, ranks * gpus, c.cluster.gpus > 0)
+        need(
+            ranks % nodes == 0,
+            f"cluster.slurm.{name}.nodes",
+            f"{key}={ranks} ranks don't divide evenly over {nodes} nodes; change one of them",
+        )
+        need(
+            not c.cluster.gpus or ranks // nodes * gpus <= component.gpus_per_node,
+            f"cluster.slurm.{name}.gpus_per_node",
+            f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise "
+            f"cluster.slurm.{name}.nodes={nodes}",
+        )
+    need(
+        c.cluster.slurm.borrowed.nodes in (None, 1),
+        "cluster.slurm.borrowed.nodes",
+        "such a job is one engine: 1",
+    )
+    need(
+        c.cluster.slurm.reward.nodes in (None, 1),
+        "cluster.slurm.reward.nodes",
+        "such a job has one node: 1; reward.max_jobs says how many there may be",
+    )
+    for name in ("trainer", "rollout", "borrowed", "reward"):
+        for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
+            need(
+                option.startswith("--"),
+                f"cluster.slurm.{name}.sbatch.{at}",
+                "must be an option, as --exclusive",
+            )
+    _check_container(c.cluster.slurm.container, need)
+    for key, value in leaves(msgspec.to_builtins(c.cluster.slurm)):
+        need(
+            not isinstance(value, str) or value.isprintable() and value != "",
+            f"cluster.slurm.{key}",
+            "must be one line of text, not empty; null leaves an option out",
+        )
+
+
+def _check_container(container: Container | None, need: Need) -> None:
+    """Paths that are the same on every node; nothing that could be taken for another option or
+    another mount."""
+    if container is None:
+        return
+    key = "cluster.slurm.container"
+    need(
+        container.python.startswith("/"),
+        f"{key}.python",
+        "the interpreter's absolute path inside the container, as /usr/local/bin/python",
+    )
+    need(
+        not container.image.startswith("-"),
+        f"{key}.image",
+        "a file, or a name that the runtime can pull",
+    )
+    for at, mount in enumerate(container.mounts):
+        need(
+            mount.startswith("/") and "," not in mount,
+            f"{key}.mounts.{at}",
+            'an absolute path, or "/host/path:/path/inside"',
+        )
+    for at, option in enumerate(container.args):
+        need(option.startswith("-"), f"{key}.args.{at}", "must be an option, as --no-home")

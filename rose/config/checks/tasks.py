@@ -1,0 +1,150 @@
+"""Environments, evaluation, sandboxes and rewards."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from rose.config.checks.need import Need
+from rose.config.errors import ConfigError
+from rose.config.tree import Config
+
+SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
+
+
+def check(c: Config, need: Need) -> None:
+    _check_env(c, need)
+    _check_eval(c, need)
+    _check_sandbox(c, need)
+    _check_reward(c, need)
+
+
+def _check_env(c: Config, need: Need) -> None:
+    """Each member alone, and that there is one."""
+    need(
+        len(c.env.members) > 0,
+        "env.members",
+        "a mixture needs members: env=games has some, and one more, here "
+        "called more, is +env@env.members.more=reasoning +env.members.more.weight=1",
+    )
+    for name, member in c.env.members.items():
+        key = c.env.key_of(name)
+        need(
+            key == "env" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None,
+            key,
+            f"letters, digits, _ and - only in a member's name, which is {name!r}",
+        )
+        need(
+            member.max_new_tokens < c.model.max_context,
+            f"{key}.max_new_tokens",
+            f"one turn must fit into model.max_context={c.model.max_context}",
+        )
+
+
+def _check_eval(c: Config, need: Need) -> None:
+    """Sets that can be told from the trained environments, and what needs evaluations between
+    steps."""
+    e = c.eval
+    for name, one in e.sets.items():
+        key = f"eval.sets.{name}"
+        need(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) is not None,
+            f"{key}.name",
+            f"letters, digits, _ and - only in a set's name, which is {name!r}",
+        )
+        need(
+            name not in c.env.members,
+            f"{key}.name",
+            f"env has a member {name} already: another name for the set",
+        )
+        need(
+            one.max_new_tokens < c.model.max_context,
+            f"{key}.max_new_tokens",
+            f"one turn must fit into model.max_context={c.model.max_context}",
+        )
+    for name in ("", *e.sets):
+        samples, temperature = e.of(name)
+        own = f".sets.{name}" if name and e.sets[name].temperature is not None else ""
+        need(
+            samples == 1 or temperature > 0,
+            f"eval{own}.temperature",
+            f"above 0, as {samples} greedy samples of a task would all be the same",
+        )
+    need(
+        not e.keep_best or e.every > 0 or c.mode != "train",
+        "eval.every",
+        "above 0: eval.keep_best=true compares evaluations between steps",
+    )
+    need(
+        e.stop.patience == 0 or e.every > 0,
+        "eval.every",
+        f"above 0: eval.stop.patience={e.stop.patience} counts evaluations between steps",
+    )
+    need(
+        not (e.stop.patience or e.keep_best) or e.episodes > 0 or bool(e.sets),
+        "eval.episodes",
+        "above 0, or an eval.sets: eval.stop and eval.keep_best go by held-out tasks",
+    )
+    need(
+        not e.beside or not (c.deterministic or c.shares_devices),
+        "eval.beside",
+        "false, with deterministic=true or devices that trainer and engines share in turn: "
+        "evaluation and training would be one after the other anyway",
+    )
+    need(
+        not e.beside or c.transfer.in_flight != "finish",
+        "transfer.in_flight",
+        "recompute or keep, with eval.beside=true: new weights would wait for evaluation turns",
+    )
+
+
+def _check_sandbox(c: Config, need: Need) -> None:
+    for key in ("store", "local"):
+        folder = getattr(c.sandbox, key)
+        need(folder is None or os.path.isabs(folder), f"sandbox.{key}", "a path from the root")
+
+
+def _check_reward(c: Config, need: Need) -> None:
+    """Workers and deadlines of a pool."""
+    r = c.reward
+    need(
+        r.min_workers <= r.max_workers,
+        "reward.min_workers",
+        f"must not be more than reward.max_workers={r.max_workers}",
+    )
+    need(
+        r.deadline_s >= 2 * r.timeout_s + SCORING_SPARE_S,
+        "reward.deadline_s",
+        f"at least twice reward.timeout_s={r.timeout_s:g} and {SCORING_SPARE_S:g} s: a score is "
+        "tried twice, by workers that must start",
+    )
+    need(
+        not (c.deterministic and r.adaptive and r.pools),
+        "reward.adaptive",
+        "deterministic=true needs false: what a score may take would depend on the machine's speed",
+    )
+    if r.max_jobs:
+        need(
+            r.pools > 0 and c.rollout.replay is None,
+            "reward.max_jobs",
+            "0: with reward=environment, or rollout.replay, there is nothing for them to compute",
+        )
+        need(
+            c.cluster.kind == "slurm" or c.mode != "train",
+            "reward.max_jobs",
+            "they are submitted to Slurm: cluster=slurm; on this machine raise reward.max_workers="
+            f"{r.max_workers} instead",
+        )
+        need(
+            c.cluster.mpi.join,
+            "reward.max_jobs",
+            f"0: with cluster.mpi.name={c.cluster.mpi.name} no rank can join a run; or another "
+            "cluster/mpi=",
+        )
+    for key, member in c.environments.values():
+        unscored = member.name in ("prompts", "mcp") and member.args.get("reward", "") is None
+        if unscored and not r.pools:
+            raise ConfigError(
+                f"{key}.args.reward=null: then reward= must say what an answer is "
+                "worth, as reward=function; it is environment"
+            )

@@ -1,0 +1,218 @@
+"""Batches, adapters, drafts and what of the trainer and the rollouts excludes each other."""
+
+from __future__ import annotations
+
+from rose.config.checks.need import Need, drafts
+from rose.config.tree import FUSED, SLOT_RANKS, Config
+
+# algorithms whose baseline is the group's mean reward
+GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
+
+
+def check(c: Config, need: Need) -> None:
+    _check_batch(c, need)
+    _check_stream(c, need)
+    _check_branching(c, need)
+    _check_lora(c, need)
+    _check_draft(c, need)
+    _check_router_replay(c, need)
+
+
+def _check_batch(c: Config, need: Need) -> None:
+    """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns
+    and passes."""
+    need(
+        c.trainer.batch_size % c.rollout.group_size == 0,
+        "trainer.batch_size",
+        f"must be a multiple of rollout.group_size={c.rollout.group_size}; "
+        f"try {max(1, round(c.trainer.batch_size / c.rollout.group_size)) * c.rollout.group_size}",
+    )
+    relative = c.algorithm.name in GROUP_RELATIVE or c.algorithm.args.get("baseline") == "group"
+    need(
+        c.rollout.group_size > 1 or not relative or c.mode != "train",
+        "rollout.group_size",
+        f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each "
+        "other, and learns "
+        "nothing from one alone; algorithm=reinforce_pp does without groups",
+    )
+    need(
+        c.rollout.group_size > 1 or not c.algorithm.dynamic_sampling,
+        "rollout.group_size",
+        "at least 2: algorithm.dynamic_sampling=true refuses groups whose rewards are all equal, "
+        "and those of a "
+        "group of one always are",
+    )
+    need(
+        c.trainer.ranks % c.trainer.sequence_parallel == 0,
+        "trainer.sequence_parallel",
+        f"must divide trainer.ranks={c.trainer.ranks}: so many ranks compute each row together",
+    )
+    replicas = (
+        f"trainer.ranks={c.trainer.ranks} ranks"
+        if c.trainer.sequence_parallel == 1
+        else f"{c.trainer.replicas} times trainer.sequence_parallel={c.trainer.sequence_parallel} "
+        "ranks"
+    )
+    need(
+        c.trainer.batch_size >= c.trainer.replicas * c.trainer.updates_per_step,
+        "trainer.batch_size",
+        f"must give each of {replicas} at least one trajectory in each of "
+        f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
+    )
+    need(
+        not c.trainer.offload_activations or c.trainer.gradient_checkpointing,
+        "trainer.offload_activations",
+        "needs trainer.gradient_checkpointing=true: else all that layers compute would go to the "
+        "host and back",
+    )
+    need(
+        c.trainer.micro_batch_tokens >= c.model.max_context,
+        "trainer.micro_batch_tokens",
+        f"must hold one trajectory of model.max_context={c.model.max_context} tokens",
+    )
+
+
+def _check_stream(c: Config, need: Need) -> None:
+    """What the parts of a batch must not know of the rest, nor the trainer share with rollouts."""
+    if not c.trainer.stream:
+        return
+    key = "trainer.stream"
+    need(
+        c.trainer.updates_per_step == 1,
+        key,
+        f"needs trainer.updates_per_step=1, not {c.trainer.updates_per_step}: which groups belong "
+        "to an update is known when all are in",
+    )
+    need(
+        not c.deterministic,
+        key,
+        "deterministic=true needs false: gradients are summed in the order in which groups finish",
+    )
+    need(
+        not c.shares_devices,
+        key,
+        "the trainer's devices are the engines' while trajectories run: colocate=false",
+    )
+
+
+def _check_branching(c: Config, need: Need) -> None:
+    """Forks within the turns that there are, and whole trees in a group."""
+    branching, size = c.rollout.branch, c.rollout.group_size
+    ways, at = branching.ways, branching.at
+    if not ways:
+        return
+    need(c.mode != "simulate", "rollout.branch.ways", "no tree is simulated: rollout/branch=none")
+    need(min(ways) > 1, "rollout.branch.ways", "2 or more at each fork; none: rollout/branch=none")
+    need(
+        size % branching.leaves == 0,
+        "rollout.group_size",
+        f"must be a multiple of {branching.leaves}, the trajectories of a tree with "
+        f"rollout.branch.ways={ways}",
+    )
+    need(
+        at is None or len(at) == len(ways) and sorted(set(at)) == at,
+        "rollout.branch.at",
+        f"a turn for each of the {len(ways)} forks of rollout.branch.ways, ascending; or null",
+    )
+    need(
+        at is not None or branching.depth >= len(ways),
+        "rollout.branch.depth",
+        f"at least {len(ways)}: each fork has a turn of its own",
+    )
+    key, last = ("depth", branching.depth) if at is None else ("at", at[-1])
+    for name, member in c.env.members.items():
+        need(
+            last < member.max_turns,
+            f"rollout.branch.{key}",
+            f"below {c.env.key_of(name)}.max_turns={member.max_turns}, whose turns count from 0",
+        )
+
+
+def _check_lora(c: Config, need: Need) -> None:
+    """What vLLM can hold of an adapter, and that nobody sets its arguments twice."""
+    for name in c.rollout.engine_args:
+        need("lora" not in name, f"rollout.engine_args.{name}", "is set by ROSE, from trainer.lora")
+    lora = c.trainer.lora
+    if lora is None:
+        return
+    need(
+        lora.rank <= SLOT_RANKS[-1],
+        "trainer.lora.rank",
+        f"at most {SLOT_RANKS[-1]}, the largest that vLLM serves (max_lora_rank)",
+    )
+    need(len(lora.targets) > 0, "trainer.lora.targets", f"some of {', '.join(FUSED)}")
+    for at, target in enumerate(lora.targets):
+        key = f"trainer.lora.targets.{at}"
+        need(target in FUSED, key, f"no projection of a layer; there are {', '.join(FUSED)}")
+        need(target not in lora.targets[:at], key, "is named twice")
+    need(
+        c.cluster.gpus == 0 or c.model.dtype == "bfloat16",
+        "model.dtype",
+        "bfloat16: vLLM's LoRA kernels for GPUs take no float32",
+    )
+    need(
+        c.trainer.dtype == "float32" or c.model.dtype == "bfloat16",
+        "model.dtype",
+        "bfloat16 with trainer.dtype=bfloat16: engines read the base weights from their own disk, "
+        "and must have what the trainer has",
+    )
+
+
+def _check_draft(c: Config, need: Need) -> None:
+    """Drafts change which random numbers a token gets, not its distribution."""
+    method = c.rollout.draft.method
+    if method == "none":
+        return
+    need(
+        not c.deterministic,
+        "rollout.draft.method",
+        "deterministic=true needs rollout/draft=none: which random numbers a token gets depends on "
+        "the drafts, and these on which turns run together",
+    )
+    need(
+        c.trainer.lora is None,
+        "rollout.draft.method",
+        "drafts are not tried with an adapter: trainer.lora=null or rollout/draft=none",
+    )
+    need(
+        method != "suffix" or c.cluster.gpus > 0,
+        "rollout.draft.method",
+        "suffix is tested on no CPU: rollout/draft=group or ngram",
+    )
+    for name, value in c.rollout.engine_args.items():
+        need(
+            not drafts(name, value),
+            f"rollout.engine_args.{name}",
+            f"rollout/draft={method} asks for drafts, too: leave out one of them",
+        )
+
+
+def _check_router_replay(c: Config, need: Need) -> None:
+    """Where the experts of every token can be recorded."""
+    for name in c.rollout.engine_args:
+        need(
+            name.replace("-", "_") not in ("enable_return_routed_experts", "aux_output_config"),
+            f"rollout.engine_args.{name}",
+            "is set by ROSE, from trainer.router_replay",
+        )
+    if not c.trainer.router_replay:
+        return
+    key = "trainer.router_replay"
+    need(
+        c.trainer.sequence_parallel == 1,
+        key,
+        f"not with trainer.sequence_parallel={c.trainer.sequence_parallel}: 1",
+    )
+    if c.rollout.replay is not None:
+        return
+    need(
+        c.rollout.prefix_caching and not c.deterministic,
+        key,
+        "needs rollout.prefix_caching=true and deterministic=false: vLLM keeps the experts of "
+        "prompts by the blocks of its prefix cache",
+    )
+    need(
+        c.rollout.draft.method == "none",
+        key,
+        f"not tried with rollout/draft={c.rollout.draft.method}: rollout/draft=none",
+    )
