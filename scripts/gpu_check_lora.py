@@ -12,7 +12,7 @@ from gpu_check_model import folder
 from harness import cfg
 from run_weights import Whole
 
-from rose.config.tree import FUSED
+from rose.config.trainer import FUSED
 
 RANK = 12  # vLLM's memory is for 16
 LORA = f"trainer.lora={{rank: {RANK}, alpha: {RANK}, targets: [{', '.join(FUSED)}]}}"

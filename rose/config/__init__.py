@@ -14,42 +14,26 @@ import msgspec
 
 from rose.config import errors
 from rose.config.checks import check, check_model, check_serving, hours_of
+from rose.config.cluster import Cluster, Component, Container, Mpi, Slurm, cpus_of, nodes_of
 from rose.config.common import Policy, Scheduler, Section
 from rose.config.errors import ConfigError
-from rose.config.sim import Sim, SimPool, SimSandboxes, SimSave, SimServing, SimSystem
-from rose.config.tree import (
-    Algorithm,
+from rose.config.model import Model, ModelShape
+from rose.config.rollout import (
     Branching,
-    Cluster,
-    Component,
-    Config,
-    Container,
     Draft,
     EarlyStop,
     Env,
     Eval,
     EvalSet,
-    Lending,
-    Lora,
     Member,
-    MixedConfig,
     Mixture,
-    Model,
-    ModelShape,
-    Mpi,
-    Observe,
-    Online,
-    Optimizer,
     Reward,
     Rollout,
-    Serving,
-    Slo,
-    Slurm,
-    Trainer,
-    Transfer,
-    cpus_of,
-    nodes_of,
 )
+from rose.config.serving import Lending, Online, Serving, Slo
+from rose.config.sim import Sim, SimPool, SimSandboxes, SimSave, SimServing, SimSystem
+from rose.config.trainer import Algorithm, Lora, Optimizer, Trainer, Transfer
+from rose.config.tree import Config, MixedConfig, Observe
 from rose.files import write_whole
 
 __all__ = [

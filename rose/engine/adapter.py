@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from rose.config.tree import FUSED
+from rose.config.trainer import FUSED
 
 ID = 1
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rose.config.tree import ModelShape
+from rose.config.model import ModelShape
 from rose.sim.spec import Gpu, Link, Model, StepTime, Trainer
 
 BF16 = 2  # bytes

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rose.config import Lora
-from rose.config.tree import FUSED
+from rose.config.trainer import FUSED
 from rose.trainer.shards import patterns_of
 from rose.transfer.base import Base, measure
 from rose.transfer.blocks import Tensor

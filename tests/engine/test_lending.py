@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from rose import protocol
-from rose.config.tree import Serving
+from rose.config.serving import Serving
 from rose.engine.vllm_engine import EngineDied, EngineError
 from rose.lending import board
 from rose.lending.rules import gate

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config import Lora, read_shape
-from rose.config.tree import FUSED, SLOT_RANKS
+from rose.config.trainer import FUSED, SLOT_RANKS
 from rose.engine import layout
 from rose.trainer import adapter
 from rose.trainer.model import load

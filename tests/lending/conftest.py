@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import yaml
 
-from rose.config.tree import Lending, Slo
+from rose.config.serving import Lending, Slo
 from rose.lending.board import Control, Online
 from rose.lending.rules.predictor import Predictor, Work
 

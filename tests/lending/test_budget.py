@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.config.tree import Lending
+from rose.config.serving import Lending
 from rose.lending.board import Control, Online
 from rose.lending.rules.budget import HALF_LIFE_S, Budget
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.config.tree import Lending, Slo
+from rose.config.serving import Lending, Slo
 from rose.lending.board import Control, Online
 from rose.lending.rules.gate import CONTROL_STALE_S, Gate, Reason, part
 from rose.lending.rules.predictor import Predictor, Work

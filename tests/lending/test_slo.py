@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.config.tree import Slo
+from rose.config.serving import Slo
 from rose.lending.rules.predictor import Predictor, Work
 from rose.lending.rules.slo import (
     CREDIT,

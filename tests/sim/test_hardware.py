@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose.config.tree import ModelShape
+from rose.config.model import ModelShape
 from rose.sim import hardware
 from rose.sim.hardware import EFFICIENCY, GPUS, SHAPES
 from rose.sim.study import build

@@ -12,7 +12,8 @@ from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
 from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
 from rose.config.checks.serving import hours_of
-from rose.config.tree import Config, Serving
+from rose.config.serving import Serving
+from rose.config.tree import Config
 
 __all__ = ["ASK_FOR_JOBS", "NO_DRAFTS", "check", "check_model", "check_serving", "hours_of"]
 

@@ -7,7 +7,8 @@ import re
 import msgspec
 
 from rose.config.checks.need import Need, leaves
-from rose.config.tree import Config, Container, Mpi, nodes_of
+from rose.config.cluster import Container, Mpi, nodes_of
+from rose.config.tree import Config
 
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from rose.config.errors import ConfigError
-from rose.config.tree import Config, ModelShape
+from rose.config.model import ModelShape
+from rose.config.tree import Config
 
 
 def check_model(c: Config, shape: ModelShape) -> None:

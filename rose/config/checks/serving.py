@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rose.config.checks.need import Need
-from rose.config.tree import Serving
+from rose.config.serving import Serving
 
 # of vLLM, which serving.online.engine_args may not set
 OWN_ARGUMENTS = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rose.config.checks.need import Need, drafts
-from rose.config.tree import FUSED, SLOT_RANKS, Config
+from rose.config.trainer import FUSED, SLOT_RANKS
+from rose.config.tree import Config
 
 # algorithms whose baseline is the group's mean reward
 GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")

@@ -29,7 +29,7 @@ import aiohttp
 
 from rose import processes
 from rose.config import ConfigError, Serving, checks
-from rose.config.tree import Online
+from rose.config.serving import Online
 from rose.engine import plugin, start
 
 SCHEDULER = "rose.lending.vllm.online.scheduler"

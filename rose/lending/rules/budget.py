@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rose.config.tree import Lending
+from rose.config.serving import Lending
 from rose.lending.board import Control, Online
 from rose.lending.rules.gate import Reason, lent
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple
 
-from rose.config.tree import Lending, Slo
+from rose.config.serving import Lending, Slo
 from rose.lending.board import Control, Online
 from rose.lending.rules.predictor import Predictor, Work
 

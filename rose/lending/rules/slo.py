@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from rose.config.tree import Slo
+from rose.config.serving import Slo
 from rose.lending.rules.predictor import Predictor, Work
 
 _ARRIVAL = attrgetter("arrival")

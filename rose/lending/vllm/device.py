@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rose.config.tree import Serving
+from rose.config.serving import Serving
 from rose.engine import plugin
 from rose.files import write_whole
 

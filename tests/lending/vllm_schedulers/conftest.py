@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from rose.config.tree import Slo
+from rose.config.serving import Slo
 from rose.lending import board
 from rose.lending.rules import gate
 from rose.lending.rules.predictor import Predictor

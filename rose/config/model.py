@@ -1,0 +1,89 @@
+"""The types of `model`, and the numbers of a model that planning needs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rose.config.common import Count, Section
+
+
+class ModelShape(Section):
+    """The numbers of a decoder's config.json that planning needs; read from the folder if null."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool
+    # of a mixture, in each layer; 0: dense, and `intermediate` is the MLP's
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate channels that a token goes through in a layer."""
+        return self.experts_per_token * self.expert_intermediate or self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        return self._parameters(self.experts * self.expert_intermediate or self.intermediate)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets."""
+        return self._parameters(self.mlp_width)
+
+    def _parameters(self, width: int) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        block = attention + self.hidden * (3 * width + self.experts + 2)
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * block + embeddings + self.hidden
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the number of an expert, where a token's are recorded."""
+        return 1 if self.experts <= 256 else 2
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of each matrix of a layer, or expert, by its Hugging Face name."""
+        h, i = self.hidden, self.expert_intermediate or self.intermediate
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = {"q_proj": (queries, h), "k_proj": (keys, h), "v_proj": (keys, h)}
+        return attention | {
+            "o_proj": (h, queries),
+            "gate_proj": (i, h),
+            "up_proj": (i, h),
+            "down_proj": (h, i),
+        }
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache per token at 2 bytes an element, all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+class Model(Section):
+    """`path` is an HF folder or hub id. `source` says how to get it if it is absent: `folder` (it
+    must be there), `hub` (the launcher downloads `revision`, a branch, tag or commit), or the name
+    of a recipe in scripts/ that makes it in the user's cache (`tiny`, `smollm2`), with `recipe` as
+    its arguments. `snapshot` is the folder that the launcher found for a hub id; it is no key of
+    conf/."""
+
+    name: str
+    source: Literal["folder", "hub", "tiny", "smollm2"]
+    path: str | None
+    recipe: dict[str, Any]
+    dtype: Literal["float32", "bfloat16"]
+    max_context: Count
+    shape: ModelShape | None
+    chat_template_args: dict[str, Any]
+    # how tool calls and thoughts are written: auto, hermes, or the name of a parser of vLLM's
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+    revision: str | None = None
+    snapshot: str | None = None
