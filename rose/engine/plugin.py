@@ -13,8 +13,8 @@ import multiprocessing
 import os
 from typing import Any
 
+from rose import heap
 from rose.config.checks import NO_DRAFTS
-from rose.engine import heap
 from rose.engine.drafts import EXTENSION
 
 # Names that engines, schedulers and commands agree on.

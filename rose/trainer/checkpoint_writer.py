@@ -22,7 +22,7 @@ import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from rose.engine import heap
+from rose import heap
 from rose.files import refusal
 from rose.trainer import checkpoint
 from rose.transfer.store import sync

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rose import memory
-from rose.engine import heap
+from rose import heap, memory
 from rose.memory import GIB, DeviceMemory
 
 SMALLEST = 2**20  # bytes: smaller ones lie in pages of their own, which CUDA's allocator keeps

@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rose import protocol
+from rose import heap, protocol
 from rose.comm.address import Place
 from rose.config import Config, read_shape
-from rose.engine import heap
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads

@@ -37,7 +37,7 @@ from bench_coserving_client import Request, replay
 from bench_coserving_engines import Process, confine
 from harness import Failed
 
-from rose.engine import heap
+from rose import heap
 from rose.lending import board
 from rose.sim import traces
 

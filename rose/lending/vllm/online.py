@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 
 from rose.engine.blocks import Layout
-from rose.engine.heap import Ahead
+from rose.heap import Ahead
 from rose.lending import board
 from rose.lending.board import Peer
 from rose.lending.rules.predictor import Predictor, Work

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rose.engine import heap
+from rose import heap
 
 GROW = """
 import ctypes, resource, sys
-from rose.engine import heap
+from rose import heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -65,7 +65,7 @@ def test_it_begins_where_the_system_says(monkeypatch, heap_there):
 
 KEEP_ALL = """
 import ctypes, resource
-from rose.engine import heap
+from rose import heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
