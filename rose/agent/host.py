@@ -23,7 +23,8 @@ from rose.agent.gateway.program import HOST
 from rose.agent.gateway.run import remove_stale, run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
-from rose.agent.loop import EnvironmentFailure, ScoringFailure, run_trajectory
+from rose.agent.guard import EnvironmentFailure, ScoringFailure
+from rose.agent.loop import run_trajectory
 from rose.agent.moves import Moves
 from rose.agent.scoring import Scoring
 from rose.agent.snapshots import Snapshot, Snapshots

@@ -9,9 +9,8 @@ loop; these must use `asyncio.to_thread` themselves.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from copy import copy
 from typing import Any
 
@@ -20,10 +19,10 @@ import msgspec
 from rose import config
 from rose.agent import tool_calls
 from rose.agent.chat import ChatFormat, Observer
-from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.forks import Fork, Forks
-from rose.agent.scoring import Scoring, transcript
+from rose.agent.guard import EnvironmentFailure, Guard, forget
+from rose.agent.scoring import Clock, Scoring, score, transcript
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.protocol import (
     FinishReason,
@@ -40,7 +39,6 @@ from rose.protocol import (
 from rose.reward.episode import Episode
 
 TOKEN_BYTES = 4
-LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
 REMINDER = "Call a tool: write {}"
 # of an episode, what a snapshot has, and one that forks off it
 SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
@@ -48,19 +46,6 @@ SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "in
 SAVED += ("commands_s", "experts", "routed")
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
-Clock = Callable[[], float]
-
-
-class EnvironmentFailure(Exception):
-    """The environment raised, hung or answered nonsense; nothing of the trajectory may be used."""
-
-    def __init__(self, trajectory: str, cause: str):
-        super().__init__(f"trajectory {trajectory}: {cause}")
-        self.trajectory, self.cause = trajectory, cause
-
-
-class ScoringFailure(EnvironmentFailure):
-    """The episode went well, but nobody could say what it is worth."""
 
 
 async def run_trajectory(
@@ -88,7 +73,7 @@ async def run_trajectory(
     wall-clock seconds. `key` is where `limits` stand in the configuration: failures name it. Raises
     `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
     """
-    guard = _Guard(env, start.id, limits.step_timeout_s, key)
+    guard = Guard(env, start.id, limits.step_timeout_s, key)
     rest = (limits, max_context, sampling, guard, scoring, snapshots, forks)
     episode = _Episode(start, env, chat, request_turn, *rest)
     try:
@@ -110,104 +95,6 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
     return None if sampling_seed is None else seed_of(sampling_seed, turn)
 
 
-async def score(
-    scoring: Scoring, episode: Episode, clock: Clock
-) -> tuple[float, bool, dict[str, float]]:
-    """(reward, success, statistics) of an episode by the reward ranks. Raises `ScoringFailure`."""
-    asked = clock()
-    scored = await scoring.score(episode)
-    if scored.error:
-        raise ScoringFailure(episode.trajectory, f"its reward: {scored.error}")
-    stats = {
-        "reward_wait_s": clock() - asked,
-        "reward_queue_s": scored.queue_s,
-        "reward_score_s": scored.score_s,
-        "reward_timed_out": float(scored.timed_out),
-        "reward_by_job": float(scored.by_job),
-    }
-    return scored.reward, scoring.success(scored), stats
-
-
-class _Guard:
-    """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`. What a
-    call queues for a worker process (`_workers`) doesn't count."""
-
-    def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
-        self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
-
-    async def reset(self, seed: int) -> Start:
-        return await self._call("reset", lambda: self.env.reset(seed), Start)
-
-    async def step(self, action: Action) -> Step:
-        step = await self._call("step", lambda: self.env.step(action), Step)
-        if not math.isfinite(step.reward):
-            raise EnvironmentFailure(
-                self.trajectory, f"{self._name('step')} gave the reward {step.reward}"
-            )
-        return step
-
-    async def end(self) -> Step | None:
-        """What an environment that judges the final state says once the turns are used up."""
-        if (end := getattr(self.env, "end", None)) is None:
-            return None
-        return await self._call("end", end, Step)
-
-    async def checkpoint(self) -> bytes | None:
-        """None of an environment that saves nothing."""
-        if (checkpoint := getattr(self.env, "checkpoint", None)) is None:
-            return None
-        return await self._call("checkpoint", checkpoint, bytes)
-
-    async def resume(self, saved: bytes) -> None:
-        await self._call("resume", lambda: self.env.resume(saved), type(None))
-
-    async def close(self) -> None:
-        await self._call("close", self.env.close, type(None))
-
-    async def _call(self, name: str, make: Callable[[], Coroutine], expected: type) -> Any:
-        began = time.monotonic()
-        with _workers.Queueing() as queue:
-            task = asyncio.ensure_future(_awaited(make))
-        task.add_done_callback(_forget)
-        try:  # not wait_for, which would wait for an environment that swallows its cancellation
-            left = self.timeout_s
-            while not task.done() and left > 0:
-                await asyncio.wait({task}, timeout=max(left, LOOK_S))
-                left = self.timeout_s - (time.monotonic() - began - queue.seconds)
-        finally:
-            task.cancel()
-        if not task.done():
-            raise EnvironmentFailure(
-                self.trajectory,
-                f"{self._name(name)} did not return within "
-                f"{self.key}.step_timeout_s={self.timeout_s:g} s",
-            )
-        error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
-        if error is not None:
-            raise EnvironmentFailure(
-                self.trajectory, f"{self._name(name)} raised {error!r}"
-            ) from error
-        if not isinstance(task.result(), expected):
-            raise EnvironmentFailure(
-                self.trajectory,
-                f"{self._name(name)} returned {task.result()!r:.80}, not a {expected.__name__}",
-            )
-        return task.result()
-
-    def _name(self, method: str) -> str:
-        return f"{type(self.env).__name__}.{method}"
-
-
-async def _awaited(make: Callable[[], Coroutine]) -> Any:
-    return await make()
-
-
-def _forget(task: asyncio.Task) -> None:
-    """An abandoned call may still raise; it has been reported already."""
-    if not task.cancelled():
-        task.exception()
-
-
 class _Episode:
     """State of one trajectory; the four buffers grow together, one entry per token."""
 
@@ -220,7 +107,7 @@ class _Episode:
         limits: config.Env,
         max_context: int,
         sampling: Sampling,
-        guard: _Guard,
+        guard: Guard,
         scoring: Scoring | None,
         snapshots: Snapshots | None,
         forks: Forks | None,
@@ -419,7 +306,7 @@ class _Episode:
         if self.capturing is not None:
             self.capturing.cancel()
         if self.settling is not None:
-            self.settling.add_done_callback(_forget)
+            self.settling.add_done_callback(forget)
             self.settling.cancel()
         if left := [t for t in (self.capturing, self.writing) if t is not None and not t.done()]:
             await asyncio.wait(left)

@@ -10,8 +10,11 @@ import msgspec
 
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
+from rose.agent.guard import ScoringFailure
 from rose.config import Reward
 from rose.reward.episode import Episode, Said
+
+Clock = Callable[[], float]
 
 
 def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
@@ -84,3 +87,21 @@ class Scoring:
         if scored.success is not None:
             return scored.success
         return scored.reward >= self._settings.success_from
+
+
+async def score(
+    scoring: Scoring, episode: Episode, clock: Clock
+) -> tuple[float, bool, dict[str, float]]:
+    """(reward, success, statistics) of an episode by the reward ranks. Raises `ScoringFailure`."""
+    asked = clock()
+    scored = await scoring.score(episode)
+    if scored.error:
+        raise ScoringFailure(episode.trajectory, f"its reward: {scored.error}")
+    stats = {
+        "reward_wait_s": clock() - asked,
+        "reward_queue_s": scored.queue_s,
+        "reward_score_s": scored.score_s,
+        "reward_timed_out": float(scored.timed_out),
+        "reward_by_job": float(scored.by_job),
+    }
+    return scored.reward, scoring.success(scored), stats

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Start, Step
-from rose.agent.loop import REMINDER, EnvironmentFailure, run_trajectory, turn_seed
+from rose.agent.guard import EnvironmentFailure
+from rose.agent.loop import REMINDER, run_trajectory, turn_seed
 from rose.agent.tool_calls import FORM
 from rose.protocol import (
     FinishReason,

@@ -31,8 +31,9 @@ from rose.agent.gateway.players import Playing
 from rose.agent.gateway.program import Program
 from rose.agent.gateway.server import Gateway, reward_of
 from rose.agent.gateway.session import Session
-from rose.agent.loop import Clock, EnvironmentFailure, RequestTurn, score
-from rose.agent.scoring import Scoring, transcript
+from rose.agent.guard import EnvironmentFailure
+from rose.agent.loop import RequestTurn
+from rose.agent.scoring import Clock, Scoring, score, transcript
 from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward.episode import Episode
 

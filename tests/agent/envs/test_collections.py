@@ -367,12 +367,12 @@ def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
 
 
 def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
-    from rose.agent.loop import EnvironmentFailure, _Guard
+    from rose.agent.guard import EnvironmentFailure, Guard
 
     async def step(reward, seconds):
         made = envs.build(env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}"))
         await made.reset(2)
-        return await _Guard(made, "g1.1", seconds, "env").step(Action("x"))
+        return await Guard(made, "g1.1", seconds, "env").step(Action("x"))
 
     async def go():
         busy = [

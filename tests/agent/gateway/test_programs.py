@@ -21,7 +21,7 @@ from rose.agent.gateway.forks import Forks
 from rose.agent.gateway.program import environment
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
-from rose.agent.loop import EnvironmentFailure, ScoringFailure
+from rose.agent.guard import EnvironmentFailure, ScoringFailure
 from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.processes import adopt_orphans

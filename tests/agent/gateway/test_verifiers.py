@@ -19,7 +19,7 @@ from rose.agent.envs.verifiers import PLAYER
 from rose.agent.gateway import players
 from rose.agent.gateway.run import run_agent
 from rose.agent.gateway.server import Gateway
-from rose.agent.loop import EnvironmentFailure
+from rose.agent.guard import EnvironmentFailure
 from rose.config import ConfigError
 from rose.processes import adopt_orphans
 from rose.protocol import Sampling, unpack_tokens

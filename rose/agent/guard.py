@@ -1,0 +1,107 @@
+"""An environment behind deadlines: whatever it does wrong is one kind of error, and nothing waits
+for it for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from rose.agent.envs import _workers
+from rose.agent.envs.base import Action, Environment, Start, Step
+
+LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
+
+
+class EnvironmentFailure(Exception):
+    """The environment raised, hung or answered nonsense; nothing of the trajectory may be used."""
+
+    def __init__(self, trajectory: str, cause: str):
+        super().__init__(f"trajectory {trajectory}: {cause}")
+        self.trajectory, self.cause = trajectory, cause
+
+
+class ScoringFailure(EnvironmentFailure):
+    """The episode went well, but nobody could say what it is worth."""
+
+
+class Guard:
+    """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`. What a
+    call queues for a worker process (`_workers`) doesn't count."""
+
+    def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
+        self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
+
+    async def reset(self, seed: int) -> Start:
+        return await self._call("reset", lambda: self.env.reset(seed), Start)
+
+    async def step(self, action: Action) -> Step:
+        step = await self._call("step", lambda: self.env.step(action), Step)
+        if not math.isfinite(step.reward):
+            raise EnvironmentFailure(
+                self.trajectory, f"{self._name('step')} gave the reward {step.reward}"
+            )
+        return step
+
+    async def end(self) -> Step | None:
+        """What an environment that judges the final state says once the turns are used up."""
+        if (end := getattr(self.env, "end", None)) is None:
+            return None
+        return await self._call("end", end, Step)
+
+    async def checkpoint(self) -> bytes | None:
+        """None of an environment that saves nothing."""
+        if (checkpoint := getattr(self.env, "checkpoint", None)) is None:
+            return None
+        return await self._call("checkpoint", checkpoint, bytes)
+
+    async def resume(self, saved: bytes) -> None:
+        await self._call("resume", lambda: self.env.resume(saved), type(None))
+
+    async def close(self) -> None:
+        await self._call("close", self.env.close, type(None))
+
+    async def _call(self, name: str, make: Callable[[], Coroutine], expected: type) -> Any:
+        began = time.monotonic()
+        with _workers.Queueing() as queue:
+            task = asyncio.ensure_future(_awaited(make))
+        task.add_done_callback(forget)
+        try:  # not wait_for, which would wait for an environment that swallows its cancellation
+            left = self.timeout_s
+            while not task.done() and left > 0:
+                await asyncio.wait({task}, timeout=max(left, LOOK_S))
+                left = self.timeout_s - (time.monotonic() - began - queue.seconds)
+        finally:
+            task.cancel()
+        if not task.done():
+            raise EnvironmentFailure(
+                self.trajectory,
+                f"{self._name(name)} did not return within "
+                f"{self.key}.step_timeout_s={self.timeout_s:g} s",
+            )
+        error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
+        if error is not None:
+            raise EnvironmentFailure(
+                self.trajectory, f"{self._name(name)} raised {error!r}"
+            ) from error
+        if not isinstance(task.result(), expected):
+            raise EnvironmentFailure(
+                self.trajectory,
+                f"{self._name(name)} returned {task.result()!r:.80}, not a {expected.__name__}",
+            )
+        return task.result()
+
+    def _name(self, method: str) -> str:
+        return f"{type(self.env).__name__}.{method}"
+
+
+async def _awaited(make: Callable[[], Coroutine]) -> Any:
+    return await make()
+
+
+def forget(task: asyncio.Task) -> None:
+    """An abandoned call may still raise; it has been reported already."""
+    if not task.cancelled():
+        task.exception()
