@@ -14,8 +14,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
-from rose import memory
-from rose.engine import adapter, heap
+from rose import heap, memory
+from rose.engine import adapter
 from rose.engine.vmm import SPARE
 from rose.memory import give_back
 
