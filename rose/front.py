@@ -7,6 +7,7 @@ Left out: processes (supervise.py), the run's rules (resume.py), and everything 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -194,6 +195,7 @@ def check(tree: dict) -> plan.Plan:
         replay.check(Path(c.rollout.replay), c.trainer.steps)
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
+    check_draft(c)
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
@@ -230,9 +232,11 @@ def with_whole_paths(c: Config) -> Config:
 
 
 def check_formats(c: Config) -> None:
-    """Raises `ConfigError` for a form of tool calls or thoughts that isn't the model's, now that
-    its folder is there. `auto` is found by the environment hosts."""
-    if (c.model.tool_format, c.model.reasoning_format) != (tool_formats.AUTO, tool_formats.AUTO):
+    """Raises `ConfigError` for a chat template that no trajectory can be made with, and for a form
+    of tool calls or thoughts that isn't the model's, now that its folder is there. The recipes'
+    templates are known, and the forms that `auto` finds in them."""
+    auto = (c.model.tool_format, c.model.reasoning_format) == (tool_formats.AUTO, tool_formats.AUTO)
+    if c.model.source in ("folder", "hub") or not auto:
         from rose.agent.chat import ChatFormat  # imports transformers
         from rose.models import resolve
 
@@ -249,6 +253,17 @@ def check_domains(c: Config) -> None:
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
                 f"run; its environments are {', '.join(c.environments)}"
             )
+
+
+def check_draft(c: Config) -> None:
+    """Raises `ConfigError` for drafts by a package that isn't here. A container has its own."""
+    contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
+    suffix = c.rollout.draft.method == "suffix" and not contained
+    if suffix and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "rollout.draft.method='suffix': the package arctic-inference isn't installed here: "
+            "pip install arctic-inference, or rollout/draft=group"
+        )
 
 
 def check_forks(c: Config, needed: bool) -> None:

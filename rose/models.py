@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,51 @@ def check_folder(folder: Path) -> Path:
                 "with save_pretrained"
             )
     return folder
+
+
+def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
+    """Ids of the tokens that end a turn: of generation_config.json, config.json and the tokenizer,
+    whichever has some, and of `more`, texts of tokens (model.end_of_turn). Engines stop at what
+    environment hosts take for a turn's end, so both ask here. Raises `ConfigError` for a text that
+    is no token, and where nothing ends a turn."""
+    folder = Path(folder)
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        eos = _json(folder / name).get("eos_token_id")
+        found |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    eos = _json(folder / "tokenizer_config.json").get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    ids = _token_ids(folder, {*more, eos} - {None})
+    found |= {ids[eos]} if eos in ids else set()
+    for text in more:
+        if text not in ids:
+            raise ConfigError(
+                f"model.end_of_turn={list(more)!r}: {text!r} is no token of the tokenizer in "
+                f"{folder}"
+            )
+        found.add(ids[text])
+    if not found:
+        raise ConfigError(
+            f"model.path={str(folder)!r}: neither its generation_config.json nor its tokenizer "
+            "names an eos token, so no turn would end; model.end_of_turn names one"
+        )
+    return sorted(found)
+
+
+def _token_ids(folder: Path, texts: set[str]) -> dict[str, int]:
+    """Text -> id, of those that are tokens. The whole vocabulary is read only if it must be."""
+    added = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    ids = {token["content"]: int(number) for number, token in added.items()}
+    if not texts <= ids.keys():
+        whole = _json(folder / "tokenizer.json")
+        ids |= {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}
+        vocabulary = (whole.get("model") or {}).get("vocab")
+        ids = (vocabulary if isinstance(vocabulary, dict) else {}) | ids
+    return {text: ids[text] for text in texts if text in ids}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def cache_dir() -> Path:

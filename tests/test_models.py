@@ -1,5 +1,6 @@
 """Where the model is: folders are checked, recipes run once, and a failing recipe is named."""
 
+import json
 import multiprocessing
 import socket
 from pathlib import Path
@@ -29,6 +30,25 @@ def fill(folder: Path, *names):
     for name in names:
         (folder / name).write_text("{}")
     return folder
+
+
+def test_what_ends_a_turn_is_what_any_file_of_the_folder_says_and_what_is_asked_for(tmp_path):
+    """As of a base model whose chat template ends turns otherwise, fine-tuned since."""
+    folder = fill(tmp_path / "m", "config.json", "tokenizer_config.json")
+    with pytest.raises(ConfigError, match="no turn would end; model.end_of_turn names one"):
+        models.end_tokens(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (folder / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert models.end_tokens(folder) == [7, 8]
+    decoder = {"9": {"content": "<|im_end|>"}, "7": {"content": "<|endoftext|>"}}
+    tokenizer = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": decoder}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert models.end_tokens(folder) == [7, 8, 9]
+    vocabulary = {"added_tokens": [{"content": "<a>", "id": 3}], "model": {"vocab": {"b": 4}}}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert models.end_tokens(folder, ["<a>", "b", "<|im_end|>"]) == [3, 4, 7, 8, 9]
+    with pytest.raises(ConfigError, match=r"model.end_of_turn=\['<c>'\]: '<c>' is no token"):
+        models.end_tokens(folder, ["<c>"])
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from rose.agent import tool_formats
 from rose.agent.envs.base import Action
 from rose.agent.tool_calls import CLOSE, FORM, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
+from rose.models import end_tokens
 
 ANSWER = "ROSE-ANSWER-7f3a"
 OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
@@ -80,11 +81,12 @@ class ChatFormat:
         template_args: dict[str, Any] | None = None,
         tool_format: str = tool_formats.AUTO,
         reasoning_format: str = tool_formats.AUTO,
+        end_of_turn: Sequence[str] = (),
     ):
         self.folder, self.template_args = str(folder), dict(template_args or {})
         self._tokenizer = self._load()
         self._backend = self._tokenizer.backend_tokenizer
-        self.eos_ids: frozenset[int] = frozenset(self._find_eos())
+        self.eos_ids: frozenset[int] = frozenset(end_tokens(folder, end_of_turn))
         self.vocabulary = self._find_vocabulary()  # token ids are below
         # marks of turns and responses must not act as such in what an environment says; those of
         # calls, which the loop's own messages show to the model, begin nothing there
@@ -102,7 +104,8 @@ class ChatFormat:
     @classmethod
     def of(cls, folder: str | Path, model: Model) -> ChatFormat:
         """As `model` says, whose folder this is."""
-        return cls(folder, model.chat_template_args, model.tool_format, model.reasoning_format)
+        formats = model.tool_format, model.reasoning_format
+        return cls(folder, model.chat_template_args, *formats, model.end_of_turn)
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """First prompt, up to and including the generation prompt. `messages` are as Hugging Face's
@@ -162,18 +165,6 @@ class ChatFormat:
         if tokenizer.chat_template is None:
             raise self._error("its tokenizer has no chat template; use an instruction-tuned model")
         return tokenizer
-
-    def _find_eos(self) -> set[int]:
-        path = Path(self.folder) / "generation_config.json"
-        given = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        ids = {given} if isinstance(given, int) else set(given or [])
-        if self._tokenizer.eos_token_id is not None:
-            ids.add(self._tokenizer.eos_token_id)
-        if not ids:
-            raise self._error(
-                "neither its tokenizer nor its generation_config.json names an eos token"
-            )
-        return ids
 
     def _find_vocabulary(self) -> int:
         """The model's, which may be padded; the tokenizer's where no model lies beside it."""
@@ -275,8 +266,7 @@ class ChatFormat:
         if end is None:
             raise self._cannot(
                 f"its chat template ends an answer with {between[:30]!r}, which is none of its "
-                f"end-of-turn tokens {self._eos_texts()}; set eos_token_id in "
-                "generation_config.json"
+                f"end-of-turn tokens {self._eos_texts()}; model.end_of_turn names others"
             )
         return _Gap(end, *self._cut(between[len(end) :], contents))
 

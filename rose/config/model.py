@@ -85,5 +85,7 @@ class Model(Section):
     # how tool calls and thoughts are written: auto, hermes, or the name of a parser of vLLM's
     tool_format: str = "auto"
     reasoning_format: str = "auto"
+    # texts of tokens that end a turn besides those that the folder's files name
+    end_of_turn: list[str] = []
     revision: str | None = None
     snapshot: str | None = None

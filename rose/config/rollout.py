@@ -115,6 +115,11 @@ class Rollout(Section):
     branch: Branching = Branching([], None, 1)  # absent in what earlier releases stored
     draft: Draft = Draft("none", 8, True, 256)  # so is this
 
+    def step_tokens(self, max_context: int, deterministic: bool) -> int:
+        """Tokens of an engine's step at most. A prompt that may not come in parts has to fit."""
+        in_parts = not deterministic and self.engine_args.get("enable_chunked_prefill", True)
+        return self.max_batched_tokens if in_parts else max(self.max_batched_tokens, max_context)
+
 
 class EvalSet(Env):
     """Held-out tasks of one more environment, trained or not. Its name is its domain, as a

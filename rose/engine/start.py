@@ -5,7 +5,6 @@ Environment, arguments, the fork. `Engine.start` is the only caller.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -98,21 +97,6 @@ def local_folder(model: str | Path) -> Path:
     return hub.snapshot(str(model), key="serving.online.model")
 
 
-def stop_tokens(folder: Path) -> list[int]:
-    """End-of-turn ids of generation_config.json and config.json. Raises `EngineError` for none."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        found |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
-    if not found:
-        raise EngineError(
-            f"{folder}: neither generation_config.json nor config.json has eos_token_id; "
-            "without it no turn would end"
-        )
-    return sorted(found)
-
-
 def engine_args(
     folder: Path,
     rollout: Rollout,
@@ -131,7 +115,7 @@ def engine_args(
         dtype=model.dtype,
         max_model_len=model.max_context,
         max_num_seqs=1 if deterministic else rollout.max_sequences,
-        max_num_batched_tokens=max(rollout.max_batched_tokens, model.max_context),
+        max_num_batched_tokens=rollout.step_tokens(model.max_context, deterministic),
         enable_prefix_caching=rollout.prefix_caching and not deterministic,
         enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=rollout.tensor_parallel,

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rose import protocol
-from rose.config import Lora, Model, Rollout, Transfer
+from rose.config import ConfigError, Lora, Model, Rollout, Transfer
 from rose.engine import plugin
 from rose.engine.activation import Activation
 from rose.engine.adapter import adapter_request
@@ -48,8 +48,8 @@ from rose.engine.start import (
     engine_args,
     environment,
     local_folder,
-    stop_tokens,
 )
+from rose.models import end_tokens
 from rose.processes import usable_threads
 from rose.transfer import TransferError
 
@@ -108,14 +108,14 @@ class Engine(Activation, Staging):
         self,
         llm,
         latest: Latest,
-        folder: Path,
+        ends: list[int],
         max_context: int,
         turn_timeout_s: float,
         threads: int,
     ):
         self._llm = llm
         self._latest = latest
-        self._stop_tokens = stop_tokens(folder)
+        self._stop_tokens = ends
         self._max_context, self._turn_timeout_s = max_context, turn_timeout_s
         self._threads = threads
         self._turns: dict[str, _Turn] = {}
@@ -156,7 +156,10 @@ class Engine(Activation, Staging):
         `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process is left
         then."""
         folder = await asyncio.to_thread(local_folder, folder)
-        stop_tokens(folder)
+        try:
+            ends = end_tokens(folder, model.end_of_turn)
+        except ConfigError as error:
+            raise EngineError(str(error)) from None
         threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
@@ -194,7 +197,7 @@ class Engine(Activation, Staging):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
         threads = rollout.threads or usable_threads()
-        return cls(llm, latest, folder, model.max_context, rollout.turn_timeout_s, threads)
+        return cls(llm, latest, ends, model.max_context, rollout.turn_timeout_s, threads)
 
     # ------------------------------------------------------------------ turns
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rose import config as configuration
 from rose import files, models
-from rose.config import Config, ConfigError
+from rose.config import Config, ConfigError, Model
 from rose.export import adapter
 from rose.export.card import Exported, text
 from rose.export.weights import StoreWeights, Weights, places
@@ -71,6 +71,7 @@ def export(
             _copy(source, part, ("LICENSE*", "NOTICE*"))
         else:
             copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
+            _name_ends(part, config.model)
         size = sum(t.nbytes for t in weights.tensors)
         done = Exported(out, step, weights.where, shards, blocks, size, lora and not merge)
         (part / "README.md").write_text(text(config, run_dir, done))
@@ -228,6 +229,15 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if not (folder / "generation_config.json").exists():
         _make_generation_config(folder)
+
+
+def _name_ends(folder: Path, model: Model) -> None:
+    """Whoever serves the model stops where its turns ended in training."""
+    if model.end_of_turn:
+        path = folder / "generation_config.json"
+        ends = models.end_tokens(folder, model.end_of_turn)
+        whole = json.loads(path.read_text()) | {"eos_token_id": ends}
+        path.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:

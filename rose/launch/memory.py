@@ -34,9 +34,8 @@ elements of this rank's. The larger of both moments counts. Prefix trees need no
 mask is a table of blocks (flex attention). Rollout (vLLM), per device of a tensor-parallel group of
 size tp:
 - weights: b P / tp; an adapter's memory, which tp is taken not to share (it shares A or B)
-- activations of max_batched_tokens: b T' (2 h + 3 i / tp), i and one more h for each expert chosen,
-  and logits of max_sequences, in the
-  dtype, in fp32 and sorted
+- activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), i and one more h for
+  each expert chosen, and logits of max_sequences, in the dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at
   least one device, so tp > kv_heads replicates
@@ -217,7 +216,8 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     r, size = c.rollout, BYTES[c.model.dtype]
     tp = r.tensor_parallel
     wide = (2 + shape.experts_per_token) * shape.hidden
-    work = size * r.max_batched_tokens * (wide + 3 * shape.mlp_width // tp)
+    step = r.step_tokens(c.model.max_context, c.deterministic)
+    work = size * step * (wide + 3 * shape.mlp_width // tp)
     logits = (size + 8) * r.max_sequences * shape.vocab
     adapter = c.trainer.lora.slot_parameters(shape) if c.trainer.lora else 0
     items = _gib(

@@ -143,6 +143,18 @@ def test_generation_config_adds_end_tokens(save_tokenizer, tokenizer):
     assert ChatFormat(folder).eos_ids == {tokenizer.eos_token_id, 0, 2}
 
 
+def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_tokenizer, tokenizer):
+    folder = save_tokenizer(TEMPLATES["tiny"])
+    path = folder / "tokenizer_config.json"
+    base = json.loads(path.read_text()) | {"eos_token": tokenizer.decode([5])}
+    path.write_text(json.dumps(base))
+    with pytest.raises(ConfigError, match="model.end_of_turn names others"):
+        ChatFormat(folder)
+    chat = ChatFormat(folder, end_of_turn=["<|im_end|>"])
+    assert chat.eos_ids == {5, tokenizer.eos_token_id}
+    assert chat.decode([7, tokenizer.eos_token_id]) == tokenizer.decode([7])
+
+
 @pytest.mark.parametrize(
     "template, problem",
     [

@@ -89,6 +89,7 @@ def hub_home(tmp_path_factory):
     [
         ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2),
         ("qwen7b", "acme/tiny-qwen2", 1, 3),
+        ("qwen7b_64k", "acme/tiny-qwen2", 2, 3),
         ("qwen7b_lora", "acme/tiny-qwen2", 1, 2),
         ("qwen8b_frozenlake", "acme/tiny-qwen3", 1, 3),
         ("qwen32b", "acme/tiny-qwen3", 2, 3),
@@ -106,6 +107,7 @@ def test_an_experiment_trains_a_step_with_only_its_sizes_changed(
             *SIZES,
             f"model.path={repository}",
             f"trainer.ranks={trainers}",
+            f"trainer.sequence_parallel={trainers if experiment == 'qwen7b_64k' else 1}",
             f"output_dir={tmp_path}",
         ],
         capture_output=True,
