@@ -33,6 +33,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_check_coserving
+import gpu_check_drafts
 import gpu_check_engine
 import gpu_check_jobs
 import gpu_check_lora
@@ -62,6 +63,7 @@ CHECKS = {
         *gpu_check_trainer.CHECKS,
         *gpu_check_engine.CHECKS,
         *gpu_check_lora.CHECKS,
+        *gpu_check_drafts.CHECKS,
         *gpu_check_coserving.CHECKS,
         *gpu_check_jobs.CHECKS,
         *gpu_check_machine.LAST,

@@ -1,5 +1,5 @@
 """gpu_check.py, whole runs: `launch.py` as a user calls it, with the trainer and an engine on one
-GPU in turn, or on two.
+GPU in turn, or on two; of a mixture of experts; of rows that two GPUs compute together.
 
 The model is the tiny one of the default run, so that what is trained, published and loaded changes
 from step to step.
@@ -49,6 +49,16 @@ ON_GPU = [
 ]
 # what a user with one GPU starts, with another model
 IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]
+# vLLM's fused experts, their names on the wire, and the trainer routing as the engine did
+EXPERTS = ["+model.recipe.experts=8", "trainer.router_replay=true"]
+# two trainer ranks compute each row, two engines have the same GPUs in turn
+LONG = [
+    "colocate=true",
+    "trainer.ranks=2",
+    "trainer.sequence_parallel=2",
+    "trainer.offload_activations=true",
+    "rollout.workers=2",
+]
 ON_CPU = [
     *SMALL,
     "rollout.kv_cache_gib=0.05",
@@ -145,6 +155,32 @@ CHECKS = (
         },
         300.0,
         "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower",
+        needs_model=False,
+    ),
+    Check(
+        "mixture",
+        "launch.py on one GPU with a mixture of experts: the trainer routes as the engine did",
+        job,
+        {
+            "cuda": Run([*IN_TURN, *ON_GPU, *EXPERTS, "cluster.gpus=1"], 2, 0.05),
+            "cpu": Run([*IN_TURN, *ON_CPU, *EXPERTS, "cluster=local", "cluster.gpus=0"], 1, 0.02),
+        },
+        300.0,
+        "trainer.router_replay=false tells whether it is the replay; the log has each rank's words",
+        needs_model=False,
+    ),
+    Check(
+        "long",
+        "launch.py on two GPUs that compute each row together and hold engines in turn",
+        job,
+        {
+            "cuda": Run([*IN_TURN, *ON_GPU, *LONG, "cluster.gpus=2"], 2, 0.05),
+            "cpu": Run([*IN_TURN, *ON_CPU, *LONG, "cluster=local", "cluster.gpus=0"], 1, 0.02),
+        },
+        300.0,
+        "NCCL between the two: python -m rose.doctor cluster=gpus; trainer.sequence_parallel=1 "
+        "tells whether it is the sharing of rows",
+        least_gpus=2,
         needs_model=False,
     ),
 )

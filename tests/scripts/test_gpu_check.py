@@ -222,6 +222,7 @@ def test_no_check_hides_another_of_its_name():
         gpu_check.gpu_check_trainer,
         gpu_check_engine,
         gpu_check.gpu_check_lora,
+        gpu_check.gpu_check_drafts,
         gpu_check_coserving,
         gpu_check.gpu_check_jobs,
     )
@@ -332,7 +333,8 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
 # `profile` is a command that tests/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
-# `colocated` with fewer words.
+# `colocated` with fewer words, `mixture` and `long` are it with more; their runs are those of
+# tests/job/test_gpu_experiments.py and tests/trainer/test_sequence.py.
 TWINS = (
     "machine",
     "model",
@@ -341,6 +343,7 @@ TWINS = (
     "engine",
     "sleep",
     "lora",
+    "drafts",
     "coserving",
     "colocated",
 )
