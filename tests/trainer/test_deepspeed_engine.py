@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rose.config import ConfigError
-from rose.trainer import deepspeed_engine
+from rose.trainer import deepspeed_engine, saving
 from rose.trainer.deepspeed_engine import zero_config
 from rose.trainer.model import load
 from tests.trainer import tiny_world
@@ -102,10 +102,8 @@ def test_a_living_builder_is_waited_for_and_the_wait_ends(tmp_path, monkeypatch)
 
 def test_random_states_come_back(tmp_path):
     cpu = torch.device("cpu")
-    torch.save(deepspeed_engine._random_states(cpu), tmp_path / "random.pt")
+    torch.save(saving._random_states(cpu), tmp_path / "random.pt")
     expected = torch.rand(3)
     torch.rand(7)
-    deepspeed_engine._restore_random_states(
-        torch.load(tmp_path / "random.pt", weights_only=True), cpu
-    )
+    saving._restore_random_states(torch.load(tmp_path / "random.pt", weights_only=True), cpu)
     assert torch.equal(torch.rand(3), expected)
