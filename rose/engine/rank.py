@@ -23,7 +23,8 @@ from rose.comm.tasks import Tasks
 from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.engine.activation import NOTHING, Moved
-from rose.engine.vllm_engine import Chunk, Engine, EngineDied
+from rose.engine.generation import Chunk
+from rose.engine.vllm_engine import Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.protocol import seed_of
