@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rose import models, places
 from rose.agent.chat import ChatFormat
 from rose.config import read_shape
-from rose.engine.start import stop_tokens
+from rose.models import end_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_turns_end_where_the_chat_template_ends_them(folder):
     chat = ChatFormat(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (
-        stop_tokens(folder)
+        end_tokens(folder)
         == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
         == sorted(chat.eos_ids)
     )
