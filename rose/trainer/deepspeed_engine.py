@@ -23,6 +23,7 @@ import torch
 from rose import config as configuration
 from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
+from rose.trainer import mixture
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
@@ -335,7 +336,8 @@ def _load_policy(
 
     # While this object lives, from_pretrained splits what it reads over the ranks.
     split = HfDeepSpeedConfig(zero_config(trainer, LARGEST_BUCKET))  # noqa: F841
-    return load(*args)
+    with mixture.merged_by_first_rank():
+        return load(*args)
 
 
 def _frozen_config(trainer: configuration.Trainer, layer: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.config import Lora
-from rose.trainer import adapter, sequence, tree_attention
+from rose.trainer import adapter, mixture, sequence, tree_attention
 from rose.trainer.batching import LOGIT_ELEMENTS
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.router_replay import RouterReplay
@@ -222,7 +222,11 @@ def load(
             # the policy being trained must be the one that was sampled from
             setattr(config, key, 0.0)
     hf = AutoModelForCausalLM.from_pretrained(
-        str(folder), config=config, dtype=dtype, attn_implementation="sdpa"
+        str(folder),
+        config=config,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        experts_implementation=mixture.NAME,
     )
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
