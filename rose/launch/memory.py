@@ -90,6 +90,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         "last published version": size * share,
         "offloaded optimizer": _offloaded(c, shape),
         "offloaded activations": _kept(c, shape) if c.trainer.offload_activations else 0,
+        "experts merged as rank 0 reads them": _merged(c, shape),
     }
     return Estimate(
         _gib(c, resting | worst),
@@ -144,6 +145,14 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
     if not t.offload_optimizer:
         return 0.0
     return (12 + (8 if t.zero_stage == 3 else 4)) * _trained(c, shape) / _shared(c, 1)
+
+
+def _merged(c: Config, shape: ModelShape) -> int:
+    """Bytes of the host's: under ZeRO-3 all experts of the model (rose/trainer/mixture.py)."""
+    if c.trainer.zero_stage < 3:
+        return 0
+    expert = 3 * shape.hidden * shape.expert_intermediate
+    return BYTES[c.model.dtype] * shape.layers * shape.experts * expert
 
 
 def _in_a_pass(c: Config, shape: ModelShape) -> Items:

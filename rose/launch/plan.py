@@ -20,6 +20,8 @@ from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
 from rose.protocol import Role
 
+GPUS_OF_A_MACHINE = 8  # that most have at most
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -40,7 +42,7 @@ def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> P
     """Raises `ConfigError` when the plan can't run; doubts, and those given, become
     `Plan.warnings`."""
     container.check(c)
-    doubts = (*doubts, *_check_container(c), *_check_threads(c))
+    doubts = (*doubts, *_check_container(c), *_check_threads(c), *_check_machine(c))
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts)
@@ -72,6 +74,15 @@ def _check_threads(c: Config) -> Iterator[str]:
                     f"(cluster.slurm.{name}.cpus_per_task): "
                     f"threads wait for each other; {key}={cpus}, or more CPUs"
                 )
+
+
+def _check_machine(c: Config) -> Iterator[str]:
+    """Doubts about one machine that has all GPUs."""
+    if c.cluster.kind == "local" and c.cluster.gpus > GPUS_OF_A_MACHINE:
+        yield (
+            f"cluster.gpus={c.cluster.gpus} on one machine (cluster.kind=local), and few have more "
+            f"than {GPUS_OF_A_MACHINE}: cluster=slurm lays the ranks out over nodes"
+        )
 
 
 def _check_container(c: Config) -> Iterator[str]:

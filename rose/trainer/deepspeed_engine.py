@@ -165,7 +165,7 @@ class DeepSpeedEngine(Saving):
         self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
         parts = trainer.sequence_parallel
-        self.shared = SequenceGroup(parts, trainer.step_timeout_s) if parts > 1 else None
+        self.shared = SequenceGroup(parts, device, trainer.step_timeout_s) if parts > 1 else None
         policy = _load_policy(trainer, folder, logits, self.shared)
         policy.offloads = trainer.offload_activations
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())

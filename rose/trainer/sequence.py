@@ -12,6 +12,7 @@ that attend to less than the whole context.
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -19,19 +20,37 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rose.comm.address import MEET_S, RendezvousError
 from rose.trainer import tree_attention
 
 NAME = "rose_sequence"  # in transformers' registry of attention functions, which has no mask for it
 
 
 class SequenceGroup:
-    """This rank's group of `size` neighbours; made on all ranks together. A collective that takes
-    over `timeout_s` seconds fails."""
+    """This rank's group of `size` neighbours; made on all ranks together. They must have connected
+    within `MEET_S` seconds; after that, a collective that takes over `timeout_s` seconds fails.
+    Raises `RendezvousError`."""
 
-    def __init__(self, size: int, timeout_s: float):
+    def __init__(self, size: int, device: torch.device, timeout_s: float):
+        rank = torch.distributed.get_rank()
+        self.size, self.index = size, rank % size
+        try:
+            self._group, _ = torch.distributed.new_subgroups(
+                size, timeout=timedelta(seconds=MEET_S)
+            )
+            # NCCL connects at the first collective: else that is the first step's, with its limit
+            torch.distributed.all_reduce(torch.ones(1, device=device), group=self._group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except (RuntimeError, ValueError) as error:  # as in `deepspeed_engine.join_world`
+            first = rank - self.index
+            raise RendezvousError(
+                f"trainer rank {rank} on {socket.gethostname()}: ranks {first} to "
+                f"{first + size - 1}, which share each row (trainer.sequence_parallel={size}), did "
+                f"not connect within {MEET_S:g} s: {error}"
+            ) from error
         limit = timedelta(seconds=timeout_s)
-        self.size, self.index = size, torch.distributed.get_rank() % size
-        self._group, _ = torch.distributed.new_subgroups(size, timeout=limit)
+        torch.distributed.distributed_c10d._set_pg_timeout(limit, self._group)
         self._ulysses: dict[tuple[int, ...], nn.Module] = {}  # by batch, heads and their size
         AttentionInterface.register(NAME, self._attention)
 

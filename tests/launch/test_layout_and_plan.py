@@ -11,6 +11,10 @@ from rose.launch.layout import layout
 from rose.protocol import Role
 
 QWEN3_8B = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
+TWELVE = (
+    *("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=slurm", "cluster.gpus=20"),
+    *("trainer.ranks=12", "trainer.batch_size=96", "cluster.slurm.trainer.nodes=2"),
+)
 GIB = 2**30
 
 
@@ -293,13 +297,13 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config)
     c = make_config(
         *QWEN3_8B, "trainer.gradient_checkpointing=false", "trainer.micro_batch_tokens=65536"
     )
-    (warning,) = plan.make(c, c.model.shape).warnings
+    _, warning = plan.make(c, c.model.shape).warnings  # the first is of cluster.gpus=16
     assert (
         "set trainer.gradient_checkpointing=true or lower trainer.micro_batch_tokens=65536 or raise"
         in warning
     )
     c = make_config(*QWEN3_8B, "trainer.micro_batch_tokens=131072", "model.max_context=131072")
-    (warning,) = plan.make(c, c.model.shape).warnings
+    _, warning = plan.make(c, c.model.shape).warnings  # the first is of cluster.gpus=16
     assert "gradient_checkpointing" not in warning, "it is on"
     assert (
         "lower trainer.micro_batch_tokens=131072 with model.max_context=131072 or raise "
@@ -384,6 +388,26 @@ def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):
     )
 
 
+@pytest.mark.parametrize(("nodes", "parts"), [(2, 2), (2, 3), (2, 6), (2, 12), (3, 4), (6, 4)])
+def test_ranks_that_share_a_row_are_on_one_node_where_it_has_so_many(make_config, nodes, parts):
+    make_config(
+        *TWELVE, f"cluster.slurm.trainer.nodes={nodes}", f"trainer.sequence_parallel={parts}"
+    )
+
+
+def test_ranks_that_share_a_row_are_not_torn_apart_between_nodes(make_config):
+    with pytest.raises(ConfigError, match="sequence_parallel=4: the 6 trainer ranks of each of 2"):
+        make_config(*TWELVE, "trainer.sequence_parallel=4")
+
+
+def test_rank_0_has_all_experts_in_host_memory_as_it_reads_them(make_config):
+    c = make_config("+experiment=qwen3_30b_a3b")
+    host = memory.trainer(c, c.model.shape).host
+    assert host["experts merged as rank 0 reads them"] == 48 * 128 * 3 * 2048 * 768 * 2 / GIB == 54
+    dense = make_config(*QWEN3_8B)
+    assert host.keys() - memory.trainer(dense, dense.model.shape).host.keys()
+
+
 def test_parameters_of_the_published_models(make_config):
     """Model cards: 7.62B, 8.19B (8.2B), 32.8B, 134.5M and 30.5B (3.3B active) parameters."""
     counts = {
@@ -419,7 +443,11 @@ def test_experiments_validate_fit_and_print_their_plan(
 ):
     c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")
     made = plan.make(c, c.model.shape)
-    assert (len(made.ranks), made.gpus, made.warnings) == (ranks, gpus, ())
+    assert (len(made.ranks), made.gpus) == (ranks, gpus)
+    assert ["on one machine" in warning for warning in made.warnings] == [True] * (gpus > 8)
+    if gpus > 8:
+        on_nodes = make_config(f"+experiment={experiment}", "cluster=slurm", "cluster.dry_run=true")
+        assert not plan.make(on_nodes, c.model.shape).warnings
     text = printed(made)
     for words in (
         f"{c.name}: {ranks} ranks",

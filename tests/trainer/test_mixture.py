@@ -49,7 +49,8 @@ def test_a_mixture_trains_publishes_and_saves_as_the_plain_loop(tmp_path, stage,
         "actions": [["publish", 0], ["train", *STEP], ["publish", 1], ["save"]],
         "experts": loop is Replayed,
     }
-    [metrics] = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"]
+    reports = tiny_world.run_world(job, tmp_path, 2)
+    [metrics] = reports[0]["metrics"]
     plain = loop(tmp_path / "model")
     loss, norm = plain.train(*STEP)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
@@ -63,6 +64,8 @@ def test_a_mixture_trains_publishes_and_saves_as_the_plain_loop(tmp_path, stage,
     )
     assert stored.keys() == start.keys()
     assert all(torch.equal(stored[name], start[name]) for name in stored)
+    experts = sum(tensor.nbytes for name, tensor in stored.items() if ".experts." in name)
+    assert [r["merged"] for r in reports] == ([experts, 0] if stage == 3 else [0, 0])
     trained, expected = materialise(tmp_path / "run", 1), in_parts(plain.model)
     for name, tensor in expected.items():
         moved = (trained[name] - start[name]).abs().max().item()

@@ -1,10 +1,14 @@
 """Ranks that share each row's sequence (DeepSpeed's Ulysses, on gloo) equal one that has it
 whole."""
 
+import socket
+
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from rose.comm.address import RendezvousError, local_place
+from rose.trainer import deepspeed_engine, sequence
 from rose.transfer.blocks import size
 from rose.transfer.edge import read_plan
 from rose.transfer.receive import materialise
@@ -22,6 +26,7 @@ CASES = [
     ["tree_grpo", GRPO, 2, "forked", WHOLE],
 ]
 LIMIT = 64
+STEP_S = 150.0  # that a step may take; ranks must have met sooner
 LAST = ["rounds", *CASES[0], LIMIT, "last"]
 ACTIONS = [["publish", 0], ["save"]]
 for number, case in enumerate(CASES):
@@ -34,6 +39,7 @@ class World:
     def __init__(self, folder, ranks=1, parts=1, stage=0, more=()):
         self.folder, self.ranks = folder, ranks
         self.settings = [*more, "algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}"]
+        self.settings.append(f"trainer.step_timeout_s={STEP_S:g}")
         self.model = tiny_world.save_model(folder / "model", kv_heads=1)  # repeated for each rank
         self.metrics = self.run("run", ACTIONS, parts)
 
@@ -41,7 +47,9 @@ class World:
         """Every rank's metrics."""
         settings = [*self.settings, f"trainer.sequence_parallel={parts}"]
         job = {"name": name, "settings": settings, "actions": actions}
-        return [r["metrics"] for r in tiny_world.run_world(job, self.folder, self.ranks)]
+        reports = tiny_world.run_world(job, self.folder, self.ranks)
+        assert all(set(r["limits_s"]) == {STEP_S} for r in reports)  # of every group of ranks
+        return [r["metrics"] for r in reports]
 
     def gradient(self, case, rank=0):
         """As one vector, and its parameters' weights after the update."""
@@ -109,6 +117,39 @@ def assert_published(world, alone):
     sizes = [size(block, plan.tensors[block.tensor].columns) for block in plan.blocks]
     assert sum(sizes) == sum(values.size for values in begin.values())
     assert {block.owner for block in plan.blocks} == set(range(world.ranks))
+
+
+def lonely(port, rank, said):
+    """Two ranks meet; the second leaves before they would share rows."""
+    cpu = deepspeed_engine.use_device(0, rank)
+    deepspeed_engine.join_world(cpu, rank, 2, local_place(port), STEP_S)
+    if rank == 0:
+        sequence.MEET_S = 1.0
+        try:
+            sequence.SequenceGroup(2, cpu, STEP_S)
+        except RendezvousError as error:
+            said.put(str(error))
+
+
+def test_ranks_that_cannot_connect_to_share_rows_say_so_before_the_first_step():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = tiny_world.server()
+    said = server.SimpleQueue()
+    ranks = [server.Process(target=lonely, args=(port, rank, said)) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        ranks[0].join(tiny_world.DEADLINE_S)
+        assert not said.empty()
+        words = said.get()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert "trainer rank 0 on" in words and "within 1 s" in words
+    assert "ranks 0 to 1, which share each row (trainer.sequence_parallel=2)" in words
 
 
 LONG = 8192

@@ -339,6 +339,22 @@ def limits_s() -> list[float]:
     ]
 
 
+def watch_merging(found: list[int]) -> None:
+    """Bytes of values that transformers makes of a folder's tensors as it reads a model under
+    ZeRO-3."""
+    from transformers.integrations import deepspeed
+
+    convert = deepspeed._apply_weight_conversions_to_state_dict
+
+    def watched(model, stored, how):
+        given = set(map(id, stored.values()))
+        made = convert(model, dict(stored), how)
+        found.extend(t.nbytes for t in made.values() if id(t) not in given and not t.is_meta)
+        return made
+
+    deepspeed._apply_weight_conversions_to_state_dict = watched
+
+
 def settings(job: dict):
     from rose import config
     from tests.conftest import compose_tree
@@ -396,6 +412,8 @@ def main(job: dict, rank: int) -> None:
     from rose.trainer.trainer import Trainer, TrainingDiverged
 
     folder = Path(job["folder"])
+    merged: list[int] = []
+    watch_merging(merged)
     trainer = Trainer(
         settings(job),
         rank,
@@ -414,6 +432,7 @@ def main(job: dict, rank: int) -> None:
         "metrics": [],
         "errors": [],
         "limits_s": limits_s(),
+        "merged": sum(merged),
     }
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts

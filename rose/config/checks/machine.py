@@ -173,6 +173,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
             f"{ranks // nodes} ranks x {gpus} GPUs don't fit on a node; raise "
             f"cluster.slurm.{name}.nodes={nodes}",
         )
+    _check_groups(c, need)
     need(
         c.cluster.slurm.borrowed.nodes in (None, 1),
         "cluster.slurm.borrowed.nodes",
@@ -197,6 +198,20 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
             f"cluster.slurm.{key}",
             "must be one line of text, not empty; null leaves an option out",
         )
+
+
+def _check_groups(c: Config, need: Need) -> None:
+    """Ranks that share a row exchange it in every layer: on one node, unless they are more than it
+    has."""
+    nodes = nodes_of(c.cluster.slurm.trainer, c.trainer.ranks, c.cluster.gpus > 0)
+    each, parts = c.trainer.ranks // nodes, c.trainer.sequence_parallel
+    need(
+        parts > each or each % parts == 0,
+        "trainer.sequence_parallel",
+        f"the {each} trainer ranks of each of {nodes} nodes don't divide into groups of {parts}: "
+        f"some would exchange every layer over the network; change it, trainer.ranks="
+        f"{c.trainer.ranks} or cluster.slurm.trainer.nodes",
+    )
 
 
 def _check_container(container: Container | None, need: Need) -> None:
