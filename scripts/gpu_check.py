@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gpu_check_coserving
 import gpu_check_drafts
 import gpu_check_engine
+import gpu_check_experts
 import gpu_check_jobs
 import gpu_check_lora
 import gpu_check_machine
@@ -61,6 +62,7 @@ CHECKS = {
         *gpu_check_machine.FIRST,
         gpu_check_model.MODEL,
         *gpu_check_trainer.CHECKS,
+        *gpu_check_experts.CHECKS,
         *gpu_check_engine.CHECKS,
         *gpu_check_lora.CHECKS,
         *gpu_check_drafts.CHECKS,

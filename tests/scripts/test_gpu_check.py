@@ -220,6 +220,7 @@ def test_no_check_hides_another_of_its_name():
     modules = (
         gpu_check.gpu_check_machine,
         gpu_check.gpu_check_trainer,
+        gpu_check.gpu_check_experts,
         gpu_check_engine,
         gpu_check.gpu_check_lora,
         gpu_check.gpu_check_drafts,
