@@ -89,7 +89,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     host = {
         "last published version": size * share,
         "offloaded optimizer": _offloaded(c, shape),
-        "offloaded activations": _kept(c, shape) if c.trainer.offload_activations else 0,
+        "offloaded activations": _kept_on_host(c, shape) if c.trainer.offload_activations else 0,
         "experts merged as rank 0 reads them": _merged(c, shape),
     }
     return Estimate(
@@ -201,6 +201,12 @@ def _kept(c: Config, shape: ModelShape) -> int:
     """Bytes that the layers keep for the backward pass."""
     each = shape.hidden if c.trainer.gradient_checkpointing else _elements(c, shape)
     return BYTES[c.trainer.dtype] * _tokens(c) * shape.layers * each
+
+
+def _kept_on_host(c: Config, shape: ModelShape) -> int:
+    """The same of the host's: torch page-locks each layer's in a power of two."""
+    layer = _kept(c, shape) // shape.layers
+    return shape.layers * (1 << (layer - 1).bit_length())
 
 
 def _elements(c: Config, shape: ModelShape) -> int:

@@ -192,6 +192,9 @@ def test_offloaded_activations_wait_on_the_host(make_config):
     away = memory.trainer(c, c.model.shape)
     assert "activations" not in away.items
     assert away.host["offloaded activations"] == there.items["activations"]
+    # 28 layers of 112 MiB, page-locked by powers of two
+    odd = make_config("+experiment=qwen7b_64k", "trainer.offload_activations=true")
+    assert memory.trainer(odd, odd.model.shape).host["offloaded activations"] == 28 / 8
 
 
 @pytest.mark.parametrize(
