@@ -12,7 +12,9 @@ from harness import cfg, configured
 
 FOLDER = "experts"  # of the scratch folder
 CLOSE = 0.03  # of the largest value: bfloat16 has 8 bits, and both add up in their own order
-OTHERS = 0.3  # of the experts' bytes, what a rank that merges none may take
+OTHERS = (
+    0.5  # of the experts' bytes, what a rank that merges none may take: libraries load meanwhile
+)
 RANKS_CPU = 2
 STEP_S = 120.0
 STATUS = Path("/proc/self/status")
