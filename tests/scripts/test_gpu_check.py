@@ -25,6 +25,7 @@ sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
 import gpu_check
 import gpu_check_coserving
 import gpu_check_engine
+import gpu_check_experts
 import gpu_check_frame as frame
 import gpu_check_machine
 import gpu_check_odd as odd
@@ -216,11 +217,25 @@ def test_useful_operations_of_rows_and_trees():
     )
 
 
+@pytest.mark.parametrize("times", [1, 1.1])
+def test_experts_are_compared_with_a_plain_loop(tmp_path, monkeypatch, times):
+    from rose.trainer import mixture
+
+    right = mixture.experts
+    monkeypatch.setattr(mixture, "experts", lambda *arguments: right(*arguments) * times)
+    setup = frame.Setup("cpu", 0, "cpu", None, str(tmp_path), None, {})
+    report = frame.Report(setup, gpu_check_experts.CPU, tmp_path / "events")
+    gpu_check_experts._compare(report, 1, "one token")
+    lines = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    figures = [frame.msgspec.convert(line["figure"], frame.Figure) for line in lines]
+    assert [figure.ok for figure in figures] == [times == 1] * 4 + [True] * 2
+
+
 def test_no_check_hides_another_of_its_name():
     modules = (
         gpu_check.gpu_check_machine,
         gpu_check.gpu_check_trainer,
-        gpu_check.gpu_check_experts,
+        gpu_check_experts,
         gpu_check_engine,
         gpu_check.gpu_check_lora,
         gpu_check.gpu_check_drafts,
@@ -335,7 +350,8 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
 # `profile` is a command that tests/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
 # `colocated` with fewer words, `mixture` and `long` are it with more; their runs are those of
-# tests/job/test_gpu_experiments.py and tests/trainer/test_sequence.py.
+# tests/job/test_gpu_experiments.py and tests/trainer/test_sequence.py. `experts` reads a model as
+# tests/trainer/test_mixture.py does.
 TWINS = (
     "machine",
     "model",
