@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import psutil
 from rose.coordinator import replay
 from rose.coordinator.control import first_name
 from rose.observe.metrics import read_metrics, rows_of
+from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 480.0  # a machine with other guests has been five times slower
@@ -106,7 +106,16 @@ class Job:
 
     def engine(self) -> psutil.Process:
         """The engine process of the last rollout rank."""
-        return psutil.Process(self.rank("rollout")["pid"]).children()[0]
+        rank = self.rank("rollout")["pid"]
+        found = self.until(
+            lambda: [
+                each
+                for each in processes.children(rank)
+                if processes.words(each)[:1] == ["VLLM::EngineCore"]
+            ],
+            "the engine's process",
+        )
+        return found[0]
 
     def phase(self) -> tuple[str, int]:
         live = self.live()
@@ -131,19 +140,9 @@ class Job:
 
     def kill_everything(self) -> None:
         """SIGKILL to the launcher and all that it started, as when a node loses power."""
-        family = [
-            psutil.Process(self.process.pid),
-            *psutil.Process(self.process.pid).children(recursive=True),
-        ]
-        for process in family:
-            if process.is_running():
-                os.kill(process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=30)
+        processes.kill_family(self.process.pid)
+        self.process.communicate(timeout=DEADLINE_S)
 
-    def orphans(self) -> list[int]:
-        """Processes of this run that still live."""
-        return [
-            p.pid
-            for p in psutil.process_iter(["cmdline"])
-            if str(self.run) in " ".join(p.info["cmdline"] or [])
-        ]
+    def orphans(self) -> list[psutil.Process]:
+        """Processes of this run that outlive it."""
+        return processes.left(lambda: processes.bearing(str(self.run)))

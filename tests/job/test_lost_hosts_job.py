@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from rose.coordinator import replay
+from tests import processes
 from tests.job.job import Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -25,10 +26,9 @@ def hosts(job: Job) -> list[psutil.Process]:
     found = []
     for path in sorted((job.run / "logs" / "latest").glob("environment-*.log")):
         number = path.stem.rpartition("-")[2]
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            here = "rose.agent.process" in words and str(job.run) in words
-            if here and words[words.index("--rank") + 1] == number:
+        for process in processes.bearing("rose.agent.process", str(job.run)):
+            words = processes.words(process)
+            if "--rank" in words and words[words.index("--rank") + 1] == number:
                 found.append(process)
     return found
 

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from rose import files
 from rose.launch import guard, rank_status, resume
 from rose.protocol import Role
 
@@ -30,7 +31,7 @@ def body(me, run_dir, attempt):
     world.Barrier()
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own
         engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-        (run_dir / f"engine-{me.rank}.pid").write_text(str(engine.pid))
+        files.write_whole(run_dir / f"engine-{me.rank}.pid", str(engine.pid).encode())
     who, _, deed = os.environ.get("TOY", "").partition(":")
     if who == f"{me.role.value}-{me.index}":
         misbehave(deed, run_dir)

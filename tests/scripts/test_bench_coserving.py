@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from aiohttp import web
 from rich.console import Console
@@ -24,6 +23,8 @@ from bench_coserving_bench import Bench
 from bench_coserving_client import replay
 from bench_coserving_tables import Alone, Run, Slo
 from harness import Failed
+
+from tests import processes
 
 SLO = Slo(0.1, 0.2, 0.01, 0.02)
 
@@ -260,8 +261,4 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
     )
     assert len((tmp_path / "bench_coserving.csv").read_text().splitlines()) == 3
     assert "attainment" in capsys.readouterr().out and os.sched_getaffinity(0) == cores
-    assert not [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
-    ]
+    assert not processes.left(lambda: processes.bearing(str(tmp_path)))
