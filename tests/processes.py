@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from signal import SIGKILL
 
 import psutil
 
@@ -71,10 +72,16 @@ def children(pid: int | None = None, recursive: bool = False) -> list[psutil.Pro
     return []
 
 
+def signal(process: int | psutil.Process, number: int) -> None:
+    """To one that may have ended."""
+    with contextlib.suppress(*VANISHED):
+        known = psutil.Process(process) if isinstance(process, int) else process
+        known.send_signal(number)
+
+
 def kill(process: int | psutil.Process) -> None:
     """SIGKILL, if it has not ended."""
-    with contextlib.suppress(*VANISHED):
-        (psutil.Process(process) if isinstance(process, int) else process).kill()
+    signal(process, SIGKILL)
 
 
 def kill_family(pid: int, itself: bool = True) -> None:

@@ -15,7 +15,7 @@ from job import Job, trained_on
 
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
-from tests.job.test_lost_hosts_job import kill_hosts
+from tests.job.hosts import kill_hosts
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 
 from rose.coordinator import replay
 from rose.trainer import segments
+from tests.job.hosts import kill_hosts
 from tests.job.job import Job, trained_on
-from tests.job.test_lost_hosts_job import kill_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

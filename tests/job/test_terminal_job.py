@@ -15,12 +15,13 @@ import pytest
 
 from rose.coordinator import journal
 from rose.scheduler import events as ev
+from tests.job.hosts import HOSTS, everything, hosts, kill_hosts, rolls
 from tests.job.job import Job, trained_on
-from tests.job.test_lost_hosts_job import SIZE, STEPS, everything, hosts, kill_hosts, rolls
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-KILLS = 3
+KILLS, STEPS = 3, 3
+SIZE = (f"trainer.steps={STEPS}", "eval.episodes=4", *HOSTS)
 TERMINAL = (
     "+experiment=terminal",
     "env.max_turns=8",

@@ -378,7 +378,7 @@ def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, num
     try:
         recipe = processes.until(makes, "the recipe")
         launcher.send_signal(number)
-        out, _ = launcher.communicate(timeout=120)
+        out, _ = launcher.communicate(timeout=600)
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + number
@@ -456,7 +456,7 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert bare.returncode == 2
     assert "is not installed" in bare.stderr and "make train" in bare.stderr
