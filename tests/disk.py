@@ -60,7 +60,7 @@ class Disk:
 
 
 def _do(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (
         f"{' '.join(command)}: {done.stderr.strip()} (root, e2fsprogs and loop devices are needed)"
     )

@@ -1,14 +1,18 @@
 """Threads for work on the side follow the cores that a process may use, not those that the machine
-has; what is imported at once is no work for the garbage collector."""
+has; what is imported at once is no work for the garbage collector. What tests find and end of
+processes that fork all the time."""
 
 import gc
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from rose import processes
+from tests import processes as seen
 
 
 def test_threads_follow_the_binding_and_end_at_eight(monkeypatch):
@@ -25,3 +29,28 @@ def test_an_import_leaves_out_what_nobody_uses_and_the_collector_goes_on(monkeyp
         import this  # noqa: F401
     assert gc.isenabled() and importlib.util.find_spec("this")
     assert not {id(one) for one in kept} & {id(one) for one in gc.get_objects()}
+
+
+FORKS = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    if not os.fork():
+        if os.fork():
+            time.sleep(0.05)
+        os._exit(0)
+    time.sleep(0.002)
+"""
+
+
+def test_a_family_that_forks_and_ends_all_the_time_is_killed_whole():
+    mark = f"forks-{os.getpid()}"
+    first = subprocess.Popen([sys.executable, "-c", FORKS, mark])
+    try:
+        seen.until(lambda: len(seen.bearing(mark)) > 2, "its children")
+    finally:
+        seen.kill_family(first.pid)
+    assert seen.left(lambda: seen.bearing(mark)) == [] and not seen.alive(first.pid)
+    assert first.wait() == -signal.SIGKILL
+    seen.kill(first.pid)
+    assert seen.children(first.pid) == []

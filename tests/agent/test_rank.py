@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.agent.gateway.run import SCRATCH, remove_stale
+from tests import processes
 
 # a process of root's that this one, which is nobody by then, can't end
 LEFT = """
@@ -31,7 +31,7 @@ def test_a_process_that_cant_be_ended_holds_up_no_new_host():
     try:
         assert words == f"processes {pid} of a dead environment host can't be ended"
     finally:
-        psutil.Process(int(pid)).kill()
+        processes.kill(int(pid))
 
 
 def test_folders_of_agents_whose_hosts_were_killed_go(tmp_path, monkeypatch):

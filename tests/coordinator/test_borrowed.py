@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from rose import protocol as p
 from rose.comm import join, mpi_process, porter
 from rose.coordinator.borrowed import Borrowed
+from tests import processes
 from tests.coordinator.conftest import HOST, RANK, World
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ class Court:
         self.run_dir.mkdir()
         self.world = World(folder)
         self.changes, self.joiners = [], []
-        self.before = set(psutil.Process().children(recursive=True))
+        self.before = set(processes.children(recursive=True))
         self.borrowed = Borrowed(
             config,
             self.run_dir,
@@ -96,9 +96,9 @@ class Court:
                 joiner.wait()
                 joiner.stdout.close()
             self.world.journal.close()
-        started = set(psutil.Process().children(recursive=True)) - self.before
-        _, left = psutil.wait_procs(started, timeout=60)
-        assert not left  # no porter stays
+        assert not processes.left(
+            lambda: set(processes.children(recursive=True)) - self.before
+        )  # no porter stays
 
 
 @pytest.fixture
@@ -259,10 +259,9 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
         joiner = c.join("works")
         await c.until(lambda: c.changes, "the join")
         ports = {
-            x.laddr
-            for q in set(psutil.Process().children(recursive=True)) - c.before
-            for x in q.net_connections("tcp")
-            if x.status == psutil.CONN_LISTEN
+            address
+            for each in set(processes.children(recursive=True)) - c.before
+            for address in processes.listens(each)
         }
         assert ports
         for address in ports:

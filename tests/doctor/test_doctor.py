@@ -141,16 +141,18 @@ def test_files_are_shared_when_each_side_sees_the_others(done, state, words):
     assert found.state == state and words in found.words, found
 
 
-def test_two_sides_see_each_others_files(tmp_path):
+def test_two_sides_see_each_others_files(tmp_path, monkeypatch):
     answers = (
         "import sys; from pathlib import Path; from rose.doctor import rank; "
-        "print(len(rank.exchange(Path(sys.argv[1]), 1)['round_trips']))"
+        "rank.SEEN_S = 120.0; print('up', flush=True); print(len(rank.exchange(Path(sys.argv[1]), 1)['round_trips']))"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", answers, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
+    assert other.stdout.readline() == "up\n"
+    monkeypatch.setattr(rank, "SEEN_S", 120.0)
     took = rank.exchange(tmp_path, 0)["round_trips"]
-    assert other.communicate(timeout=120)[0] == f"{rank.ROUNDS}\n"
+    assert other.communicate(timeout=600)[0] == f"{rank.ROUNDS}\n"
     assert len(took) == rank.ROUNDS and all(seconds > 0 for seconds in took)
 
 

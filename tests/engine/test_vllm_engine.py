@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
@@ -22,6 +21,7 @@ from rose.engine.vllm_engine import EngineDied, EngineError
 from rose.trainer.experts import parts
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
+from tests import processes
 from tests.engine import schedulers
 from tests.transfer.worlds import World
 
@@ -505,8 +505,8 @@ def test_a_model_that_cannot_be_served_leaves_no_process(
 
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((folders["Qwen3"] / name).read_bytes())  # and no weights
-    before = set(psutil.Process().children(recursive=True))
+    before = set(processes.children(recursive=True))
     with pytest.raises(EngineError):
         loop.run_until_complete(Engine.start(tmp_path, rollout, model_config))
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert [p for p in left if "resource_tracker" not in str(p.cmdline())] == []
+    left = set(processes.children(recursive=True)) - before
+    assert [p for p in left if "resource_tracker" not in str(processes.words(p))] == []

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from rose import config as configuration
 from rose.coordinator.exports import Exports
+from tests import processes
 from tests.transfer.worlds import same
 
 DEADLINE_S = 240
@@ -135,11 +136,9 @@ def test_what_cannot_be_removed_is_told_and_costs_the_run_nothing(run, exports, 
     assert any(".step_3.store" in detail for _, detail in told)
 
 
-def children() -> list[str]:
+def children() -> list[psutil.Process]:
     """Of this process: what exports."""
-    alive = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
-    found = [child.cmdline() for child in alive]
-    return [" ".join(words) for words in found if "rose.export" in words]
+    return [each for each in processes.children() if "rose.export" in processes.words(each)]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 
-DEADLINE_S = 400.0
+DEADLINE_S = 900.0
 
 
 class HeldLake(FrozenLake):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
 from rose.coordinator import replay
-from rose.coordinator.control import first_name
+from rose.coordinator.control import first_name, train_task
 from rose.observe.metrics import read_metrics, rows_of
+from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 480.0  # a machine with other guests has been five times slower
@@ -23,7 +24,7 @@ SMALL = (
     "trainer.steps=3",
     "trainer.batch_size=16",
     "rollout.group_size=4",
-    "eval.episodes=16",
+    "eval.episodes=4",
     "observe.terminal=false",
     "trainer.checkpoint_every=1",
     "rollout.kv_cache_gib=0.05",
@@ -41,6 +42,54 @@ def trained_on(run: Path, steps: int) -> list[str]:
         for group in replay.load(run, step)
         for t in group
     ]
+
+
+class Held:
+    """Runs of FrozenLake, some of whose groups wait at their first move in each step until the test
+    lets them go on: then it knows where the run is, however slow or fast."""
+
+    def __init__(
+        self, folder: Path, steps: int, groups: int = 4, waiting: int = 1, size: int = 4
+    ) -> None:
+        """Of the `groups` of `size` trajectories of each of `steps` steps the last `waiting` ones
+        wait."""
+        self.folder, self.finished = folder / "released", (groups - waiting) * size
+        self.folder.mkdir(parents=True)
+        self._seeds = {
+            step: [
+                train_task(1, groups * step - 1 - n, {"frozen_lake": 1.0}).seed
+                for n in range(waiting)
+            ]
+            for step in range(1, steps + 1)
+        }
+        held = sorted(seed for seeds in self._seeds.values() for seed in seeds)
+        self.overrides = (
+            "env.name=tests.job.held:HeldLake",
+            "env.step_timeout_s=1000",
+            f"+env.args.folder={self.folder}",
+            f"+env.args.held={held}",
+            f"trainer.batch_size={size * groups}",
+            f"rollout.group_size={size}",
+        )
+
+    def release(self, *steps: int) -> None:
+        for seed in (seed for step in steps for seed in self._seeds[step]):
+            (self.folder / str(seed)).touch()
+
+    def hold(self, *steps: int) -> None:
+        """What was released waits again, in runs to come."""
+        for seed in (seed for step in steps for seed in self._seeds[step]):
+            (self.folder / str(seed)).unlink()
+
+    def until(self, job: Job, step: int) -> None:
+        """Until all groups of the step are in but those that wait."""
+
+        def waits() -> bool:
+            live = job.live()
+            there = live.get("phase"), live.get("step"), live.get("finished")
+            return there == ("rollout", step, self.finished)
+
+        job.until(waits, f"all groups of step {step} but those that wait")
 
 
 class Job:
@@ -106,7 +155,26 @@ class Job:
 
     def engine(self) -> psutil.Process:
         """The engine process of the last rollout rank."""
-        return psutil.Process(self.rank("rollout")["pid"]).children()[0]
+        rank = self.rank("rollout")["pid"]
+        found = self.until(
+            lambda: [
+                each
+                for each in processes.children(rank)
+                if processes.words(each)[:1] == ["VLLM::EngineCore"]
+            ],
+            "the engine's process",
+        )
+        return found[0]
+
+    @contextlib.contextmanager
+    def trainer_stopped(self) -> Iterator[None]:
+        """Meanwhile the trainer does nothing, so that no step ends."""
+        trainer = psutil.Process(self.rank("trainer")["pid"])
+        trainer.suspend()
+        try:
+            yield
+        finally:
+            trainer.resume()
 
     def phase(self) -> tuple[str, int]:
         live = self.live()
@@ -131,19 +199,9 @@ class Job:
 
     def kill_everything(self) -> None:
         """SIGKILL to the launcher and all that it started, as when a node loses power."""
-        family = [
-            psutil.Process(self.process.pid),
-            *psutil.Process(self.process.pid).children(recursive=True),
-        ]
-        for process in family:
-            if process.is_running():
-                os.kill(process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=30)
+        processes.kill_family(self.process.pid)
+        self.process.communicate(timeout=DEADLINE_S)
 
-    def orphans(self) -> list[int]:
-        """Processes of this run that still live."""
-        return [
-            p.pid
-            for p in psutil.process_iter(["cmdline"])
-            if str(self.run) in " ".join(p.info["cmdline"] or [])
-        ]
+    def orphans(self) -> list[psutil.Process]:
+        """Processes of this run that outlive it."""
+        return processes.left(lambda: processes.bearing(str(self.run)))

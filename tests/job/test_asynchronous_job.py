@@ -1,5 +1,6 @@
-"""An asynchronous run with real MPI, vLLM and DeepSpeed: rollouts go on in training, weights come
-while turns run."""
+"""An asynchronous run with real MPI, vLLM and DeepSpeed, whose rewards a pool of workers computes:
+rollouts go on in training, weights come while turns run, each trajectory is scored once whatever
+happens to the workers, and what can't be scored is replaced."""
 
 import pytest
 
@@ -13,9 +14,27 @@ from tests.job.job import Job
 pytestmark = pytest.mark.slow
 
 STEPS, ETA = 4, 1
+REWARD = """
+import os, signal, time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+def score(episode):
+    with (FOLDER / f"{episode.trajectory}.tries").open("a") as file:
+        file.write("x")
+    if episode.trajectory == "g0.1" and (FOLDER / "g0.1.tries").read_text() == "x":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if episode.trajectory == "g0.2":
+        raise ValueError("nobody can say")
+    time.sleep(0.05)
+    assert episode.prompt and episode.seed % 2 == int(episode.trajectory[0] == "e")
+    return {"reward": len(episode.response) + 0.5, "success": episode.turns > 1}
+"""
 
 
-def test_rollouts_go_on_while_the_trainer_trains_and_no_token_is_older_than_allowed(tmp_path):
+def test_rollouts_go_on_while_the_trainer_trains_and_a_pool_scores_each_once(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARD)
     # One place in the engine: rollouts take longer than training, so that some run whenever new
     # weights come.
     job = Job(
@@ -27,7 +46,9 @@ def test_rollouts_go_on_while_the_trainer_trains_and_no_token_is_older_than_allo
         "rollout.workers=1",
         "rollout.max_sequences=1",
         "trainer.checkpoint_every=2",
-        "eval.episodes=0",
+        "eval.episodes=4",
+        "reward=function",
+        f"reward.args.path={tmp_path / 'mine.py'}:score",
     )
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
@@ -36,10 +57,21 @@ def test_rollouts_go_on_while_the_trainer_trains_and_no_token_is_older_than_allo
     assert any(row["staleness_mean"] > 0 for row in steps), (
         "nothing was made before its step had begun"
     )
-    assert job.faults() == [] and job.orphans() == []
+    assert job.orphans() == []
+    (fault,) = job.faults()
+    assert fault["what"] == "scoring failed" and "g0.2: " in fault["detail"]
+    assert "ValueError: nobody can say" in fault["detail"]
+    assert [row["reward_failures"] for row in steps] == [1, 0, 0, 0]
+    assert steps[0]["reward_wait_s_mean"] > 0.05 and steps[0]["reward_timeouts"] == 0
 
     groups = [group for step in range(1, STEPS + 1) for group in replay.load(job.run, step)]
     assert len({group_index(group[0].group) for group in groups}) == len(groups) == STEPS * 4
+    trained = [t for group in groups for t in group]
+    names = {t.id for t in trained}
+    assert len(names) == len(trained) == STEPS * 16 and "g0.2" not in names and "g0.2r1" in names
+    assert all(t.reward % 1 == 0.5 and t.success == (t.turns > 1) for t in trained)
+    tries = {path.stem: path.read_text() for path in tmp_path.glob("g*.tries")}
+    assert tries.pop("g0.1") == tries.pop("g0.2") == "xx" and set(tries.values()) == {"x"}
     several = [
         t for group in groups for t in group if len(set(p.unpack_tokens(t.versions)) - {-1}) > 1
     ]

@@ -1,5 +1,5 @@
-"""Tree rollouts in a real run, which a power failure, dead hosts and a dead engine interrupt: the
-same leaves, forked off at the same turns, with the same tokens as in a run that nothing interrupts.
+"""Tree rollouts in a real run, which a power failure and dead hosts interrupt: the same leaves,
+forked off at the same turns, with the same tokens as in a run that nothing interrupts.
 """
 
 from pathlib import Path
@@ -8,20 +8,18 @@ import pytest
 
 from rose.coordinator import replay
 from rose.trainer import segments
-from tests.job.job import Job, trained_on
-from tests.job.test_lost_hosts_job import kill_hosts
+from tests.job.hosts import HOSTS, kill_host, kill_hosts
+from tests.job.job import Held, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-STEPS = 3
+STEPS = 2
 TREES = (
     "deterministic=true",
     f"trainer.steps={STEPS}",
     "algorithm=tree_grpo",
     "rollout/branch=tree",
-    "rollout.group_size=8",
-    "rollout.environment_hosts=2",
-    "rollout.host_restarts=100",
+    *HOSTS,
     "eval.episodes=0",
 )
 
@@ -41,25 +39,25 @@ def tokens_before(t, turns: int) -> int:
     return 4 * ([i for i, bit in enumerate(t.mask) if bit][made - 1] + 1)
 
 
-def test_trees_come_out_the_same_through_a_power_failure_dead_hosts_and_a_dead_engine(tmp_path):
-    whole = Job(tmp_path / "whole", *TREES)
+def test_trees_come_out_the_same_through_dead_hosts_and_a_power_failure(tmp_path):
+    held = Held(tmp_path, STEPS, groups=2, size=8)
+    held.release(1, 2)
+    whole = Job(tmp_path / "whole", *TREES, *held.overrides)
     assert whole.wait() == 0, whole.said + whole.logs()
 
-    powerless = Job(tmp_path, *TREES)
-    powerless.until(lambda: powerless.phase() == ("rollout", 2), "the second step's rollout")
+    held.hold(2)
+    powerless = Job(tmp_path, *TREES, *held.overrides)
+    assert kill_hosts(powerless, 1) == 1
+    held.until(powerless, 2)
     powerless.until(lambda: list((powerless.run / "turns").glob("v*.turns")), "a recorded turn")
+    kill_host(powerless, 0)
     powerless.kill_everything()
 
-    last = Job(tmp_path, *TREES)
-    assert kill_hosts(last, 1) == 1
-    # while it has no turns: the rest of a seeded turn that goes on elsewhere is another draw
-    last.until(lambda: last.phase() == ("train", STEPS - 1), "the step's training")
-    last.engine().kill()
-    assert kill_hosts(last, 1) == 1
+    held.release(2)
+    last = Job(tmp_path, *TREES, *held.overrides)
     assert last.wait() == 0, last.said + last.logs()
-    assert last.steps()[-1]["engine_restarts"] == 1 and last.orphans() == []
-    assert last.steps()[-1]["failed_trajectories"] == 0
-    assert sum(row["trajectories_restarted"] for row in last.steps()) >= 2
+    assert last.orphans() == [] and last.steps()[-1]["failed_trajectories"] == 0
+    assert [fault["what"] for fault in last.faults()] == ["environment host died"] * 2
 
     assert trained_on(last.run, STEPS) == [f"g{g}.{m}" for g in range(2 * STEPS) for m in range(8)]
     assert leaves(last.run) == leaves(whole.run)

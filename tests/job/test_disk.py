@@ -3,11 +3,10 @@ is room again."""
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.trainer import checkpoint
-from tests.job.job import Job, trained_on
+from tests.job.job import Held, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -15,13 +14,22 @@ CONTINUES = "the same launch.py command then continues the run from its last che
 
 
 @pytest.fixture
-def start(disk):
+def held(tmp_path):
+    """The run waits in its second and third steps, with the checkpoint of the one before whole:
+    whatever the test does to the disk, however slowly, is done before the next."""
+    made = Held(tmp_path / "held", 3)
+    made.release(1)
+    return made
+
+
+@pytest.fixture
+def start(disk, held):
     """start() -> the job on the disk; whatever a failing test leaves of it is killed before the
     disk goes."""
     jobs = []
 
     def begin() -> Job:
-        jobs.append(Job(disk.path))
+        jobs.append(Job(disk.path, *held.overrides))
         return jobs[-1]
 
     yield begin
@@ -38,72 +46,47 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def halves(run: Path) -> list[Path]:
-    return [path for path in run.rglob("*") if path.suffix in (".tmp", ".part")]
+def until_held(held: Held, job: Job, step: int) -> None:
+    held.until(job, step)
+    saved = f"step-{step - 1:06}"
+    job.until(
+        lambda: (found := checkpoint.latest(job.run)) and found.name == saved, f"checkpoint {saved}"
+    )
 
 
-def trainer_held(job: Job) -> psutil.Process:
-    """The trainer, suspended once the first step's checkpoint is whole: whatever the test does to
-    the disk, however slowly, is done before the second's."""
-    job.until(lambda: checkpoint.latest(job.run), "the first step's checkpoint")
-    trainer = psutil.Process(job.rank("trainer")["pid"])
-    trainer.suspend()
-    assert not list((job.run / "checkpoints").glob("step-000002*"))
-    return trainer
-
-
-def assert_complete(job: Job) -> None:
-    """Every step once, trained on the trajectories of an uninterrupted run, and nothing unfinished
-    left."""
-    assert [row["step"] for row in job.steps()] == [1, 2, 3]
-    assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(12) for m in range(4)]
-    assert halves(job.run) == []
-
-
-def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_job_and_with_room_again_it_continues(
-    disk, start
+def test_a_disk_that_fills_up_and_then_fails_ends_the_job_which_continues_once_it_is_mended(
+    disk, start, held
 ):
     job = start()
-    trainer = trainer_held(job)
+    until_held(held, job, 2)
     whole = contents(checkpoint.latest(job.run))
     # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
     disk.fill(leave=1_200_000)
-    trainer.resume()
+    held.release(2)
     assert job.wait() == 1, job.said
     assert f"{job.run}: No space left on device; free some space there; {CONTINUES}" in job.said
     assert "Traceback" not in job.said and job.orphans() == []
-    assert (job.run / "checkpoints" / "step-000002.tmp").exists(), (
-        "the disk was to be full during the checkpoint"
-    )
-    assert (
-        checkpoint.latest(job.run).name == "step-000001"
-        and contents(checkpoint.latest(job.run)) == whole
-    )
-
+    half = job.run / "checkpoints" / "step-000002.tmp"
+    assert half.exists(), "the disk was to be full during the checkpoint"
+    assert checkpoint.latest(job.run).name == "step-000001"
+    assert contents(checkpoint.latest(job.run)) == whole
     refused = start()
     assert refused.wait() == 2
     assert str(job.run) in refused.said and "No space left on device" in refused.said
 
     disk.empty()
     job = start()
-    assert job.wait() == 0, job.said + job.logs()
-    assert_complete(job)
-
-
-def test_a_disk_that_becomes_read_only_ends_the_job_and_leaves_the_last_checkpoint(disk, start):
-    job = start()
-    trainer = trainer_held(job)
+    until_held(held, job, 3)
+    # every step once, trained on the trajectories of an uninterrupted run, nothing unfinished left
+    assert [row["step"] for row in job.steps()] == [1, 2] and not half.exists()
+    assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(8) for m in range(4)]
     disk.fail()
-    trainer.resume()
+    held.release(3)
     assert job.wait() == 1, job.said
-    assert (
-        f"{job.run}: Read-only file system; have it mounted writable again; {CONTINUES}" in job.said
-    )
-    assert "Traceback" not in job.said and job.orphans() == []
-
+    words = f"{job.run}: Read-only file system; have it mounted writable again; {CONTINUES}"
+    assert words in job.said and "Traceback" not in job.said and job.orphans() == []
     refused = start()
     assert refused.wait() == 2
     assert str(job.run) in refused.said and "Read-only file system" in refused.said
-
     disk.mend()
-    assert checkpoint.latest(job.run).name == "step-000001"
+    assert checkpoint.latest(job.run).name == "step-000002"

@@ -1,31 +1,56 @@
-"""A run whose engines draft from what groups say, with real MPI, vLLM and DeepSpeed."""
+"""A run whose engines draft from what groups say, with real MPI, vLLM and DeepSpeed, and whose turns
+are rewarded one by one: an engine dies."""
+
+import time
 
 import pytest
 
-from tests.job.job import Job, trained_on
+from rose.coordinator import replay
+from tests.job.job import Held, Job, trained_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-def test_engines_draft_through_new_weights_and_the_death_of_one_of_them(tmp_path):
+def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tmp_path):
     """What they sample is checked in tests/engine/test_drafts.py; here that the trainer finds the
     log-probabilities that it was told, that no trajectory is lost, and that drafts are counted."""
+    held = Held(tmp_path, 2, groups=8, waiting=3)
+    held.release(1)
     job = Job(
         tmp_path,
         "rollout/draft=group",
         "rollout.draft.adaptive=false",
+        "algorithm=turn_grpo",
+        "env.args.shaping=0.5",
         "rollout.workers=2",
-        "trainer.steps=3",
-        "trainer.batch_size=32",
+        "trainer.steps=2",
         "eval.episodes=8",
+        *held.overrides,
     )
-    job.until(lambda: job.phase()[0] == "rollout" and job.phase()[1] == 2, "the second rollout")
-    job.engine().kill()
+    held.until(job, 2)
+    engine = job.engine()
+    engine.suspend()  # it keeps what it is given
+    suspended = time.time()
+    held.release(2)
+
+    def holds_a_turn() -> bool:
+        live = job.live()
+        last = live["workers"]["rollout-1"]
+        return live["time"] > suspended + 2 and last["running"] + last["waiting"] > 0
+
+    job.until(holds_a_turn, "a turn at the suspended engine")
+    engine.kill()
     assert job.wait() == 0, job.said + job.logs()
     assert [fault["what"] for fault in job.faults()] == ["engine died"]
     steps = job.steps()
-    assert trained_on(job.run, 3) == [f"g{g}.{m}" for g in range(24) for m in range(4)]
+    assert steps[-1]["engine_restarts"] == 1 and sum(row["migrations"] for row in steps) > 0
+    assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(16) for m in range(4)]
     assert all(row["mismatch_kl"] < 1e-4 for row in steps)
     assert sum(row.get("drafted_tokens", 0) for row in steps) > 100
     assert sum(row.get("accepted_tokens", 0) for row in steps) > 10
     assert job.orphans() == []
+    for t in (t for step in (1, 2) for group in replay.load(job.run, step) for t in group):
+        assert len(t.turn_rewards) == len(t.turn_tokens) == t.turns
+        # the way gained, at most all of it, and 1 at the goal
+        assert sum(t.turn_rewards) == pytest.approx(t.reward) and t.reward <= t.success + 0.5
+        assert t.reward == pytest.approx(1.5) or not t.success

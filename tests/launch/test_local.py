@@ -60,7 +60,7 @@ def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp
         cwd=tmp_path,
         env=env,
         capture_output=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 

@@ -8,14 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose import config as configuration
 from rose.launch import rank_status
+from tests import processes
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 200.0
+DEADLINE_S = 600.0
 LONG = "300"  # TOY_SECONDS of a run that ends before them, for another reason
 DRIVE = Path(__file__).with_name("drive.py")
 REPOSITORY = DRIVE.parents[2]
@@ -56,21 +56,25 @@ def begin(run_dir):
     yield start
     for process in started:
         process.kill()
-        process.wait(timeout=60)
-    for process in of_run(run_dir):
-        process.kill()
+        process.wait(timeout=DEADLINE_S)
+    for pid in of_run(run_dir):
+        processes.kill(pid)
 
 
 def of_run(run_dir):
-    """Living processes of the job: everything with the run's folder on its command line, and the
-    toy engines."""
-    engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
-    alive = [
-        p
-        for p in psutil.process_iter(["cmdline", "status"])
-        if p.info["status"] != psutil.STATUS_ZOMBIE
-    ]
-    return [p for p in alive if p.pid in engines or str(run_dir) in (p.info["cmdline"] or [])]
+    """Living processes of the job, by pid: everything with the run's folder on its command line,
+    and the toy engines."""
+    engines = filter(processes.alive, engines_of(run_dir))
+    return {*(each.pid for each in processes.bearing(str(run_dir))), *engines}
+
+
+def engines_of(run_dir):
+    return {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
+
+
+def outlive(run_dir):
+    """What of the job does not end though its launcher has ended."""
+    return processes.left(lambda: of_run(run_dir))
 
 
 def wait_until(true):
@@ -97,7 +101,7 @@ def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
     assert [
         (s.rank, s.state, s.exit_code) for s in sorted(statuses.values(), key=lambda s: s.rank)
     ] == [(rank, "done", 0) for rank in range(5)]
-    assert not of_run(run_dir), "the toy engines outlived the run"
+    assert not outlive(run_dir), "the toy engines outlived the run"
     assert (run_dir / "logs" / "latest").resolve().name == "attempt-001"
 
 
@@ -119,13 +123,13 @@ def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, d
     assert ("a rank was lost" in output) == (deed == "kill"), (
         "which Slurm's job would be requeued for"
     )
-    assert not of_run(run_dir)
+    assert not outlive(run_dir)
 
 
 def test_a_rank_that_does_not_leave_is_ended_once_the_coordinator_is_done(begin, impatient):
     code, output = finish(begin(TOY="rollout-1:hang", TOY_SECONDS="1"))
     assert code == 0, output  # all is saved
-    assert not of_run(impatient)
+    assert not outlive(impatient)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -136,7 +140,7 @@ def test_a_signal_lets_the_coordinator_finish_cleanly(begin, run_dir, number):
     code, output = finish(process)
     assert code == 128 + number, output
     assert (run_dir / "clean").exists()
-    assert not of_run(run_dir)
+    assert not outlive(run_dir)
 
 
 def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impatient):
@@ -145,7 +149,7 @@ def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impati
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143 and "did not stop within cluster.stop_timeout_s=6" in output
-    assert not of_run(impatient)
+    assert not outlive(impatient)
 
 
 def test_a_coordinator_that_stopped_in_time_is_reported_so_however_slow_the_others(
@@ -157,7 +161,7 @@ def test_a_coordinator_that_stopped_in_time_is_reported_so_however_slow_the_othe
     code, output = finish(process)
     assert code == 143 and not output.strip(), output
     assert (impatient / "clean").exists()
-    assert not of_run(impatient)
+    assert not outlive(impatient)
 
 
 def test_ranks_that_do_not_appear_are_named_after_the_start_timeout(begin, run_dir, make_config):
@@ -165,7 +169,7 @@ def test_ranks_that_do_not_appear_are_named_after_the_start_timeout(begin, run_d
     code, output = finish(begin(TOY_SECONDS=LONG))
     assert code == 1 and "did not start within cluster.start_timeout_s=0.01" in output
     assert "rollout rank 4" in output
-    assert not of_run(run_dir)
+    assert not outlive(run_dir)
 
 
 def test_a_second_signal_kills_at_once(begin, run_dir):
@@ -176,16 +180,15 @@ def test_a_second_signal_kills_at_once(begin, run_dir):
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130 and "killed by the second signal" in output
-    assert not of_run(run_dir)
+    assert not outlive(run_dir)
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed(begin, run_dir):
     process = begin(TOY_SECONDS=LONG)
     wait_until(lambda: all_up(run_dir))
     process.kill()
-    process.wait(timeout=60)
-    engines = {int(path.read_text()) for path in run_dir.glob("engine-*.pid")}
-    wait_until(lambda: not [p for p in of_run(run_dir) if p.pid not in engines])
+    process.wait(timeout=DEADLINE_S)
+    wait_until(lambda: not of_run(run_dir) - engines_of(run_dir))
 
 
 def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
@@ -215,4 +218,4 @@ def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_writ
         in output
     )
     assert "a rank was lost" not in output
-    assert not of_run(disk.path)
+    assert not outlive(disk.path)

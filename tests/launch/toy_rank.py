@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from rose import files
 from rose.launch import guard, rank_status, resume
 from rose.protocol import Role
 
@@ -24,30 +25,43 @@ def body(me, run_dir, attempt):
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    who, _, deed = os.environ.get("TOY", "").partition(":")
+    deed = deed if who == f"{me.role.value}-{me.index}" else ""
+    stopped = answer_sigterm(me, run_dir, deed)  # before the test can know that it is up
     world.Barrier()
     rank_status.mark_joined(run_dir, attempt, me.rank)
     print(f"toy {me.role.value} {me.index} of {world.size} is up", flush=True)
     world.Barrier()
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own
         engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-        (run_dir / f"engine-{me.rank}.pid").write_text(str(engine.pid))
-    who, _, deed = os.environ.get("TOY", "").partition(":")
-    if who == f"{me.role.value}-{me.index}":
-        misbehave(deed, run_dir)
+        files.write_whole(run_dir / f"engine-{me.rank}.pid", str(engine.pid).encode())
+    if deed:
+        misbehave(deed)
     if me.role is Role.COORDINATOR:
-        coordinate(world, run_dir)
+        coordinate(world, run_dir, stopped)
     else:
         while not world.iprobe(source=0):
             time.sleep(0.02)
 
 
-def misbehave(deed, run_dir):
+def answer_sigterm(me, run_dir, deed):
+    """A list that has something once the signal has come; only ranks that hang and the coordinator
+    do not end by it."""
+    stopped = []
+
     def told(*_):
         with contextlib.suppress(OSError):
             (run_dir / "told").touch()
 
     if deed == "hang":
         signal.signal(signal.SIGTERM, told)
+    elif me.role is Role.COORDINATOR:
+        signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    return stopped
+
+
+def misbehave(deed):
+    if deed == "hang":
         time.sleep(300)
     while not Path(os.environ.get("TOY_WAITS", "/")).exists():
         time.sleep(0.02)
@@ -58,9 +72,7 @@ def misbehave(deed, run_dir):
     raise ValueError("the toy broke")
 
 
-def coordinate(world, run_dir):
-    stopped = []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+def coordinate(world, run_dir, stopped):
     deadline = time.monotonic() + float(os.environ.get("TOY_SECONDS", "1"))
     while not stopped and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -23,6 +23,7 @@ from rose.reward.episode import Episode, Said, ScoringFailed
 from rose.reward.guests import Guests
 from rose.reward.pool import Answer, Hello, Pool
 from rose.reward.rank import start_worker
+from tests import processes
 from tests.conftest import compose_tree
 
 DEADLINE_S = 120.0
@@ -264,7 +265,7 @@ def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere
         await until(lambda: pool.unmet()[0] == 1 and not pool.joined)
         second = await job()
         await begun(2)
-        psutil.Process(w.tries("held")[1]).parent().kill()
+        processes.kill(psutil.Process(w.tries("held")[1]).ppid())
         await begun(3)
         (w.folder / "held").touch()
         assert (await held).joined
@@ -281,11 +282,7 @@ LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{
 
 def programs(mark: str) -> list[int]:
     """Processes that run a program of this test."""
-    return [
-        each.pid
-        for each in psutil.process_iter(["cmdline", "cwd"])
-        if mark in (each.info["cmdline"] or [])
-    ]
+    return [each.pid for each in processes.bearing(mark)]
 
 
 @pytest.mark.slow
@@ -313,8 +310,8 @@ def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(worl
         asked = w.score(pool, "b", LOOP)
         await until(lambda: programs(mark))
         (worker,) = [process.process for process in pool._workers.values()]
-        worker.kill()
         before = set(programs(mark))
+        worker.kill()
         await until(lambda: not before & set(programs(mark)))
         await until(lambda: programs(mark))  # the second try
         pool.cancel("b")

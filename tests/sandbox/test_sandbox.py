@@ -14,7 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.sandbox import (
@@ -35,6 +34,8 @@ from rose.sandbox.piped import Piped
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
+
+from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -146,12 +147,9 @@ def test_all_scenarios_as_this_user_and_without_rights(readable, user):
 # --------------------------------------------------------------------------- what stays behind
 
 
-def bearing(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][0] == mark:
-            found.append(process.pid)
-    return found
+def bearing(mark: str) -> list:
+    """Those whose name is `mark`."""
+    return [one for one in processes.bearing(mark) if processes.words(one)[:1] == [mark]]
 
 
 def mounted() -> set[str]:
@@ -194,10 +192,7 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
         if killed != "host":
             os.kill(keeper, signal.SIGKILL)
         until(lambda: not bearing(mark), "the end of the sandboxes' processes")
-        until(
-            lambda: not psutil.pid_exists(keeper) or psutil.Process(keeper).status() == "zombie",
-            "the keeper's end",
-        )
+        until(lambda: not processes.alive(keeper), "the keeper's end")
     finally:
         host.kill()
         host.wait()

@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
-from rose import processes
 from rose.engine.vmm import CudaDriver, PagePool
 from rose.lending.rules.predictor import Predictor
+from rose.processes import adopt_orphans
 from tests.engine.cuda_rules import build_libcuda
+from tests.processes import children
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
@@ -37,14 +37,14 @@ DEADLINE_S = 600
 
 @pytest.fixture(scope="module", autouse=True)
 def orphans_are_ours():
-    processes.adopt_orphans()
+    adopt_orphans()
 
 
 @pytest.fixture
 def left():
     """left() -> processes that the test has started and that still live."""
-    before = set(psutil.Process().children(recursive=True))
-    return lambda: set(psutil.Process().children(recursive=True)) - before
+    before = set(children(recursive=True))
+    return lambda: set(children(recursive=True)) - before
 
 
 @pytest.fixture

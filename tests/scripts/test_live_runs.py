@@ -71,7 +71,7 @@ def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
     code = (
         "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; "
         "live_runs.end_in_order()\n"
-        "try:\n    print('up', flush=True); time.sleep(60)\n"
+        "try:\n    print('up', flush=True); time.sleep(600)\n"
         "finally:\n    print('ending', flush=True); input(); print('ended', flush=True)"
     )
     process = subprocess.Popen(
@@ -84,7 +84,7 @@ def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
     for word in ("up", "ending"):
         assert process.stdout.readline().strip() == word
         process.terminate()
-    said, _ = process.communicate("\n", timeout=60)
+    said, _ = process.communicate("\n", timeout=600)
     assert said.strip() == "ended" and process.returncode == 143
 
 

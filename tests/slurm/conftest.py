@@ -19,7 +19,7 @@ from rose.observe.metrics import read_metrics, rows_of
 from tests.job.job import SMALL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def dev_cluster(folder: Path, *words: str) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"FOLDER": str(folder), "PORT": "18500", "GPUS": "0"},
-        timeout=180,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -73,7 +73,7 @@ class SlurmJob:
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=DEADLINE_S,
             env=self.environ,
             cwd=self.cwd,
         )
@@ -118,5 +118,5 @@ def job(cluster, tmp_path):
     job = SlurmJob(tmp_path)
     yield job
     if (tmp_path / "run").exists() and job.id and state.is_active(job.id):
-        subprocess.run(["scancel", job.id], check=True, timeout=60)
+        subprocess.run(["scancel", job.id], check=True, timeout=120)
         job.until(lambda: not state.is_active(job.id), "scancel")

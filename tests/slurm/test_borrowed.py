@@ -2,10 +2,8 @@
 preempted."""
 
 import json
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -22,9 +20,10 @@ from rose.observe import lenders
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.report import build_report
 from rose.observe.status import read_status
+from tests import processes
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
 import storm
 
@@ -50,7 +49,7 @@ class Serving:
             capture_output=True,
             text=True,
             cwd=REPOSITORY,
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip().split(";")[0]
@@ -68,11 +67,18 @@ class Serving:
             f"{count} ranks of job {self.id} to join\n{self.words()}",
         )
 
+    def saying(self, pattern):
+        """The match of what it has said, once it has."""
+        return self.lending.until(
+            lambda: self.log.exists() and re.search(pattern, self.log.read_text()),
+            f"{pattern} of job {self.id}\n{self.words()}",
+        )
+
     def words(self):
         return self.log.read_text()[-3000:] if self.log.exists() else ""
 
     def cancel(self):
-        subprocess.run(["scancel", self.id], check=True, timeout=60)
+        subprocess.run(["scancel", self.id], check=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +97,7 @@ def lending(cluster, tmp_path_factory):
     yield job
     newest = job.steps()[-1]
     job.until(lambda: job.steps()[-1] >= newest + 2, "the training to go on")
-    subprocess.run(["scancel", job.id], check=True, timeout=60)
+    subprocess.run(["scancel", job.id], check=True, timeout=120)
     job.until(lambda: not state.is_active(job.id), "its end")
     assert storm.check(job.run) == []
 
@@ -120,6 +126,10 @@ def happened(lending, what, worker):
     ]
 
 
+def gone(lending, worker):
+    return happened(lending, "left", worker) + happened(lending, "borrowed rank lost", worker)
+
+
 def lends(lending, worker):
     """Whether a step after now has tokens of it."""
     after = lending.steps()[-1]
@@ -132,23 +142,18 @@ def lends(lending, worker):
     )
 
 
-def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_weights(
+def test_ranks_are_cancelled_killed_and_preempted_and_come_back_with_the_right_weights(
     lending, serve
 ):
+    whole_node = ("--nodelist=n4", "--cpus-per-task=8")
+    other = serve("--partition=spare", *whole_node)
     # heterogeneous
     two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")
-    other = serve("--partition=spare")
-    first, second = two_kinds.joined(2)
     [third] = other.joined()
+    first, second = two_kinds.joined(2)
     lends(lending, third)
     two_kinds.cancel()
-    lending.until(
-        lambda: all(
-            happened(lending, "left", w) + happened(lending, "borrowed rank lost", w)
-            for w in (first, second)
-        ),
-        "the cancelled ranks to leave",
-    )
+    lending.until(lambda: gone(lending, first) and gone(lending, second), "the cancelled ranks")
     [pid] = [int(m) for m in re.findall(rf"rose.serving\[(\d+)\].* {third}: joined", other.words())]
     turns = lending.until(
         lambda: (
@@ -156,23 +161,23 @@ def test_one_is_cancelled_one_is_killed_and_a_third_comes_later_with_the_right_w
         ),
         "a turn on it",
     )
-    os.kill(pid, signal.SIGKILL)
+    processes.kill(pid)
     lost = lending.until(
         lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed"
     )
     assert turns and re.search("serving.lost_after_s|connection", lost[0]["detail"])
     again = other.joined(2)[-1]  # its command asks for another membership
     lends(lending, again)
-    newest = lending.until(
-        lambda: (s := read_status(lending.run)) and s.workers.get(again), "its state"
-    )
-    assert newest.version >= lending.steps()[-1] - 1 > 0
+    newest = lending.steps()[-1]
+    assert newest > 1
 
+    def follows() -> bool:
+        status = read_status(lending.run)
+        worker = status.workers.get(again) if status else None
+        return worker is not None and worker.version >= newest - 1
 
-def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
-    whole_node = ("--nodelist=n4", "--cpus-per-task=8")
-    spare = serve("--partition=spare", *whole_node)
-    [before] = spare.joined()
+    lending.until(follows, f"{again} to have the weights of step {newest - 1}")
+
     urgent = subprocess.run(
         [
             "sbatch",
@@ -180,21 +185,16 @@ def test_a_preempted_serving_job_comes_back_by_itself(lending, serve):
             "--partition=serve",
             *whole_node,
             "--output=/dev/null",
-            "--wrap=sleep 3",
+            "--wrap=true",
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
+        check=True,
     ).stdout.strip()
-    gone = lending.until(
-        lambda: happened(lending, "left", before) + happened(lending, "borrowed rank lost", before),
-        "the preempted rank to be gone",
-    )
-    assert gone
+    lending.until(lambda: gone(lending, again), "the preempted rank to be gone")
     lending.until(lambda: not state.is_active(urgent), "the urgent job")
-    after = spare.joined(2)[-1]
-    assert after != before
-    lends(lending, after)
+    lends(lending, other.joined(3)[-1])  # by itself
 
 
 def profiled(lending, *arguments):
@@ -231,7 +231,7 @@ def switch(page, token_file, what):
         b"",
         {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"},
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         assert answer.status == 200
 
 
@@ -251,34 +251,27 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     file = profiled(lending, "rollout.threads=1", *given)
     job = serve("--partition=spare", arguments=[*given, f"serving.lending.profile={file}"])
     [worker] = job.joined()
-    [url] = set(re.findall(r"(http://\S+) serves", job.log.read_text()))
+    url = job.saying(r"(http://\S+) serves")[1]
     for _ in range(10):
         complete(url, str(model))
     lends(lending, worker)
     for _ in range(10):
         complete(url, str(model))
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
         metrics = answer.read().decode()
     assert "vllm:time_to_first_token_seconds" in metrics
     assert float(re.search(r'rose_lent_tokens_total\{kind="made"\} (\S+)', metrics)[1]) > 0
 
-    page, token = re.search(
-        r"POST (\S+)/lending/stop \(token: (\S+?)\)", job.log.read_text()
-    ).groups()
+    page, token = job.saying(r"POST (\S+)/lending/stop \(token: (\S+?)\)").groups()
     switch(page, token, "stop")
-    lending.until(
-        lambda: "lending stopped by HTTP" in job.log.read_text(), f"lending to stop\n{job.words()}"
-    )
+    job.saying("lending stopped by HTTP")
     switch(page, token, "start")
     lends(lending, worker)
 
-    subprocess.run(["scancel", "--signal=USR1", job.id], check=True, timeout=30)
-    lending.until(
-        lambda: "lending stopped by SIGUSR1" in job.log.read_text(),
-        f"lending to stop\n{job.words()}",
-    )
+    subprocess.run(["scancel", "--signal=USR1", job.id], check=True, timeout=120)
+    job.saying("lending stopped by SIGUSR1")
     complete(url, str(model))  # it serves on
-    subprocess.run(["scancel", job.id], check=True, timeout=30)
+    subprocess.run(["scancel", job.id], check=True, timeout=120)
     lending.until(lambda: not state.is_active(job.id), "its end")
     [(folder, told)] = lenders.read(lending.run)
     finished = sum(told["attained"][kind][1] for kind in ("with", "without"))
@@ -297,9 +290,9 @@ def test_a_storm_of_ranks_that_come_and_are_killed_at_random_moments(lending):
     def ended():
         return "" if state.is_active(lending.id) else lending.logs()
 
-    one = storm.Storm(lending.run, joins=5, lenders=3, chance=random.Random(2), ended=ended)
+    one = storm.Storm(lending.run, joins=3, lenders=2, chance=random.Random(2), ended=ended)
     assert one.rage() == []
     newest = lending.steps()[-1]
     lending.until(lambda: lending.steps()[-1] >= newest + 2, "the training to go on")
-    assert len(one.joined) >= 5 and len(one.killed) >= 5
+    assert len(one.joined) >= 3 and len(one.killed) >= 3
     assert storm.losses(lending.run, one.killed) == []

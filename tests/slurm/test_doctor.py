@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def doctor(cluster, tmp_path):
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
 
     yield examine
@@ -33,7 +33,7 @@ def doctor(cluster, tmp_path):
         ["squeue", "--noheader", "--states=all", "--format=%T %j"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     ).stdout
     assert not [line for line in left.splitlines() if line.startswith(("RUNNING", "PENDING"))], left
 
@@ -59,7 +59,7 @@ def test_a_kind_of_mpi_that_is_not_there_is_named(doctor):
 
 def test_a_folder_of_one_node_is_not_shared(doctor, cluster):
     """Each node of the dev cluster has a folder of its own mounted there."""
-    if subprocess.run(["unshare", "--mount", "--uts", "true"], timeout=60).returncode:
+    if subprocess.run(["unshare", "--mount", "--uts", "true"], timeout=120).returncode:
         pytest.skip("no namespaces here, so all nodes have the same folders")
     ill = doctor(folder=cluster / "pmix" / "runs")
     assert ill.returncode == 1 and "failed   files seen between nodes" in ill.stdout, ill.stdout

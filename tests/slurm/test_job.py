@@ -11,7 +11,7 @@ import pytest
 from rose.launch import rank_status, state
 from tests.slurm.conftest import REPOSITORY, dev_cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def state_of(run) -> str:
@@ -19,7 +19,7 @@ def state_of(run) -> str:
         [sys.executable, "-m", "rose.launch.state", str(run)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -64,7 +64,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     )
     job.until(lambda: len(job.steps()) >= 2, "two steps")
     # Slurm's, near the limit
-    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=30)
+    subprocess.run(["scancel", "--signal=USR2", "--batch", job.id], check=True, timeout=120)
     goes_on(job, 2)
     assert "requeueing, 1 of at most 3" in job.said()
 
@@ -80,7 +80,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     ).stdout.strip()
     job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted")
     goes_on(job, 3)
@@ -125,4 +125,4 @@ def test_a_sweep_submits_every_point_and_returns(job):
     assert said.count("submitted run-seed=") == 2
     for seed in (1, 2):
         name = job.folder / f"run-seed={seed}" / "status" / "job"
-        subprocess.run(["scancel", name.read_text().strip()], check=True, timeout=30)
+        subprocess.run(["scancel", name.read_text().strip()], check=True, timeout=120)

@@ -18,8 +18,8 @@ from tests.slurm.conftest import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
 import storm
 
-pytestmark = pytest.mark.slow
-DEADLINE_S = 180.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+DEADLINE_S = 600.0
 
 
 class Driver:
@@ -78,7 +78,7 @@ def queue():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     return [line for line in done.stdout.splitlines() if "run-lend-" in line]
 
@@ -193,7 +193,7 @@ def test_a_run_gets_the_workers_that_it_asked_for_and_leaves_no_job_behind(job):
     (job.folder / "main").write_text(job.id)
     first = job.until(helper, "a job for rewards")
     [held] = job.until(lambda: scores("begun", lambda of: of == first), "a score that it holds")
-    subprocess.run(["scancel", first], check=True, timeout=60)
+    subprocess.run(["scancel", first], check=True, timeout=120)
     job.until(lambda: held in scores("ended", lambda of: of == job.id), "that score, elsewhere")
     (job.folder / "hold").unlink()
     second = job.until(lambda: helper(first), "another job")
@@ -209,7 +209,7 @@ def test_a_run_gets_the_workers_that_it_asked_for_and_leaves_no_job_behind(job):
         "a step with scores of it",
     )
     jobs = [job.id, second, *lent.noted(job.run).values()]
-    subprocess.run(["scancel", job.id], check=True, timeout=60)
+    subprocess.run(["scancel", job.id], check=True, timeout=120)
     job.until(lambda: not any(map(state.is_active, jobs)), "the end of all jobs")
     assert storm.check(job.run) == []
     assert not any(row["reward_failures"] for row in rows_of(read_metrics(job.run), "step"))

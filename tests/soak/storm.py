@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
@@ -41,6 +40,7 @@ from rose import policies
 from rose.coordinator import journal, replay
 from rose.observe.metrics import read_metrics, rows_of
 from rose.protocol import unpack_tokens
+from tests import processes
 
 SMALL = (
     "trainer.steps=1000000",
@@ -85,13 +85,8 @@ class Lender:
 
     def kill(self, whole: bool) -> float:
         """SIGKILL to the membership and its engine, or to all of it; the wall clock then."""
-        lender = psutil.Process(self.process.pid)
         at = time.time()
-        for process in [*lender.children(recursive=True), *([lender] if whole else [])]:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        processes.kill_family(self.process.pid, itself=whole)
         if whole:
             self.process.wait()
         return at

@@ -25,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from rose.coordinator import replay
+from tests.job.hosts import hosts
 from tests.job.job import Job
-from tests.job.test_lost_hosts_job import hosts
 
 RUN = (
     "+experiment=terminal",

@@ -10,7 +10,6 @@ import textwrap
 import time
 
 import numpy as np
-import psutil
 import pytest
 
 from rose import front
@@ -26,6 +25,7 @@ from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.processes import adopt_orphans
 from rose.protocol import Sampling, TrajectoryScored
+from tests import processes
 
 from .conftest import START, Policy, limits
 
@@ -154,11 +154,11 @@ def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
                 )
                 codes = [await asyncio.wait_for(each.code, 60) for each in started]
                 assert codes == [0, 0], started[0].last_words()
-            return {
-                psutil.Process(c.pid).pid
-                for c in psutil.Process().children()
-                if "rose.agent.gateway.call" in c.cmdline()
-            }
+            return [
+                each.pid
+                for each in processes.children()
+                if "rose.agent.gateway.call" in processes.words(each)
+            ]
         finally:
             await forks.close()
 
@@ -306,10 +306,7 @@ def test_nothing_of_a_program_stays_behind(run, tmp_path):
     """
     assert run(source).reward == 1.0
     pids = json.loads((tmp_path / "pids").read_text())
-    gone = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-        assert time.monotonic() < gone, pids
-        time.sleep(0.05)
+    assert not processes.left(lambda: filter(processes.alive, pids))
 
 
 def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):

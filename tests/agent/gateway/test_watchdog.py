@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-import time
 
-import psutil
+from tests import processes
 
 HOST = """
 import asyncio, sys
@@ -33,28 +32,17 @@ time.sleep(600)
 """
 
 
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition, what):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.05)
-
-
 def test_a_killed_hosts_programs_and_all_that_they_started_end(tmp_path):
     host = subprocess.Popen([sys.executable, "-c", HOST, PROGRAM, str(tmp_path)])
     try:
-        wait_until((tmp_path / "pids").exists, "the program started nothing")
+        processes.until((tmp_path / "pids").exists, "the program's processes")
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert len(pids) == 3 and all(map(alive, pids))
+        assert len(pids) == 3 and all(map(processes.alive, pids))
     finally:
         host.kill()
         host.wait()
     try:
-        wait_until(lambda: not any(map(alive, pids)), pids)
+        assert not processes.left(lambda: filter(processes.alive, pids))
     finally:
-        for pid in filter(alive, pids):
-            psutil.Process(pid).kill()
+        for pid in pids:
+            processes.kill(pid)
