@@ -78,6 +78,7 @@ async def gone(pid):
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
     make, tmp_path
 ):
@@ -136,6 +137,7 @@ def test_one_that_does_not_answer_in_time_is_ended(make, tmp_path):
     assert not lives(made._process.pid)
 
 
+@pytest.mark.slow
 def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
     async def run():
         made, said = make(), []
@@ -156,6 +158,7 @@ def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_it_dies_with_this_process(tmp_path):
     program = f"""
 import asyncio, sys

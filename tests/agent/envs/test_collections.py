@@ -309,6 +309,7 @@ def test_math_reads_the_whole_answer_of_a_row(gold, right, wrong):
     assert reward(rf"so \boxed{{{wrong}}}", {"answer": gold}) == 0.0
 
 
+@pytest.mark.slow
 def test_a_function_of_the_users_rewards_async_or_not(folder):
     def step(reward, text="yes", **args):
         env = env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
@@ -341,6 +342,7 @@ async def judge(episode):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["score", "judge"])
 def test_one_function_serves_the_environment_and_reward_function(folder, function):
     """In a process of its own, and in the host's; and as the group `reward` calls it."""
@@ -366,6 +368,7 @@ def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
     assert (step.reward, step.success, step.done) == (0.0, False, True)
 
 
+@pytest.mark.slow
 def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
     from rose.agent.guard import EnvironmentFailure, Guard
 
@@ -392,6 +395,7 @@ def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
     asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
     def env(reward):
         return env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}")
@@ -515,6 +519,7 @@ CALLS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("http", [False, True])
 def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, http):
     place = (
@@ -532,6 +537,7 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
     assert not any("mcp_server" in " ".join(p.cmdline()) for p in children() if not http)
 
 
+@pytest.mark.slow
 def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
     env = env_of(
         "mcp", data="sums.jsonl", reward="rewards.py:roles", command=[sys.executable, str(SERVER)]
@@ -544,6 +550,7 @@ def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
     assert last.reward == 1221221
 
 
+@pytest.mark.slow
 def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
     from rose.agent.envs import mcp as ours
 
@@ -561,6 +568,7 @@ def children():
     return psutil.Process(os.getpid()).children()
 
 
+@pytest.mark.slow
 def test_every_trajectory_has_a_server_of_its_own(folder):
     async def two():
         made = [envs.build(mcp(command=[sys.executable, str(SERVER)])) for _ in range(2)]
@@ -573,6 +581,7 @@ def test_every_trajectory_has_a_server_of_its_own(folder):
     assert asyncio.run(asyncio.wait_for(two(), DEADLINE_S)) == ["3", "3"]
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
     with pytest.raises(Exception, match="[Cc]onnection|ended"):
         play(mcp(command=[sys.executable, str(SERVER)]), 2, Action("", ToolCall("crash", {})))
@@ -599,6 +608,7 @@ def test_a_bad_server_is_refused(folder, args, words):
     assert words in str(error.value)
 
 
+@pytest.mark.slow
 def test_worker_processes_end_with_whoever_started_them(tmp_path):
     words = (
         "import asyncio\n"

@@ -131,6 +131,7 @@ def test_a_task_that_could_not_run_is_named_before_the_run(tmp_path, toml, words
         Terminal(tasks=str(tmp_path)).preflight(900.0)
 
 
+@pytest.mark.slow
 def test_an_image_without_bash_and_a_machine_without_its_backend_are_named(tmp_path, monkeypatch):
     (task(tmp_path, "bare") / "environment/rootfs/etc").mkdir(parents=True)
     with pytest.raises(ConfigError, match="task bare: environment/rootfs has no /bin/bash"):

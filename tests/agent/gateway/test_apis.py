@@ -11,21 +11,15 @@ import pytest
 from rose.agent.gateway import server, session
 from rose.protocol import pack_tokens, unpack_tokens
 
-from .conftest import CALL, TOOL
+from .conftest import CALL, TOOL, USER, openai_client
 
-USER = {"role": "user", "content": "go"}
+pytestmark = pytest.mark.slow  # the clients' imports take 3 s
 ANTHROPIC_TOOL = {
     "name": "move",
     "description": "Move.",
     "input_schema": TOOL["function"]["parameters"],
 }
 RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
-
-
-def openai_client(world, **changed):
-    return openai.AsyncOpenAI(
-        **{"base_url": f"{world.url}/v1", "api_key": world.key, "max_retries": 0} | changed
-    )
 
 
 def anthropic_client(world, **changed):

@@ -4,12 +4,10 @@ the same call is one turn however often it is sent."""
 import asyncio
 
 import aiohttp
-import openai
 
 from rose.protocol import unpack_tokens
 
-from .conftest import CALL, TOOL
-from .test_apis import USER, openai_client
+from .conftest import CALL, TOOL, USER, openai_client
 
 
 def asks(text):
@@ -90,6 +88,8 @@ def test_a_retry_gets_the_recorded_answer_and_one_under_way_is_joined(serve):
 
 
 def test_a_client_that_gives_up_and_asks_again_gets_its_answer(serve):
+    import openai
+
     async def go():
         async with serve("one") as world, openai_client(world, timeout=0.2) as client:
             world.policy.gate.clear()

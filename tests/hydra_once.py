@@ -1,0 +1,88 @@
+"""Hydra composes the same options from the same files once per process: tests ask for thousands of
+compositions, of which each takes a quarter of a second. What it made is copied for every caller
+(as a pickle, in less time than by copy.deepcopy), since Hydra alters it: it sets single keys
+(`a.b=1`) afterwards, each time anew."""
+
+import functools
+import os
+import pickle
+from pathlib import Path
+
+from hydra._internal import config_loader_impl, defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from omegaconf import base
+
+
+def _parse_files() -> None:
+    """The 30 files of a configuration are parsed once, until they change."""
+    Plugins.instance()  # it registers the class for files
+    source = SourcesRegistry.instance().resolve("file")
+    load = source.load_config
+    parsed: dict[tuple, bytes] = {}
+
+    def load_config(self, config_path: str):
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if not path.exists():
+            return load(self, config_path)
+        version = path.stat()
+        key = (self.provider, self.path, config_path, version.st_mtime_ns, version.st_size)
+        if key not in parsed:
+            parsed[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(parsed[key])
+
+    source.load_config = load_config
+
+
+def _version(repository) -> tuple:
+    """Of everything that a composition may read: its sources, and for folders the files' times."""
+    found: list[tuple] = []
+    for source in repository.get_sources():
+        found.append((source.provider, source.scheme(), source.path))
+        if source.scheme() == "file":
+            for folder, _, names in os.walk(source.path):
+                for name in names:
+                    status = os.stat(os.path.join(folder, name))
+                    found.append((folder, name, status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def _list_defaults() -> None:
+    """Which files make a configuration follows from the chosen options alone."""
+    create = defaults_list.create_defaults_list
+    made: dict[tuple, bytes] = {}
+
+    def once(repo, config_name, overrides_list, prepend_hydra, skip_missing):
+        options = tuple(o.input_line for o in overrides_list if repo.group_exists(o.key_or_group))
+        key = (_version(repo), config_name, options, prepend_hydra, skip_missing)
+        if key not in made:
+            found = create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+            made[key] = pickle.dumps((found.defaults, found.overrides.known_choices))
+            return found
+        defaults, choices = pickle.loads(made[key])
+        overrides = defaults_list.Overrides(repo=repo, overrides_list=overrides_list)
+        overrides.known_choices = choices
+        return defaults_list.DefaultsList(defaults, None, overrides.config_overrides, overrides)
+
+    config_loader_impl.create_defaults_list = once
+
+
+def _merge_files() -> None:
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+    made: dict[tuple, bytes] = {}
+
+    def once(self, defaults, repo):
+        key = (_version(repo), tuple(map(repr, defaults)))
+        if key not in made:
+            made[key] = pickle.dumps(merge(self, defaults, repo))
+        return pickle.loads(made[key])
+
+    ConfigLoaderImpl._compose_config_from_defaults_list = once
+
+
+def install() -> None:
+    base.parse = functools.cache(base.parse)  # of OmegaConf's interpolations
+    _parse_files()
+    _list_defaults()
+    _merge_files()
