@@ -117,7 +117,7 @@ def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path):
         "from rose.lending import board; from pathlib import Path\n"
         f"w = board.Writer(Path({str(tmp_path / 'board')!r}), board.Rollout)\n"
         "w.state.kv_budget = 7; w.write(); print('up', flush=True)\n"
-        "import time; time.sleep(60)"
+        "import time; time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

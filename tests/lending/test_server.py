@@ -28,8 +28,8 @@ print("hello from", os.getpid(), flush=True)
 if os.path.exists(f"{folder}/broken") or "BROKEN" in os.environ:
     sys.exit("the model has the wrong shape")
 if os.path.exists(f"{folder}/slow"):
-    time.sleep(60)
-child = subprocess.Popen(["sleep", "100"])  # as vLLM's engine process
+    time.sleep(600)
+child = subprocess.Popen(["sleep", "1000"])  # as vLLM's engine process
 open(f"{folder}/child", "w").write(str(child.pid))
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -68,7 +68,7 @@ async def up(made, starts=1):
 def lives(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter as it ends between open and read
         return False
 
 

@@ -75,7 +75,7 @@ def test_a_retry_gets_the_recorded_answer_and_one_under_way_is_joined(serve):
         async with serve("one", "two") as world, openai_client(world) as client:
             world.policy.gate.clear()
             both = [asyncio.create_task(say(client, USER)) for _ in range(2)]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while world.session._open < 2:
                     await asyncio.sleep(0.01)
             world.policy.gate.set()
@@ -116,12 +116,12 @@ def test_an_answer_that_nobody_got_is_not_trained(serve):
                 task = asyncio.create_task(
                     http.post(f"{world.url}/v1/chat/completions", json=body, headers=headers)
                 )
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while len(world.policy.requests) < 2:
                         await asyncio.sleep(0.01)
                 task.cancel()
             await asyncio.wait({task})
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 world.policy.gate.set()
                 while world.session._open:
                     await asyncio.sleep(0.01)
