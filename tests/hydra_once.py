@@ -68,6 +68,19 @@ def _list_defaults() -> None:
     config_loader_impl.create_defaults_list = once
 
 
+def _map_choices() -> None:
+    """All choices so far, which interpolations in a list of defaults refer to: made for lists that
+    have some, not for each of the 35."""
+    create = defaults_list._create_interpolation_map
+
+    def where_needed(overrides, defaults, self_added):
+        if any(default.is_interpolation() for default in defaults):
+            return create(overrides, defaults, self_added)
+        return None
+
+    defaults_list._create_interpolation_map = where_needed
+
+
 def _merge_files() -> None:
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
     made: dict[tuple, bytes] = {}
@@ -85,4 +98,5 @@ def install() -> None:
     base.parse = functools.cache(base.parse)  # of OmegaConf's interpolations
     _parse_files()
     _list_defaults()
+    _map_choices()
     _merge_files()
