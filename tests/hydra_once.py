@@ -36,7 +36,10 @@ def _parse_files() -> None:
 
 
 def _version(repository) -> tuple:
-    """Of everything that a composition may read: its sources, and for folders the files' times."""
+    """Of everything that a composition may read: its sources, and for folders the files' times.
+    Looked up once per composition, each of which has a repository of its own."""
+    if (known := vars(repository).get("version")) is not None:
+        return known
     found: list[tuple] = []
     for source in repository.get_sources():
         found.append((source.provider, source.scheme(), source.path))
@@ -45,7 +48,8 @@ def _version(repository) -> tuple:
                 for name in names:
                     status = os.stat(os.path.join(folder, name))
                     found.append((folder, name, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+    repository.version = tuple(found)
+    return repository.version
 
 
 def _list_defaults() -> None:
@@ -82,16 +86,23 @@ def _map_choices() -> None:
 
 
 def _merge_files() -> None:
-    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+    """The same files in the same places are merged once, and a file is put into its place once."""
+    for name in ("_compose_config_from_defaults_list", "_load_single_config"):
+        setattr(ConfigLoaderImpl, name, _once(getattr(ConfigLoaderImpl, name)))
+
+
+def _once(make):
     made: dict[tuple, bytes] = {}
 
-    def once(self, defaults, repo):
-        key = (_version(repo), tuple(map(repr, defaults)))
+    def once(self, repo, **chosen):  # default=one, or defaults=several
+        (which,) = chosen.values()
+        listed = which if isinstance(which, list) else [which]
+        key = (_version(repo), tuple(tuple(vars(each).items()) for each in listed))
         if key not in made:
-            made[key] = pickle.dumps(merge(self, defaults, repo))
+            made[key] = pickle.dumps(make(self, repo=repo, **chosen))
         return pickle.loads(made[key])
 
-    ConfigLoaderImpl._compose_config_from_defaults_list = once
+    return once
 
 
 def install() -> None:
