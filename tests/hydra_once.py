@@ -16,23 +16,28 @@ from omegaconf import base
 
 
 def _parse_files() -> None:
-    """The 30 files of a configuration are parsed once, until they change."""
-    Plugins.instance()  # it registers the class for files
-    source = SourcesRegistry.instance().resolve("file")
-    load = source.load_config
+    """The 30 files of a configuration are parsed once, until they change, and Hydra's own."""
+    Plugins.instance()  # it registers the classes for files and packages
     parsed: dict[tuple, bytes] = {}
 
-    def load_config(self, config_path: str):
-        path = Path(self.path, self._normalize_file_name(config_path))
-        if not path.exists():
-            return load(self, config_path)
-        version = path.stat()
-        key = (self.provider, self.path, config_path, version.st_mtime_ns, version.st_size)
-        if key not in parsed:
-            parsed[key] = pickle.dumps(load(self, config_path))
-        return pickle.loads(parsed[key])
+    def once(source) -> None:
+        load = source.load_config
 
-    source.load_config = load_config
+        def load_config(self, config_path: str):
+            path = Path(self.path, self._normalize_file_name(config_path))
+            if self.scheme() == "file" and not path.exists():
+                return load(self, config_path)
+            version = os.stat(path) if self.scheme() == "file" else None
+            times = (version.st_mtime_ns, version.st_size) if version else ()
+            key = (self.provider, self.path, config_path, times)
+            if key not in parsed:
+                parsed[key] = pickle.dumps(load(self, config_path))
+            return pickle.loads(parsed[key])
+
+        source.load_config = load_config
+
+    for scheme in ("file", "pkg"):
+        once(SourcesRegistry.instance().resolve(scheme))
 
 
 def _version(repository) -> tuple:
