@@ -101,7 +101,7 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
     thread.start()
     try:
         reader, seen = Reader(tmp_path / "board", Online), set()
-        while len(seen) < 200:
+        while len(seen) < 60:
             if (found := reader.read()) is not None:
                 values = {getattr(found, f.name) for f in dataclasses.fields(Online)[3:]}
                 assert len(values) == 1 or found.steps == 0

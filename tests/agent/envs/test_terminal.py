@@ -247,6 +247,7 @@ def test_a_file_is_edited_where_the_text_stands_once():
 # --------------------------------------------------------------------------- repair tasks
 
 
+@pytest.mark.slow
 def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp_path):
     out = tmp_path / "tasks"
     make_repair_tasks.main(["--out", str(out), "--count", "3", "--held-out", "1", "--seed", "3"])
@@ -266,6 +267,7 @@ def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp
     assert steps[2].observation == "[no output]" and steps[-1].success
 
 
+@pytest.mark.slow
 def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path):
     out = tmp_path / "tasks"
     make_repair_tasks.main(["--out", str(out), "--count", "2", "--held-out", "1", "--seed", "3"])
