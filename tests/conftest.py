@@ -67,15 +67,13 @@ def pytest_collection():
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`-m "not slow"` does not import files that are slow as a whole, and vLLM for them, nor does
-    `-m slow` those that have no slow test."""
-    kind = config.option.markexpr
-    if kind not in ("slow", "not slow") or not collection_path.name.startswith("test_"):
+    """`-m "not slow"` does not import files that are slow as a whole, and vLLM for them."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
         return None
-    text = collection_path.read_text()
-    if kind == "slow":
-        return "mark.slow" not in text or None
-    return bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", text, re.M)) or None
+    return (
+        bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow", collection_path.read_text(), re.M))
+        or None
+    )
 
 
 def pytest_collection_modifyitems(items):
