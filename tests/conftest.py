@@ -24,11 +24,10 @@ for name, value in CPU_VARIABLES.items():
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hydra_once
 import pytest
 from disk import Disk
 from hydra import compose, initialize_config_dir
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
@@ -63,7 +62,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Which imports nearly everything."""
-    with importing():
+    with importing("mlflow"):  # of DeepSpeed's autotuner, as in rose/main.py
         return (yield)
 
 
@@ -87,28 +86,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=begins)
 
 
-def _parse_files_once() -> None:
-    """Hydra parses the 30 files of a configuration at each composition, a third of its time; here
-    it does so once per process and change of a file. Results are copied, as Hydra alters them."""
-    Plugins.instance()  # it registers the class for files
-    source = SourcesRegistry.instance().resolve("file")
-    load = source.load_config
-    parsed: dict[tuple, bytes] = {}
-
-    def load_config(self, config_path: str):
-        path = Path(self.path, self._normalize_file_name(config_path))
-        if not path.exists():
-            return load(self, config_path)
-        version = path.stat()
-        key = (self.provider, self.path, config_path, version.st_mtime_ns, version.st_size)
-        if key not in parsed:
-            parsed[key] = pickle.dumps(load(self, config_path))
-        return pickle.loads(parsed[key])
-
-    source.load_config = load_config
-
-
-_parse_files_once()
+hydra_once.install()
 
 
 # Both of pickles: they are copied in less time than by copy.deepcopy.

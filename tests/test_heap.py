@@ -34,7 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def grow(how):
     done = subprocess.run(
-        [sys.executable, "-c", GROW, how], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", GROW, how], capture_output=True, text=True, check=True, timeout=120
     )
     return list(map(int, done.stdout.split()))
 
@@ -85,6 +85,6 @@ print(*faults)
 
 def test_a_trainers_large_blocks_are_mapped_once():
     command = [sys.executable, "-c", KEEP_ALL]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     first, second = map(int, done.stdout.split())
     assert first > 1000 * second

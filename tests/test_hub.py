@@ -193,6 +193,7 @@ def test_ranks_never_ask_the_hub(tree, tmp_path):
     assert found["HF_HUB_OFFLINE"] == found["TRANSFORMERS_OFFLINE"] == "1"
 
 
+@pytest.mark.slow
 def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
     """As a user starts it, on a machine with neither network nor cache."""
     said = subprocess.run(

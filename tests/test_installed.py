@@ -11,6 +11,8 @@ import pytest
 from rose.observe.metrics import read_metrics, rows_of
 from tests.installed import REPOSITORY, SECONDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def site(installed):
@@ -106,7 +108,6 @@ def test_bash_completes_options_of_both_front_doors(installed, tmp_path):
     assert complete(["python launch.py env=fr"], REPOSITORY, install, here) == [["env=frozen_lake"]]
 
 
-@pytest.mark.slow
 def test_rose_train_trains_below_the_current_folder(rose, tmp_path):
     done = rose(
         "train", "name=run", "trainer.steps=1", "trainer.batch_size=8", "rollout.group_size=4",

@@ -25,7 +25,7 @@ print(left.pid, flush=True)
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's process is needed")
 def test_a_process_that_cant_be_ended_holds_up_no_new_host():
     done = subprocess.run(
-        [sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=120, check=True
     )
     words, pid = done.stdout.splitlines()
     try:

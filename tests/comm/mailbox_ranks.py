@@ -21,16 +21,16 @@ sent = Path(sys.argv[1]) / "sent"  # a file that says so
 
 async def serve(box: Mailbox, count: int) -> None:
     for _ in range(count):
-        source, message = await asyncio.wait_for(box.receive(), 30)
+        source, message = await asyncio.wait_for(box.receive(), 120)
         box.send(source, message)
-    assert box.flush(10)
+    assert box.flush(60)
 
 
 def ask(box: Mailbox) -> None:
     for number, size in enumerate(SIZES):
         box.send(0, p.TurnResult(f"t{number}", bytes(size), b"", b"", p.FinishReason.STOP))
     for number, size in enumerate(SIZES):
-        source, message = box.receive_blocking(30, "an echo")
+        source, message = box.receive_blocking(120, "an echo")
         assert (source, message.turn, len(message.tokens)) == (0, f"t{number}", size)
 
 
@@ -55,7 +55,7 @@ def give_burst(box: Mailbox) -> None:
     if box.rank == 1:
         for number in range(BURST):
             box.send(0, p.AbortTurn(f"b{number}", 1))
-        assert box.flush(10)
+        assert box.flush(60)
         sent.touch()
     world.Barrier()
 
@@ -66,10 +66,10 @@ assert any(world.allgather(found)), "no shared memory was found: has MPICH chang
 assert not [name for names in world.allgather(found) for name in names if os.path.exists(name)]
 box = Mailbox(world)
 text = "résumé/step-1"
-assert share_text(world, text if box.rank == 0 else None, 30.0, "the test's text") == text
+assert share_text(world, text if box.rank == 0 else None, 120.0, "the test's text") == text
 peers = split_by_role(world, p.Role.COORDINATOR if box.rank == 0 else p.Role.TRAINER)
 assert peers.Get_size() == (1 if box.rank == 0 else 2)
-gather = functools.partial(gather_texts, peers, deadline_s=30.0, what="the test's addresses")
+gather = functools.partial(gather_texts, peers, deadline_s=120.0, what="the test's addresses")
 assert gather("é" * (1 + peers.Get_rank())) == [
     "é" * (1 + rank) for rank in range(peers.Get_size())
 ]

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator.coordinator import SAVED_S, Coordinator
+from rose.coordinator import coordinator as coordinators
+from rose.coordinator.coordinator import Coordinator
 from rose.coordinator.waiting import RunFailed
 from rose.launch import resume
 from rose.observe.metrics import read_metrics
@@ -17,10 +18,12 @@ from rose.observe.report import build_report
 from rose.trainer import checkpoint
 
 TRAINER_RANKS = (2, 3)
+LOOK_S = 0.02
 
 
 @pytest.fixture
-def coordinator(make_config, tmp_path):
+def coordinator(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinators, "SAVED_S", LOOK_S)
     config = make_config("trainer.ranks=2", "cluster.stop_timeout_s=4")
     sent = []
     mailbox = SimpleNamespace(
@@ -48,7 +51,7 @@ def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordina
         await coordinator._checkpoint(60.0)
         last = asyncio.create_task(coordinator._save_if_idle(60.0))
         written(coordinator, 0)
-        await asyncio.sleep(2 * SAVED_S)
+        await asyncio.sleep(2 * LOOK_S)
         assert not last.done() and checkpoint.latest(tmp_path) is None
         written(coordinator, 1)
         await last
@@ -93,7 +96,7 @@ def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coord
         assert checkpoint.latest(tmp_path) is None
         coordinator.step = 8
         second = asyncio.create_task(coordinator._checkpoint(60.0))
-        await asyncio.sleep(2 * SAVED_S)
+        await asyncio.sleep(2 * LOOK_S)
         assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
         for index in range(2):
             written(coordinator, index)

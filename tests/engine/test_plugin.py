@@ -41,6 +41,7 @@ for who in ("ours", "glibc's"):
 """
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_cpu_keeps_the_memory_of_a_step_for_the_next():
     done = subprocess.run(
         [sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=120

@@ -441,7 +441,8 @@ def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(
 def test_a_dead_engine_is_noticed_at_once_a_new_one_starts_and_one_that_hangs_is_ended(
     start, loop, monkeypatch
 ):
-    engine = start("Qwen3")
+    patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
+    engine = start("Qwen3", engine_args=patient)  # its turns have no end
 
     async def scenario() -> None:
         running = asyncio.ensure_future(

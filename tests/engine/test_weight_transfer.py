@@ -11,6 +11,7 @@ from rose.engine import plugin
 from rose.engine.weight_transfer import RoseWeightTransferEngine, UpdateInfo
 from rose.transfer import changes
 
+pytestmark = pytest.mark.slow  # imports vLLM
 ALLOWED = 2**31
 
 

@@ -183,6 +183,7 @@ def test_an_export_that_broke_off_leaves_nothing_and_a_killed_ones_leavings_go(
     assert same(loaded(export(run.run, 3, tmp_path / "home", MIB).out), run.weights_of[3])
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
     limit = 1024  # bytes of a file, which is fewer than the weights have
     done = subprocess.run(

@@ -462,6 +462,7 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
     assert "is not installed" in bare.stderr and "make train" in bare.stderr
 
 
+@pytest.mark.slow
 def test_training_imports_no_simulator_and_who_computes_nothing_no_torch():
     words = (
         "import sys, rose.front, rose.main, rose.coordinator.coordinator, rose.trainer.checkpoint; "

@@ -8,6 +8,8 @@ from rose.engine.drafts import EXTENSION
 from rose.engine.plugin import refuse_drafts
 from rose.lending.vllm.member import vllm_scheduler
 
+pytestmark = pytest.mark.slow  # imports vLLM
+
 
 def test_an_engine_on_a_cpu_that_would_decode_drafts_does_not_start():
     """Its model may ask for them, too, so that no name of an argument tells."""

@@ -28,8 +28,8 @@ print("hello from", os.getpid(), flush=True)
 if os.path.exists(f"{folder}/broken") or "BROKEN" in os.environ:
     sys.exit("the model has the wrong shape")
 if os.path.exists(f"{folder}/slow"):
-    time.sleep(60)
-child = subprocess.Popen(["sleep", "100"])  # as vLLM's engine process
+    time.sleep(600)
+child = subprocess.Popen(["sleep", "1000"])  # as vLLM's engine process
 open(f"{folder}/child", "w").write(str(child.pid))
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -68,7 +68,7 @@ async def up(made, starts=1):
 def lives(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter as it ends between open and read
         return False
 
 
@@ -78,6 +78,7 @@ async def gone(pid):
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
     make, tmp_path
 ):
@@ -136,6 +137,7 @@ def test_one_that_does_not_answer_in_time_is_ended(make, tmp_path):
     assert not lives(made._process.pid)
 
 
+@pytest.mark.slow
 def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
     async def run():
         made, said = make(), []
@@ -156,6 +158,7 @@ def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_it_dies_with_this_process(tmp_path):
     program = f"""
 import asyncio, sys

@@ -87,6 +87,7 @@ def serve(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_command_refuses_bad_arguments_with_code_2(tmp_path):
     assert (done := serve("output_dir=.")).returncode == 2 and "name is missing" in done.stderr
     assert (
@@ -94,11 +95,13 @@ def test_the_command_refuses_bad_arguments_with_code_2(tmp_path):
     ).returncode == 2 and "no such folder" in done.stderr
 
 
+@pytest.mark.slow
 def test_it_waits_for_a_run_as_long_as_it_was_told(tmp_path):
     done = serve("name=a", f"output_dir={tmp_path}", "serving.wait_s=1")
     assert done.returncode == 0 and "no run to serve" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_is_finished_needs_nobody(run_dir, config):
     (run_dir / "status").mkdir()
     (run_dir / "status" / "finished.json").write_text(json.dumps({"steps": config.trainer.steps}))

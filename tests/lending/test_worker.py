@@ -102,7 +102,7 @@ def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_
             1,
             [],
         )
-        await coordinator.until(lambda: len(capacities()) == 2, "the word after a return")
+        await coordinator.until(lambda: len(capacities()) >= 2, "the word after a return")
         assert (
             capacities()[1] == whole
             and coordinator.said.index(returned) < len(coordinator.said) - 1
@@ -110,7 +110,7 @@ def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_
 
         board.state.kv_budget, board.state.frozen = 2**19, 1
         board.write()
-        await coordinator.until(lambda: len(capacities()) == 3, "the word on revoked memory")
+        await coordinator.until(lambda: len(capacities()) >= 3, "the word on revoked memory")
         half = p.WorkerCapacity(
             "borrowed-1", 1, ready.kv_tokens // 2, ready.max_sequences, -1.0, True
         )
@@ -174,7 +174,7 @@ def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_agai
         coordinator.tell(p.LoadVersion(1, "nowhere"))
         await coordinator.until(lambda: coordinator.of(p.TurnReturned), "the turn back")
         say(open=1, kv_budget=2**20)
-        await coordinator.until(lambda: len(coordinator.of(p.WorkerReady)) == 2, "its return")
+        await coordinator.until(lambda: len(coordinator.of(p.WorkerReady)) >= 2, "its return")
         first, second = coordinator.of(p.WorkerReady)
         assert second.incarnation == first.incarnation + 1 and second.version == -1
         assert not coordinator.of(p.VersionFailed) and not coordinator.of(p.WorkerDown)

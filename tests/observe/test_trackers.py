@@ -99,6 +99,7 @@ def offline_rows(folder: Path) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 def test_wandb_has_the_numbers_offline_and_a_resumed_run_keeps_its_id(make_config, run):
     config = make_config("observe.wandb.project=lakes", "observe.wandb.mode=offline", PATIENT)
     watched(config, run, range(1, 3))

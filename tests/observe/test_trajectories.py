@@ -118,6 +118,7 @@ def test_the_few_that_tell_most_are_the_best_the_worst_the_longest_and_a_failed_
     assert notable([]) == []
 
 
+@pytest.mark.slow
 def test_the_list_and_the_conversation_as_the_command_prints_them(run):
     code, out, err = shown(run)
     assert code == 0 and err == "" and "Step 2: 5 trajectories" in out
@@ -138,6 +139,7 @@ def test_each_token_with_mask_version_and_probability(run):
     assert ["4", "4", "0", "wall"] in lines
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_named(run, tmp_path):
     code, _, err = shown(run, "g9.9")
     assert code == 1 and "'g9.9': no such trajectory in steps 1 to 2; step 1 has g0.0, g0.1" in err
@@ -159,6 +161,7 @@ def branched(name, *leaves, **told):
     return msgspec.structs.replace(first, branches=branches, response_tokens=made)
 
 
+@pytest.mark.slow
 def test_every_branch_of_a_trajectory_is_a_sample(run):
     talk = branched("g3.0", ["go", "left"], ["go go", "again again again"], reward=0.5)
     saved = [[talk, trajectory("g3.1", ["go", "right right"], 1.0)]]

@@ -84,6 +84,7 @@ def test_all_ranks_of_a_run_find_what_the_package_has(installed, tmp_path):
     assert (again.algorithm.name, again.scheduler.routing.name) == ("plain", "first")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_flag", [True, False])
 def test_the_conf_file_may_lie_in_a_folder_of_the_users(launch, tmp_path, as_flag):
     mine = tmp_path / "mine" / "env"

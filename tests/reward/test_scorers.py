@@ -1,6 +1,8 @@
 """Scorers on their own: what they answer, and how bad arguments are refused."""
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -47,7 +49,7 @@ def episode(response="four", task=None, reward=0.25):
     )
 
 
-def scored(scorer, one=None, limit_s=20.0) -> Score:
+def scored(scorer, one=None, limit_s=60.0) -> Score:
     return asyncio.run(scorer.score(one or episode(), limit_s))
 
 
@@ -115,16 +117,20 @@ def test_a_command_that_takes_too_long_is_a_result():
 
 
 def test_a_commands_children_end_with_it_and_its_folder_goes(tmp_path):
-    mark = tmp_path / "alive"
-    child = f"while true; do date > {mark}; sleep 0.1; done"
+    pipe, mark = tmp_path / "pipe", tmp_path / "alive"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"exec 3> {pipe}; pwd > {mark}.new; mv {mark}.new {mark}; sleep 1000"
     code = (
-        f"import subprocess\nsubprocess.Popen(['sh', '-c', {child!r}])\nimport time\ntime.sleep(1)"
+        f"import os, subprocess, time\nsubprocess.Popen(['sh', '-c', {child!r}])\n"
+        f"while not os.path.exists({str(mark)!r}): time.sleep(0.01)\n"
     )
     run = scorers.build("command", {"argv": ["python", "answer.py"], "extract": "text"})
-    assert scored(run, episode(code)).success
-    mark.unlink()
-    asyncio.run(asyncio.sleep(0.5))  # five turns of a child that still ran
-    assert not mark.exists()
+    assert scored(run, episode(code), limit_s=60.0).success
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b"", "its end, when nobody has it open for writing any more"
+    os.close(reader)
+    assert not Path(mark.read_text().strip()).exists()
 
 
 def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):

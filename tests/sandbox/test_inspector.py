@@ -163,6 +163,7 @@ def test_more_unsure_files_than_an_answer_takes_are_all(loop):
     with_inspector(loop, go)
 
 
+@pytest.mark.slow
 def test_programs_with_any_name_are_looked_at_saved_and_stopped(loop, tmp_path):
     """Bytes that aren't UTF-8, and what Python, but no kernel, takes for the end of a line."""
     names = r"$'\xff)' $'\x1cctxt_switches'"
@@ -213,6 +214,7 @@ def test_without_inotify_no_turn_is_without_effect():
     assert second == "process None the shell's variables changed"
 
 
+@pytest.mark.slow
 def test_volatile_variables_are_no_state():
     def said(line):
         return parts(b'\1variables\ndeclare -- A="1"\n' + line + b"\n\1umask\n0022\n\1end\n")

@@ -444,6 +444,7 @@ def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, word
     assert not shell.folder.exists() and shell.codes == -1
 
 
+@pytest.mark.slow
 def test_a_machine_is_described_by_what_its_sandboxes_lack():
     whole = probe.Found("namespaces", "with root; captures files and processes")
     assert whole.account == "sandboxes: namespaces, with root; captures files and processes"

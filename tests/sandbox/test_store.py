@@ -277,6 +277,7 @@ print("whole", len(shared.turns(name)))
 """
 
 
+@pytest.mark.slow
 def test_several_processes_write_and_remove_at_once(tmp_path):
     """Same seeds: they refer to one another's packs, which the others remove."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

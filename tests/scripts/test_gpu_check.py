@@ -181,6 +181,7 @@ def test_a_wrong_command_line_is_refused(words):
     assert refused.value.code == 2
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path, only_ours):
     monkeypatch.setattr(gpu_check, "SMI", ("false",))
     monkeypatch.setattr(gpu_check, "TORCH", "pass")

@@ -67,6 +67,7 @@ def test_steps_in_a_row_count_together_so_that_long_ones_are_not_left_out(tmp_pa
     assert ran.calm_row(0, 4) == [] == ran.calm_row(2, 3)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
     code = (
         "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; "

@@ -26,6 +26,7 @@ def composed():
     return lambda setting, overrides=(): made(setting, tuple(overrides))
 
 
+@pytest.mark.slow
 def test_every_row_has_its_setting_and_systems_and_every_setting_a_row(composed):
     files = {path.stem for path in (REPOSITORY / "conf/experiment/papers").glob("*.yaml")}
     assert files == {setting for setting, _ in papers.settings_of(papers.ROWS)}

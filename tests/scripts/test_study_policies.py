@@ -74,6 +74,7 @@ def small(**only):
     )
 
 
+@pytest.mark.slow
 def test_every_composition_is_a_system_of_the_simulator_with_the_settings_numbers():
     every = study.compositions({})
     assert len(every) == len(set(map(str, every)))

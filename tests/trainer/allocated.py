@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import socket
 import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 SHAPE = {
     "layers": 4,
@@ -35,10 +36,7 @@ def measure(
     tokens: int, overrides: list[str], shape: dict[str, int]
 ) -> dict[str, tuple[float, float]]:
     """moment -> (estimated, allocated), bytes. Raises RuntimeError when the rank fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"tokens": tokens, "port": port, "overrides": overrides, "shape": SHAPE | shape}
+    job = {"tokens": tokens, "port": free_port(), "overrides": overrides, "shape": SHAPE | shape}
     with tempfile.TemporaryDirectory(prefix="rose-memory-") as folder:
         process = multiprocessing.get_context("spawn").Process(target=_rank, args=(job, folder))
         process.start()

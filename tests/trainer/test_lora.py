@@ -84,7 +84,7 @@ def test_the_adapter_loss_gradient_and_kl_equal_the_plain_loop_over_peft(world):
     for step, metrics in zip(STEPS, reports[0]["metrics"], strict=False):
         plain.kl = 0.0
         loss, norm = plain.train(*step)
-        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert metrics["reference_kl"] * metrics["tokens"] == pytest.approx(plain.kl, abs=1e-4)
     expected = plain.published()

@@ -53,7 +53,7 @@ def test_a_mixture_trains_publishes_and_saves_as_the_plain_loop(tmp_path, stage,
     [metrics] = reports[0]["metrics"]
     plain = loop(tmp_path / "model")
     loss, norm = plain.train(*STEP)
-    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert ("routing_differs" in metrics) == (loop is Replayed)
     if loop is Replayed:

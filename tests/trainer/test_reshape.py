@@ -71,7 +71,7 @@ def test_it_goes_on_as_if_it_had_always_had_these_ranks(begins, worlds, lora, al
         for name, values in saved.items():
             assert values.tobytes() == loaded[name].tobytes(), name
         for key in ("loss", "grad_norm", "lr"):
-            assert metrics[key] == pytest.approx(expected[number][key], abs=1e-6)
+            assert metrics[key] == pytest.approx(expected[number][key], abs=1e-5)
         trained = states(whole, number)
         for name, values in states(tmp_path, number).items():
             np.testing.assert_allclose(values, trained[name], rtol=0, atol=1e-6, err_msg=name)

@@ -155,7 +155,7 @@ def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
     plain = Plain(world.model)
     for step, metrics in zip(STEPS, world.reports[0]["metrics"], strict=False):
         loss, norm = plain.train(*step)
-        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     trained, start = world.version(3), world.version(0)
     parameters = dict(plain.model.named_parameters())
@@ -190,7 +190,7 @@ def test_kl_penalty_and_advantages_of_turns_equal_the_plain_loop(
         plain.kl = 0.0
         loss, norm = plain.train(*step)
         other, _ = without.train(*step)
-        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert metrics["reference_kl"] * metrics["tokens"] == pytest.approx(plain.kl, abs=1e-4)
     assert abs(loss - other) > 1e-4  # the penalty is part of what was compared
@@ -287,7 +287,7 @@ def test_what_trajectories_that_fork_share_is_trained_once_and_counts_for_each(
     job["settings"] = ["algorithm=tree_grpo", "rollout/branch=tree", "rollout.group_size=8"]
     [metrics] = tiny_world.run_world(job, tmp_path, ranks)[0]["metrics"]
     loss, norm = Plain(model, name="tree_grpo").train_forked(seed)
-    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     rows, _ = tiny_world.make_forked(seed)
     again = sum(rows[other].turn_tokens[0][1] for other in tiny_world.FORKS.values())

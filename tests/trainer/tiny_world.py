@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from contextlib import nullcontext
 from multiprocessing import forkserver
@@ -16,6 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+
+from tests.ports import free_port
 
 VOCABULARY = 97
 DEADLINE_S = 240
@@ -273,9 +274,7 @@ def in_halves(t):
 
 def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
     """(`ranks` processes to be started, the files of their words)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        job = job | {"ranks": ranks, "port": probe.getsockname()[1], "folder": str(folder)}
+    job = job | {"ranks": ranks, "port": free_port(), "folder": str(folder)}
     words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
     return [
         server().Process(target=run_rank, args=(job, rank, words[rank])) for rank in range(ranks)

@@ -37,7 +37,7 @@ def run(case: str, ranks: int, folder: Path) -> str:
         case,
         str(folder),
     ]
-    ran = subprocess.run(command, env=os.environ | MPI, capture_output=True, text=True, timeout=150)
+    ran = subprocess.run(command, env=os.environ | MPI, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not [path for path in folder.rglob("*") if path.is_file()]
     return ran.stdout

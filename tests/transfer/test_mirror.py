@@ -29,7 +29,8 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path):
+def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirrors, "ARRIVES_S", 120.0)
     mirror, other = (Mirror(tmp_path / "m", 2, 1000) for _ in range(2))  # two ranks of the node
     first = mirror.open(f"{EDGE}/rank-00000.h5", 100)
     assert (tmp_path / "m").stat().st_mode & 0o777 == 0o700
@@ -42,7 +43,7 @@ def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path):
         await asyncio.sleep(0.05)
         assert not waiting.done()
         mirror.finish(f"{EDGE}/rank-00001.h5")
-        return await asyncio.wait_for(waiting, 10)
+        return await asyncio.wait_for(waiting, 120)
 
     assert asyncio.run(last()) == ""
     assert (mirror.path / EDGE / "rank-00000.h5").read_bytes() == bytes([7]) * 100
@@ -84,7 +85,7 @@ for edge, size in (("v1/full", 300_000), ("v2/full", 150_000)):
     print(asyncio.run(mirror.wait(edge)))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "OSError: [Errno 27] File too large\n\n"
@@ -114,7 +115,7 @@ def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_p
         f"    path = choose_path(Path(run), Path({str(tmp_path)!r})); path.mkdir(); print(path)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     dead, other = map(Path, done.stdout.split())
     alive = choose_path(runs[0], tmp_path)

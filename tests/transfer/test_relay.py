@@ -135,7 +135,7 @@ def test_a_token_that_the_upstream_relay_refuses_is_told_to_the_client(start, st
 
 
 def _raw(port: int, target: str, headers: str = "", body: bytes = b"") -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(
             f"GET {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: "
             "close\r\n"
@@ -268,7 +268,7 @@ class Held(Upstream):
         self.now += 1
         self.most = max(self.most, self.now)
         self.entered.release()
-        assert self.go.wait(30)
+        assert self.go.wait(120)
         self.now -= 1
         return super().read(*args)
 
@@ -287,13 +287,13 @@ def test_who_wants_a_chunk_anew_shares_the_pull_of_it_that_is_under_way_or_waits
         damaged.write_bytes(bytes(CHUNK))
     with ThreadPoolExecutor(2) as pool:
         try:
-            reads = [pool.submit(running.client(30).read, FILE, fresh=first)]
-            assert upstream.entered.acquire(timeout=20)
-            reads.append(pool.submit(running.client(30).read, FILE, fresh=True))
-            upstream.entered.acquire(timeout=1)  # as it must not
+            reads = [pool.submit(running.client(120).read, FILE, fresh=first)]
+            assert upstream.entered.acquire(timeout=60)
+            reads.append(pool.submit(running.client(120).read, FILE, fresh=True))
+            upstream.entered.acquire(timeout=0.3)  # as it must not
         finally:
             upstream.go.set()
-        assert [read.result(20) == data for read in reads] == [True, True]
+        assert [read.result(60) == data for read in reads] == [True, True]
     assert upstream.most == 1
 
 

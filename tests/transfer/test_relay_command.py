@@ -17,6 +17,7 @@ from rose.transfer import TransferError
 from rose.transfer.relay_cache import CHUNK
 from rose.transfer.relay_client import open_source
 from rose.transfer.source import Refused, read_token
+from tests.ports import free_port
 
 FILE = "v000001/full/rank-00000.h5"
 
@@ -51,11 +52,6 @@ def command():
         process.communicate()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_nothing(
     command, store, tmp_path
@@ -74,7 +70,7 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
         token,
     )
     far, far_url = command(near_url, *options)
-    source, parts = open_source(far_url, read_token(token), 30), []
+    source, parts = open_source(far_url, read_token(token), 120), []
 
     def read():
         for begin in range(0, len(data), CHUNK):
@@ -89,7 +85,7 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
     kept = sum(path.suffix != ".part" for path in (tmp_path / "far").glob("chunks/*"))
     assert kept >= 8
     far, _ = command(near_url, *options)
-    reader.join(60)
+    reader.join(150)
     assert b"".join(parts) == data
     assert len(list((tmp_path / "far").glob("chunks/*"))) == 24
     assert _metric(far_url, token, "upstream_bytes_total") == (24 - kept) * CHUNK
@@ -104,7 +100,7 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
     source = open_source(url, read_token(tmp_path / "cache/token"), 0.5)
     assert len(source.read(FILE, 0, 100)) == 100
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert not list((tmp_path / "cache").glob("chunks/*.part"))
     assert process.stderr.read() == ""
     with pytest.raises(TransferError, match=rf"{url}: {FILE}: .*refused.*; given up after 0.5 s"):

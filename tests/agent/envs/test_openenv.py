@@ -16,6 +16,7 @@ from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "openenv_server.py"
@@ -40,9 +41,7 @@ def url():
         check=True,
         timeout=INSTALL_S,
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     server = subprocess.Popen([made.stdout.strip(), str(SERVER), str(port)], env=bare)
     end = time.monotonic() + DEADLINE_S

@@ -131,6 +131,7 @@ def test_a_task_that_could_not_run_is_named_before_the_run(tmp_path, toml, words
         Terminal(tasks=str(tmp_path)).preflight(900.0)
 
 
+@pytest.mark.slow
 def test_an_image_without_bash_and_a_machine_without_its_backend_are_named(tmp_path, monkeypatch):
     (task(tmp_path, "bare") / "environment/rootfs/etc").mkdir(parents=True)
     with pytest.raises(ConfigError, match="task bare: environment/rootfs has no /bin/bash"):
@@ -246,6 +247,7 @@ def test_a_file_is_edited_where_the_text_stands_once():
 # --------------------------------------------------------------------------- repair tasks
 
 
+@pytest.mark.slow
 def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp_path):
     out = tmp_path / "tasks"
     make_repair_tasks.main(["--out", str(out), "--count", "3", "--held-out", "1", "--seed", "3"])
@@ -265,6 +267,7 @@ def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp
     assert steps[2].observation == "[no output]" and steps[-1].success
 
 
+@pytest.mark.slow
 def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path):
     out = tmp_path / "tasks"
     make_repair_tasks.main(["--out", str(out), "--count", "2", "--held-out", "1", "--seed", "3"])

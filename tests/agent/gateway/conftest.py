@@ -25,6 +25,7 @@ from rose.protocol import (
 REPOSITORY = Path(__file__).resolve().parents[3]
 INSTALL_S = 600.0
 START = StartTrajectory("g1.2", "g1", Phase.TRAIN, "agent", 8, None)
+USER = {"role": "user", "content": "go"}
 CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "left"}}\n</tool_call>'
 TOOL = {
     "type": "function",
@@ -43,7 +44,7 @@ def limits(**changed) -> config.Env:
             "args": {},
             "max_turns": 8,
             "max_new_tokens": 64,
-            "step_timeout_s": 30.0,
+            "step_timeout_s": 120.0,
             "max_failures_in_row": 1,
         }
         | changed
@@ -89,6 +90,14 @@ class World:
         )
         gateway.admit(self.session)
         self.url, self.key = gateway.url, self.session.key
+
+
+def openai_client(world, **changed):
+    import openai  # a second, which not every test needs
+
+    return openai.AsyncOpenAI(
+        **{"base_url": f"{world.url}/v1", "api_key": world.key, "max_retries": 0} | changed
+    )
 
 
 @pytest.fixture

@@ -11,21 +11,15 @@ import pytest
 from rose.agent.gateway import server, session
 from rose.protocol import pack_tokens, unpack_tokens
 
-from .conftest import CALL, TOOL
+from .conftest import CALL, TOOL, USER, openai_client
 
-USER = {"role": "user", "content": "go"}
+pytestmark = pytest.mark.slow  # the clients' imports take 3 s
 ANTHROPIC_TOOL = {
     "name": "move",
     "description": "Move.",
     "input_schema": TOOL["function"]["parameters"],
 }
 RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
-
-
-def openai_client(world, **changed):
-    return openai.AsyncOpenAI(
-        **{"base_url": f"{world.url}/v1", "api_key": world.key, "max_retries": 0} | changed
-    )
 
 
 def anthropic_client(world, **changed):
@@ -317,7 +311,7 @@ def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
             calls = [
                 asyncio.create_task(create(model="m", messages=[USER], seed=i)) for i in range(17)
             ]
-            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=120)
             errors = {type(call.exception()) for call in done}
             assert errors <= {openai.RateLimitError, openai.PermissionDeniedError}
             world.policy.gate.set()

@@ -4,12 +4,10 @@ the same call is one turn however often it is sent."""
 import asyncio
 
 import aiohttp
-import openai
 
 from rose.protocol import unpack_tokens
 
-from .conftest import CALL, TOOL
-from .test_apis import USER, openai_client
+from .conftest import CALL, TOOL, USER, openai_client
 
 
 def asks(text):
@@ -77,7 +75,7 @@ def test_a_retry_gets_the_recorded_answer_and_one_under_way_is_joined(serve):
         async with serve("one", "two") as world, openai_client(world) as client:
             world.policy.gate.clear()
             both = [asyncio.create_task(say(client, USER)) for _ in range(2)]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while world.session._open < 2:
                     await asyncio.sleep(0.01)
             world.policy.gate.set()
@@ -90,6 +88,8 @@ def test_a_retry_gets_the_recorded_answer_and_one_under_way_is_joined(serve):
 
 
 def test_a_client_that_gives_up_and_asks_again_gets_its_answer(serve):
+    import openai
+
     async def go():
         async with serve("one") as world, openai_client(world, timeout=0.2) as client:
             world.policy.gate.clear()
@@ -116,12 +116,12 @@ def test_an_answer_that_nobody_got_is_not_trained(serve):
                 task = asyncio.create_task(
                     http.post(f"{world.url}/v1/chat/completions", json=body, headers=headers)
                 )
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while len(world.policy.requests) < 2:
                         await asyncio.sleep(0.01)
                 task.cancel()
             await asyncio.wait({task})
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 world.policy.gate.set()
                 while world.session._open:
                     await asyncio.sleep(0.01)

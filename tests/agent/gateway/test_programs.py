@@ -73,6 +73,7 @@ def run(chats, tokenizer, tmp_path, make_config):
     return go
 
 
+@pytest.mark.slow
 def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
     got = run("""
         task = json.load(open(os.environ["ROSE_TASK"]))
@@ -86,6 +87,7 @@ def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
     assert (got.id, got.group, got.domain) == (START.id, START.group, START.domain)
 
 
+@pytest.mark.slow
 def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("PMI_RANK", "3")
@@ -98,6 +100,7 @@ def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
     assert run(source).reward == 0.0
 
 
+@pytest.mark.slow
 def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run, tmp_path):
     source = f"""
         async def solve(task):
@@ -107,6 +110,7 @@ def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run
     assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 3.0
 
 
+@pytest.mark.slow
 def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
     source = """
         import random
@@ -136,6 +140,7 @@ def solve(task):
 """
 
 
+@pytest.mark.slow
 def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
     """... whose imports' folder none of them removes; their threads need no shutting down."""
     (tmp_path / "folder_of_imports.py").write_text(FOLDER)
@@ -180,6 +185,7 @@ def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
     source = """
         def solve(task):
@@ -196,6 +202,7 @@ def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
     assert (got.reward, got.success) == (1.0, False)
 
 
+@pytest.mark.slow
 def test_the_runs_own_reward_scores_what_was_said(run):
     asked = []
 
@@ -210,6 +217,7 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         run('ask("a")', scorer=lambda m: TrajectoryScored(START.id, error="the judge is away"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, words, changed",
     [
@@ -241,6 +249,7 @@ def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, word
     assert words in str(error.value) and error.value.trajectory == START.id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then, limit, reward",
     [
@@ -259,6 +268,7 @@ def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, li
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
 
 
+@pytest.mark.slow
 def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_path):
     source = """
         def solve(task):
@@ -279,6 +289,7 @@ def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_
         run("def solve(task): raise ValueError", arguments, key="env.members.a")
 
 
+@pytest.mark.slow
 def test_what_a_program_prints_does_not_fill_the_disk(run, monkeypatch):
     monkeypatch.setattr(program, "MOST_LOG", 100_000)
     source = """
@@ -294,6 +305,7 @@ def test_what_a_program_prints_does_not_fill_the_disk(run, monkeypatch):
         run(source)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_program_stays_behind(run, tmp_path):
     """Children in its process group, and one that has left it for a session of its own."""
     source = f"""

@@ -22,18 +22,20 @@ def driven(boards, make_scheduler):
     return make_scheduler("rose.lending.vllm.online")
 
 
-def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_target(driven):
+def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_target(
+    driven, monkeypatch
+):
     state = driven.scheduler.state
     driven.scheduler._write_board()
     assert state.hold_until == board.INFINITE
-    before = time.monotonic()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     driven.add("a", prompt=100, tokens=5)
-    after = time.monotonic()
-    assert state.waiting == 1 and before + 0.4 < state.hold_until < after + 0.5, (
+    assert state.waiting == 1 and now + 0.4 < state.hold_until < now + 0.5, (
         "0.5 s, but for its own prefill"
     )
     driven.step()
-    assert state.running == 1 and state.hold_until < time.monotonic() + 0.4, (
+    assert state.running == 1 and state.hold_until < now + 0.4, (
         "the next token, 4 targets ahead at most"
     )
     driven.steps(4)
@@ -236,7 +238,7 @@ def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, fou
 def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(
     driven, boards
 ):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     boards.begin(
         "rollout",
         board.Rollout,
@@ -256,13 +258,13 @@ def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
     process.kill()
-    process.wait(10)
+    process.wait(60)
     driven.step()
     assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
 
 
 def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boards):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         boards.begin(
             "rollout",
@@ -278,7 +280,7 @@ def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boa
         assert process.poll() is None
         driven.scheduler._asked_at -= driven.scheduler._lending.revoke_after_s
         driven.scheduler._beats_once()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
         driven.step()
         assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
     finally:

@@ -84,8 +84,8 @@ def test_a_silent_online_engine_shuts_the_gate(driven, boards):
     driven.step()
     boards.close()
     scheduler = driven.scheduler
-    scheduler._gate._lending = msgspec.structs.replace(scheduler._lending, stale_after_s=0.05)
-    time.sleep(0.2)
+    scheduler._gate._lending = msgspec.structs.replace(scheduler._lending, stale_after_s=0.01)
+    time.sleep(0.02)
     assert not any(driven.steps(2)) and driven.scheduler.state.shut_by == Reason.ONLINE_SILENT
 
 

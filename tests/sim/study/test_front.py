@@ -397,6 +397,7 @@ def test_a_cluster_that_borrows_nothing_is_a_point_of_a_sweep(tree, tmp_path, mo
     assert front.main([c], Console(file=open(tmp_path / "said", "w")), "python launch.py ...") == 0
 
 
+@pytest.mark.slow
 def test_neither_mode_needs_torch_or_vllm():
     found = subprocess.run(
         [

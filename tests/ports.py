@@ -1,0 +1,24 @@
+"""Ports for programs that can't say which one they have bound."""
+
+import os
+import random
+import socket
+from pathlib import Path
+
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_draw = random.Random(os.getpid())
+
+
+def free_port() -> int:
+    """One of loopback that nobody has, below those that the system gives to whoever connects or
+    binds port 0: nothing but a call of this takes it before its program does."""
+    first = int(RANGE.read_text().split()[0])
+    while True:
+        port = _draw.randrange(10_000, first)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
