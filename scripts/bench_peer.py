@@ -96,6 +96,7 @@ def launched(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]
         f"env.args.data={folder}/data.jsonl",
         f"env.args.reward={folder}/reward.py:distinct",
         *("eval.episodes=0", "observe.terminal=false", "observe.report=false"),
+        f"rollout.turn_timeout_s={SILENCE_S}",
         *("rollout.workers=1", f"rollout.threads={options['threads']}"),
         *(f"rollout.group_size={options['members']}", f"rollout.max_sequences={rows}"),
         *("rollout.kv_cache_gib=1.5", f"trainer.batch_size={rows}"),
