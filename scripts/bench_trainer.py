@@ -2,13 +2,15 @@
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
+        [spin=5000]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
 tokens, of random ids. Three kinds of steps take turns, in two processes: `plain` (padded rows, the
 decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Trainer.train`, in the
 environment of a run's trainer rank, without prefix trees and with them). `plain_tokens` bounds a
 micro-batch of the plain loop; `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is, where
-others use the machine, too: threads that spin count as processor time.
+others use the machine, too: threads that spin count as processor time. `spin` is the trainer's
+GOMP_SPINCOUNT: how often its threads look for their next operation before they sleep.
 
 Printed: the first step; medians and extremes of the others' forward and backward passes, and of the
 optimizer's step; rows/s; the share that useful operations are of what matrix products of the
@@ -58,14 +60,16 @@ def main() -> int:
         threads=2,
         rounds=5,
         wait="",
+        spin="",
     )
     config = configuration(options)
     resolve(config.model)  # made once, before two processes want it
     threads = {"OMP_NUM_THREADS": str(options["threads"])}
     wait = {"OMP_WAIT_POLICY": options["wait"]} if options["wait"] else {}
+    spin = {"GOMP_SPINCOUNT": options["spin"]} if options["spin"] else {}
     environment = {
         "plain": threads | wait,
-        "trainer": threads | config.cluster.mpi.env | config.cluster.env,
+        "trainer": threads | config.cluster.mpi.env | config.cluster.env | spin,
     }
     found: list[dict[str, dict]] = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:

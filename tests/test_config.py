@@ -1,6 +1,7 @@
 """The one typed tree: what is refused, and how it is said."""
 
 import json
+import os
 
 import pytest
 
@@ -302,6 +303,30 @@ def test_requests_keep_their_cache_where_versions_come_while_they_run(
         ).transfer.in_flight
         == "finish"
     )
+
+
+@pytest.mark.parametrize(
+    "cores, overrides, trainer, rollout",
+    [
+        (1, [], 1, 1),
+        (2, [], 2, 1),
+        (2, ["+experiment=smollm"], 2, 2),
+        (6, ["trainer.ranks=2", "rollout.workers=4"], 3, 1),
+        (64, ["rollout.workers=1"], 8, 8),
+        (64, ["trainer.threads=3", "rollout.threads=40"], 3, 40),
+        (64, ["cluster=dev"], 2, 1),
+        (64, ["cluster=dev", "cluster.slurm.rollout.cpus_per_task=16"], 2, 8),
+        (64, ["+experiment=qwen7b", "trainer.threads=null"], None, None),
+    ],
+)
+def test_threads_that_nobody_set_are_a_share_of_the_cores(
+    make_config, monkeypatch, cores, overrides, trainer, rollout
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    chosen = make_config(*overrides)
+    assert (chosen.trainer.threads, chosen.rollout.threads) == (trainer, rollout)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # a run's own is what was found
+    assert from_dict(to_dict(chosen)) == chosen
 
 
 PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())

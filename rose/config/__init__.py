@@ -35,6 +35,7 @@ from rose.config.sim import Sim, SimPool, SimSandboxes, SimSave, SimServing, Sim
 from rose.config.trainer import Algorithm, Lora, Optimizer, Trainer, Transfer
 from rose.config.tree import Config, MixedConfig, Observe
 from rose.files import write_whole
+from rose.processes import MOST_THREADS, usable_threads
 
 __all__ = [
     "Algorithm",
@@ -127,12 +128,29 @@ def _kind(tree: dict[str, Any]) -> type[Config]:
 def _resolved(config: Config) -> Config:
     """With what a null leaves to the rest of the tree; so a run's stored configuration says what it
     was."""
-    if config.transfer.in_flight is not None:
-        return config
+    replace, threads = msgspec.structs.replace, _threads(config)
     in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
-    return msgspec.structs.replace(
-        config, transfer=msgspec.structs.replace(config.transfer, in_flight=in_flight)
+    return replace(
+        config,
+        trainer=replace(config.trainer, threads=config.trainer.threads or threads["trainer"]),
+        rollout=replace(config.rollout, threads=config.rollout.threads or threads["rollout"]),
+        transfer=replace(config.transfer, in_flight=config.transfer.in_flight or in_flight),
     )
+
+
+def _threads(config: Config) -> dict[str, int | None]:
+    """Of a rank of each role, where the configuration leaves it to the machine. On CPUs each takes
+    its share of the cores, as trainer and engines mostly compute in turn; of those that Slurm gives
+    an engine one is for the rank beside it. On GPUs it is the libraries' choice."""
+    ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
+    if config.cluster.gpus:
+        return dict.fromkeys(ranks)
+    if config.cluster.kind == "slurm":
+        slurm, rollout = config.cluster.slurm, config.rollout
+        cpus = {"trainer": cpus_of(slurm.trainer, rollout)}
+        cpus["rollout"] = cpus_of(slurm.rollout, rollout) - 1
+        return {role: min(MOST_THREADS, max(1, count)) for role, count in cpus.items()}
+    return {role: max(1, usable_threads() // count) for role, count in ranks.items()}
 
 
 def serving_from_dict(tree: dict[str, Any]) -> Serving:

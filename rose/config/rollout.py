@@ -101,6 +101,7 @@ class Rollout(Section):
     temperature: float
     top_p: Share
     top_k: Natural
+    # null: on CPUs what `rose.config.from_dict` finds, else the libraries' choice
     threads: Count | None
     engine_start_timeout_s: Positive
     turn_timeout_s: Positive

@@ -105,6 +105,7 @@ class Trainer(Section):
     checkpoint_keep: Count
     export_every: Natural  # steps from one model's folder in exports/ to the next; 0: none
     export_keep: Count  # of these folders, the newest
+    # null: on CPUs what `rose.config.from_dict` finds, else the libraries' choice
     threads: Count | None
     lora: Lora | None = None  # null: all weights; absent in what earlier releases stored
     # compute gradients of the step's finished groups while others still run; absent in what

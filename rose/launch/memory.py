@@ -3,15 +3,14 @@
 P parameters, of which A are trained (all, or trainer.lora's), N trainer ranks, b bytes per element
 of the role's dtype, T = trainer.micro_batch_tokens / trainer.sequence_parallel, E = vocab x hidden,
 the largest parameter. What is said of DeepSpeed was read in 0.19.8 and measured by
-tests/trainer/allocated.py (with bfloat16, without an adapter; in float32 stages 1 and 2 need up to
-8 A more).
+tests/trainer/allocated.py (without an adapter).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
-- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2 (which frees
-  them after the update); on the host with offload_optimizer, from stage 2
-- optimizer: Adam's two fp32 moments, 8 A, and, when b = 2, the fp32 master weights, 4 A; shared
-  from stage 1; on the host with offload_optimizer
+- gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
+  the update but at stage 3; on the host with offload_optimizer, from stage 2
+- optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO makes of
+  fp32 weights, too; shared from stage 1; on the host with offload_optimizer
 - reduction bucket: in trainer.reduce_dtype, min(A, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
   stage 3 keeps it
 - reference of algorithm.kl_coef: b P, shared from stage 3; an adapter's is the base, already there
@@ -29,10 +28,12 @@ Trainer, at the worst moment of a pass, more:
   gradient, or a layer's experts' if that is larger, as it is reduced, in the dtype and in fp32. An
   adapter leaves the output matrix alone, and keeps its own products besides, rank elements per
   token and target, and one target's output
+- reduced gradients: in float32 stage 1 adds micro-batches up in the parameters' own gradients and
+  copies a rank's share, 4 A / N
 Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9
-elements of this rank's. The larger of both moments counts. Prefix trees need nothing more: their
-mask is a table of blocks (flex attention). Rollout (vLLM), per device of a tensor-parallel group of
-size tp:
+elements of this rank's; none of float32 without ZeRO. The larger of both moments counts. Prefix
+trees need nothing more: their mask is a table of blocks (flex attention).
+Rollout (vLLM), per device of a tensor-parallel group of size tp:
 - weights: b P / tp; an adapter's memory, which tp is taken not to share (it shares A or B)
 - activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), i and one more h for
   each expert chosen, and logits of max_sequences, in the dtype, in fp32 and sorted
@@ -103,7 +104,7 @@ def moments(c: Config, shape: ModelShape) -> Items:
     """Bytes on a trainer rank's device at each of the moments, without CUDA's context."""
     items = _resting(c, shape)
     resting = sum(items.values())
-    freed = items["gradients"] if c.trainer.zero_stage == 2 else 0.0
+    freed = items["gradients"] if c.trainer.zero_stage < 3 else 0.0
     return {
         "forward and backward": resting + sum(_in_a_pass(c, shape).values()),
         "update": resting + sum(_at_the_update(c, shape).values()),
@@ -125,7 +126,7 @@ def _resting(c: Config, shape: ModelShape) -> Items:
     """Bytes, between two steps."""
     t, p, size = c.trainer, _trained(c, shape), BYTES[c.trainer.dtype]
     held = shape.parameters + (p if t.lora else 0)
-    state = 8 * p + (4 * p if size == 2 else 0)
+    state = 8 * p + (4 * p if size == 2 or t.zero_stage else 0)
     gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
     return {
         "weights": size * held / _shared(c, 3),
@@ -176,8 +177,10 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     gathered = (
         size * min(shape.parameters, LIVE_PARAMETERS) if t.zero_stage == 3 and t.ranks > 1 else 0
     )
+    reduced = 4 * _trained(c, shape) / t.ranks if t.zero_stage == 1 and size == 4 else 0
     return {
         "gathered parameters": float(gathered),
+        "reduced gradients": float(reduced),
         "activations": 0.0 if t.offload_activations else float(_kept(c, shape)),
         worst: float(work[worst]),
     }
@@ -222,7 +225,8 @@ def _elements(c: Config, shape: ModelShape) -> int:
 
 def _at_the_update(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones while the optimizer steps."""
-    if c.trainer.offload_optimizer:
+    t = c.trainer
+    if t.offload_optimizer or (t.zero_stage == 0 and t.dtype == "float32"):
         return {"copy of gradients": 0.0}
     return {"copy of gradients": 4.0 * min(_trained(c, shape) / _shared(c, 1), GROUP_PARAMETERS)}
 

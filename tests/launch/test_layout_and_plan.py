@@ -232,11 +232,16 @@ def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
         model.shape(make_config(*shared))
 
 
-def test_float32_needs_no_master_copy_and_offloading_moves_the_optimizer_away(make_config):
-    c = make_config(*QWEN3_8B, "trainer.dtype=float32", "trainer.ranks=1", "trainer.zero_stage=1")
-    assert memory.trainer(c, c.model.shape).items["optimizer"] == pytest.approx(
-        8 * c.model.shape.parameters / GIB
-    )
+@pytest.mark.parametrize(("stage", "states", "reduced"), [(0, 8, 0), (1, 12, 4), (2, 12, 0)])
+def test_float32_has_a_master_copy_where_zero_is_on(make_config, stage, states, reduced):
+    alone = "trainer.dtype=float32", "trainer.ranks=1", f"trainer.zero_stage={stage}"
+    c = make_config(*QWEN3_8B, *alone)
+    items, p = memory.trainer(c, c.model.shape).items, c.model.shape.parameters
+    assert items["optimizer"] == pytest.approx(states * p / GIB)
+    assert items.get("reduced gradients", 0) == pytest.approx(reduced * p / GIB)
+
+
+def test_offloading_moves_the_optimizer_away(make_config):
     c = make_config(*QWEN3_8B, "trainer.offload_optimizer=true")
     assert "optimizer" not in memory.trainer(c, c.model.shape).items
 

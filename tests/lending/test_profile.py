@@ -66,7 +66,7 @@ def test_all_that_differs_is_said_at_once(tmp_path, found, make_config, model, c
         f"model.path={model}",
         f"serving.online.model={other}",
         "serving.online.dtype=bfloat16",
-        "rollout.threads=2",
+        "rollout.threads=40",
         "serving.lending.priority=normal",
     )
     with pytest.raises(ConfigError) as said:
@@ -75,7 +75,7 @@ def test_all_that_differs_is_said_at_once(tmp_path, found, make_config, model, c
         "p.json",
         "online.model_digest",
         "online.dtype was 'auto' and is now 'bfloat16'",
-        "rollout.threads was 1 and is now 2",
+        f"rollout.threads was {config.rollout.threads} and is now 40",
         "interference.priority was 'idle'",
         "rose.lending.profile",
     ):

@@ -1,0 +1,263 @@
+"""Whole GRPO steps of SmolLM2-135M on this machine's cores beside TRL's GRPOTrainer.
+
+    python scripts/bench_peer.py [prompts=4] [members=8] [tokens=64] [steps=4]
+        [rounds=2] [threads=2] [wait=passive]
+
+A step is `prompts` questions with `members` answers each, all of exactly `tokens` tokens, their
+rewards (the share of distinct words), the update in float32, and weights from which the next step
+samples. Each round is a run of `launch.py` (one engine of all `threads`, which the trainer has in
+its turn) and one of TRL, which generates with transformers, without gradient checkpointing and all
+samples in one batch. The first step of each run, in which memory is touched and kernels are chosen,
+is left out. `wait` is TRL's OMP_WAIT_POLICY; as of itself its threads spin between operations,
+which is faster on a machine where nothing else runs and many times slower beside anything.
+
+Needs requirements/test.txt. Printed: seconds of a step, and processor seconds of all processes of
+the run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from csv_tables import shown
+from harness import REPOSITORY, Failed, configured, keyed, stop
+from rich.console import Console
+
+from rose import files
+from rose.models import resolve
+from rose.observe.metrics import read_metrics, rows_of
+
+LOOK_S = 0.1
+SILENCE_S = 600.0  # without a step, after which a run has failed
+ALIKE = 0.97  # mean length of a step's answers, at least, as a share of `tokens`
+UNUSED = "<empty_output>"  # a token that SmolLM2 hardly ever makes
+TOPICS = ("a river", "an old clock", "the night train", "bread", "a lighthouse", "two cats")
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--trl"]:
+        return trl(json.loads(sys.argv[2]), Path(sys.argv[3]))
+    options = keyed(
+        sys.argv[1:],
+        __doc__,
+        prompts=4,
+        members=8,
+        tokens=64,
+        steps=4,
+        rounds=2,
+        threads=2,
+        wait="",
+    )
+    if options["steps"] < 2:
+        raise Failed(f"steps={options['steps']}: two at least, as the first is not counted")
+    found: dict[str, list[tuple[float, float]]] = {"ours": [], "TRL": []}
+    for _ in range(options["rounds"]):
+        for name, run in (("ours", launched), ("TRL", trl_run)):
+            with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+                steps = run(options, Path(folder))
+            found[name] += steps
+            print(name, *(f"{s:.2f} s ({cpu:.2f} CPU)" for s, cpu in steps), flush=True)
+    show(found)
+    return 0
+
+
+def distinct(text):
+    words = text.split()
+    return len(set(words)) / max(1, len(words))
+
+
+def questions() -> list[dict[str, Any]]:
+    ask = "Tell me a long story about {} and {}."
+    pairs = itertools.permutations(TOPICS, 2)
+    return [{"prompt": [{"role": "user", "content": ask.format(*pair)}]} for pair in pairs]
+
+
+def launched(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]:
+    (folder / "reward.py").write_text(inspect.getsource(distinct))
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, questions())))
+    rows = options["prompts"] * options["members"]
+    command = [
+        *(sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=bench"),
+        "model=smollm2",
+        "model.source=folder",
+        f"model.path={endless(folder / 'model')}",
+        *("model.max_context=512", "env=prompts", f"env.max_new_tokens={options['tokens']}"),
+        f"env.args.data={folder}/data.jsonl",
+        f"env.args.reward={folder}/reward.py:distinct",
+        *("eval.episodes=0", "observe.terminal=false", "observe.report=false"),
+        f"rollout.turn_timeout_s={SILENCE_S}",
+        *("rollout.workers=1", f"rollout.threads={options['threads']}"),
+        *(f"rollout.group_size={options['members']}", f"rollout.max_sequences={rows}"),
+        *("rollout.kv_cache_gib=1.5", f"trainer.batch_size={rows}"),
+        *(f"trainer.steps={options['steps']}", f"trainer.threads={options['threads']}"),
+        *("trainer.micro_batch_tokens=4096", "trainer.checkpoint_every=1000000"),
+        "trainer.optimizer.lr=1e-6",
+    ]
+    run = folder / "bench"
+    found = timed(command, {}, folder, options["steps"], lambda: len(steps_of(run)))
+    lengths = [row["response_tokens_mean"] for row in steps_of(run)]
+    if min(lengths) < ALIKE * options["tokens"]:
+        raise Failed(f"answers of {lengths} tokens in the mean, not of {options['tokens']}")
+    return found
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return rows_of(read_metrics(run), "step") if run.is_dir() else []
+
+
+def endless(folder: Path) -> Path:
+    """SmolLM2 with another token as the end of a message, so that no answer ends by itself."""
+    source = resolve(configured("model=smollm2").model)
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    from transformers import AutoTokenizer
+
+    number = AutoTokenizer.from_pretrained(source).convert_tokens_to_ids(UNUSED)
+    for name, end in (
+        ("config.json", {"eos_token_id": number}),
+        ("generation_config.json", {"eos_token_id": number}),
+        ("tokenizer_config.json", {"eos_token": UNUSED}),
+    ):
+        files.write_whole(
+            folder / name, json.dumps(json.loads((source / name).read_text()) | end).encode()
+        )
+    template = (source / "chat_template.jinja").read_text()
+    files.write_whole(
+        folder / "chat_template.jinja", template.replace("<|im_end|>", UNUSED).encode()
+    )
+    return folder
+
+
+def trl_run(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]:
+    steps = folder / "steps"
+    steps.touch()
+    command = [sys.executable, __file__, "--trl", json.dumps(options), str(folder)]
+    env = {"OMP_NUM_THREADS": str(options["threads"]), "TOKENIZERS_PARALLELISM": "false"}
+    if options["wait"]:
+        env["OMP_WAIT_POLICY"] = options["wait"]
+    return timed(command, env, folder, options["steps"], lambda: steps.stat().st_size)
+
+
+def timed(
+    command: list[str], env: dict[str, str], folder: Path, steps: int, done: Callable[[], int]
+) -> list[tuple[float, float]]:
+    """(seconds, processor seconds of all its processes) of each step but the first of a command
+    that makes `steps` of them, of which `done` are finished."""
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | env
+        )
+        try:
+            marks = list(_marks(process, steps, done, folder / "log"))
+        finally:
+            stop(process)
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def _marks(
+    process: subprocess.Popen, steps: int, done: Callable[[], int], log: Path
+) -> Iterator[tuple[float, float]]:
+    """(time, processor seconds) at each step's end."""
+    seen, last = 0, time.monotonic()
+    while seen < steps:
+        if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
+            raise Failed(f"{seen} of {steps} steps:\n{log.read_text(errors='replace')[-3000:]}")
+        if done() > seen:
+            seen, last = seen + 1, time.monotonic()
+            yield last, processor_s(process.pid)
+        time.sleep(LOOK_S)
+
+
+def processor_s(pid: int) -> float:
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def trl(options: dict[str, Any], folder: Path) -> int:
+    """In a process of its own: a byte into `folder`/steps at each step's end."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args, state, control, **_) -> None:
+            with open(folder / "steps", "ab") as file:
+                file.write(b".")
+
+    torch.set_num_threads(options["threads"])
+    source = str(endless(folder / "model"))
+    settings = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        max_steps=options["steps"],
+        learning_rate=1e-6,
+        beta=0.0,
+        num_generations=options["members"],
+        per_device_train_batch_size=options["prompts"] * options["members"],
+        max_completion_length=options["tokens"],
+        generation_kwargs={"min_new_tokens": options["tokens"]},
+        gradient_checkpointing=False,
+    )
+    GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
+        lambda completions, **_: [distinct(c[0]["content"]) for c in completions],
+        args=settings,
+        train_dataset=Dataset.from_list(questions() * options["steps"] * options["prompts"]),
+        processing_class=AutoTokenizer.from_pretrained(source),
+        callbacks=[Steps()],
+    ).train()
+    return 0
+
+
+def show(found: dict[str, list[tuple[float, float]]]) -> None:
+    medians = {
+        name: [statistics.median(column) for column in zip(*steps, strict=True)]
+        for name, steps in found.items()
+    }
+    table = []
+    for name, steps in found.items():
+        seconds, cpu = zip(*steps, strict=True)
+        table.append(
+            {
+                "steps of": name,
+                "s": medians[name][0],
+                "least": min(seconds),
+                "most": max(seconds),
+                "CPU s": medians[name][1],
+                "least CPU": min(cpu),
+                "most CPU": max(cpu),
+                "of ours": medians[name][0] / medians["ours"][0],
+                "CPU of ours": medians[name][1] / medians["ours"][1],
+            }
+        )
+    Console(width=140).print(shown(table, f"{len(found['ours'])} steps each"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
