@@ -99,7 +99,11 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
             c.rollout.group_size,
             system.dynamic_sampling,
         ),
-        pools=tuple(_pool(c, pool, shape, system, seed) for pool in system.pools),
+        pools=tuple(
+            _pool(c, pool, shape, system, seed, each)
+            for pool in system.pools
+            for each in degrees(s.pool[pool])
+        ),
         tick_s=s.tick_s,
         progress_s=s.progress_s,
         dispatch_s=s.dispatch_s,
@@ -201,7 +205,8 @@ def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
     if routing.name != "rollart":
         return
     key = f"{systems}scheduler.routing.args"
-    devices = sorted({c.sim.pool[pool].gpu for pool in system.pools})
+    of_systems = [c.sim.pool[pool] for pool in system.pools]
+    devices = sorted({_device(pool, each) for pool in of_systems for each in degrees(pool)})
     for domain, device in {**routing.args["hardware"], "": routing.args["default"]}.items():
         here = f"{key}.hardware.{domain}={device!r}" if domain else f"{key}.default={device!r}"
         if domain and domain not in c.sim.environment.domains:
@@ -272,51 +277,90 @@ def _efficiency(c: Config) -> hardware.Efficiency:
     return dataclasses.replace(hardware.EFFICIENCY, **c.sim.efficiency)
 
 
-def _pool(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int) -> spec.Pool:
+def degrees(p: SimPool) -> list[int]:
+    """Different ones, of the pool's engines."""
+    given = p.tensor_parallel
+    return list(dict.fromkeys(given)) if isinstance(given, list) else [given]
+
+
+def _device(p: SimPool, degree: int) -> str:
+    """As `WorkerJoined.hardware` says it; policies compare engines of unlike degrees by it."""
+    return f"{p.gpu}x{degree}" if isinstance(p.tensor_parallel, list) else p.gpu
+
+
+def _workers(c: Config, name: str, degree: int) -> int:
+    """Engines of the degree. Raises `ConfigError`."""
+    p = c.sim.pool[name]
+    key = f"sim.pool.{name}.tensor_parallel={p.tensor_parallel}"
+    if not isinstance(p.tensor_parallel, list):
+        if p.elastic:
+            raise ConfigError(f"sim.pool.{name}.elastic=True: {key} has to be a list of shapes")
+        return p.workers if p.workers is not None else c.trainer.ranks // degree
+    if p.kind != "dedicated" or not p.tensor_parallel or p.workers is None:
+        raise ConfigError(f"{key}: one or more degrees, of a dedicated pool with workers")
+    if not p.elastic:
+        return p.workers * p.tensor_parallel.count(degree)
+    gpus = p.workers * p.tensor_parallel[0]
+    if gpus % degree:
+        raise ConfigError(f"{key}: engines of {degree} GPUs don't fill the pool's {gpus}")
+    return gpus // degree
+
+
+def _first_gpu(p: SimPool, degree: int) -> int | None:
+    given = p.tensor_parallel
+    if not isinstance(given, list):
+        return None
+    before = degrees(p)[: degrees(p).index(degree)]
+    return 0 if p.elastic else p.workers * sum(each for each in given if each in before)
+
+
+def _pool(
+    c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int, degree: int
+) -> spec.Pool:
     p = c.sim.pool[name]
     gpu = _known(f"sim.pool.{name}.gpu", hardware.gpu, p.gpu)
-    workers = p.workers if p.workers is not None else c.trainer.ranks // p.tensor_parallel
+    workers = _workers(c, name, degree)
     serving = None
     if p.kind == "cooperative" and workers:
         serving = devices.make(
-            c.sim.serving, _online_engine(c, gpu, p, shape), workers, system.executor, seed
+            c.sim.serving, _online_engine(c, gpu, degree, shape), workers, system.executor, seed
         )
-    switch_s = p.switch_s + (
-        hardware.wake_s(shape, gpu, p.tensor_parallel) if p.kind == "cooperative" else 0.0
-    )
+    wakes = p.kind == "cooperative" or p.elastic
+    switch_s = p.switch_s + (hardware.wake_s(shape, gpu, degree) if wakes else 0.0)
     allocation = spec.Allocation(p.allocation.queue_s, p.allocation.start_s, p.allocation.refused)
     return spec.Pool(
-        name=name,
+        name=f"{name}-tp{degree}" if isinstance(p.tensor_parallel, list) else name,
         kind=p.kind,
-        gpu=gpu,
-        tensor_parallel=p.tensor_parallel,
-        engine=_engine(c, name, p, gpu, shape, system),
-        link=_link(c, p, shape),
+        gpu=dataclasses.replace(gpu, name=_device(p, degree)),
+        tensor_parallel=degree,
+        engine=_engine(c, name, degree, gpu, shape, system),
+        link=_link(c, p, shape, degree),
         allocation=allocation,
         count=workers,
         on_request=p.on_request,
         serving=serving,
         switch_s=switch_s,
         split=p.split,
+        first_gpu=_first_gpu(p, degree),
         available=_available(c, workers, seed) if p.kind == "spot" else None,
     )
 
 
 def _engine(
-    c: Config, name: str, p: SimPool, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
+    c: Config, name: str, degree: int, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
 ) -> spec.Engine:
-    efficiency = _efficiency(c)
+    p, efficiency = c.sim.pool[name], _efficiency(c)
+    # of an engine over rollout.tensor_parallel GPUs; as many for each GPU of others
+    sequences = max(c.rollout.max_sequences * degree // c.rollout.tensor_parallel, 1)
     online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
     try:
-        step = hardware.step_time(
-            shape, gpu, p.tensor_parallel, c.rollout.max_sequences, efficiency
-        )
-        tokens = hardware.kv_tokens(shape, gpu, p.tensor_parallel, efficiency, online)
+        step = hardware.step_time(shape, gpu, degree, sequences, efficiency)
+        tokens = hardware.kv_tokens(shape, gpu, degree, efficiency, online)
     except ValueError as error:
         raise ConfigError(f"sim.pool.{name}.tensor_parallel={p.tensor_parallel}: {error}") from None
     return spec.Engine(
         step,
-        c.rollout.max_sequences,
+        sequences,
         c.rollout.max_batched_tokens,
         tokens,
         c.rollout.prefix_caching,
@@ -329,28 +373,23 @@ def _online(c: Config) -> ModelShape:
     return _known("sim.serving.model", hardware.shape, c.sim.serving.model)
 
 
-def _online_engine(c: Config, gpu: spec.Gpu, p: SimPool, rolls: ModelShape) -> spec.Engine:
+def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
     """The online engine, with the KV memory that both models' weights leave, of which what is
     unused is lent."""
     shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(
-            shape, gpu, p.tensor_parallel, efficiency, hardware.BF16 * rolls.parameters
+            shape, gpu, degree, efficiency, hardware.BF16 * rolls.parameters
         )
-        step = hardware.step_time(shape, gpu, p.tensor_parallel, s.max_sequences, efficiency)
+        step = hardware.step_time(shape, gpu, degree, s.max_sequences, efficiency)
     except ValueError as error:
         raise ConfigError(f"sim.serving.model={s.model!r} beside {c.model.name}: {error}") from None
     return spec.Engine(step, s.max_sequences, s.max_batched_tokens, tokens, True)  # vLLM's default
 
 
-def _link(c: Config, p: SimPool, shape: ModelShape) -> spec.Link:
+def _link(c: Config, p: SimPool, shape: ModelShape, degree: int) -> spec.Link:
     made = hardware.link(
-        shape,
-        p.link.gbit_s * 1e9 / BITS,
-        p.link.latency_s,
-        p.link.delta,
-        p.link.relay,
-        p.tensor_parallel,
+        shape, p.link.gbit_s * 1e9 / BITS, p.link.latency_s, p.link.delta, p.link.relay, degree
     )
     if p.link.delta:
         return dataclasses.replace(
