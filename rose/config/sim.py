@@ -46,9 +46,6 @@ class SimPool(Section):
     # (hybrid): as many as the trainer's GPUs make
     # one degree for all; or of dedicated engines, one of each of these degrees, `workers` times
     tensor_parallel: Count | list[Count]
-    # dedicated: the degrees of the list are shapes of the same GPUs, which `workers` engines of the
-    # first fill; provisioning decides which are awake
-    elastic: bool
     # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has
     # nothing
     split: bool
@@ -57,6 +54,9 @@ class SimPool(Section):
     switch_s: NotNegative
     link: SimLink
     allocation: SimAllocation
+    # dedicated: the degrees of the list are shapes of the same GPUs, which `workers` engines of the
+    # first fill; provisioning decides which are awake
+    elastic: bool = False
 
 
 class SimSlo(Section):
