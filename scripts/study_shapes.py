@@ -43,6 +43,11 @@ class Shapes(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind} {'+'.join(map(str, self.degrees))}"
 
+    @property
+    def point(self) -> str:
+        """Of a run's name."""
+        return str(self).replace(" ", "-")
+
     def overrides(self, system: str, best: int) -> list[str]:
         pool, elastic = "sim.pool.dedicated", self.kind == "switching"
         degrees = self.degrees[0] if self.kind == "single" else list(self.degrees)
@@ -94,12 +99,7 @@ def simulated(
 ) -> list[Outcome]:
     jobs = []
     for row in rows:
-        own = [
-            f"sim/systems=[{system}]",
-            f"name={str(row).replace(' ', '')}",
-            *row.overrides(system, best),
-            *given,
-        ]
+        own = [f"sim/systems=[{system}]", f"name={row.point}", *row.overrides(system, best), *given]
         jobs += [job for job in runs.jobs_of(composed(setting, own)) if job.name == system]
     return runs.carry_out(jobs, n, CONSOLE)
 
@@ -111,7 +111,7 @@ def study(setting: str, system: str, given: Sequence[str], processes: int) -> li
     outcomes = simulated(setting, system, alone, 0, given, processes)
 
     def of(row: Shapes) -> list[Outcome]:
-        return [o for o in outcomes if o.point == str(row).replace(" ", "")]
+        return [o for o in outcomes if o.point == row.point]
 
     best = max(alone, key=lambda row: mean(of(row), "tokens_s"))
     others = [row for row in rows if row.kind != "single"]
