@@ -134,19 +134,29 @@ def study(setting: str, system: str, given: Sequence[str], processes: int) -> li
 
 
 def drawn(rows: Sequence[dict[str, str]]) -> str:
-    header = ["setting, system", "engines' degrees", "step, s", "tokens/s over the best single one"]
-    return markdown(
-        header,
-        [
-            (
-                f"{SETTINGS[row['setting']]}, {row['system']}",
-                row["shapes"],
-                f"{float(row['step_s']):,.0f}",
-                with_bounds(row, "gain", "low", "high", ".3f"),
-            )
-            for row in rows
-        ],
-    )
+    """Every single degree, and of mixes and switching what gained most: degrees, seconds a step, and
+    tokens a second over the best single degree."""
+
+    def cell(setting: str, system: str, kind: str, degrees: str) -> str:
+        found = [row for row in rows if (row["setting"], row["system"]) == (setting, system)]
+        found = [row for row in found if row["shapes"].startswith(f"{kind} {degrees}")]
+        if not found:
+            return ""
+        row = max(found, key=lambda row: float(row["gain"]))
+        which = "" if degrees else f"{row['shapes'].removeprefix(kind)}:"
+        return f"{which} {float(row['step_s']):,.0f} s, {with_bounds(row, 'gain', 'low', 'high')}"
+
+    table = []
+    for setting, name in SETTINGS.items():
+        alone = [str(row.degrees[0]) for row in ROWS[setting] if row.kind == "single"]
+        for kind, degrees in (
+            *(("single", each) for each in alone),
+            ("mix", ""),
+            ("switching", ""),
+        ):
+            cells = [cell(setting, system, kind, degrees).strip() for system in SYSTEMS]
+            table.append((name, f"{kind} {degrees}".strip(), *cells))
+    return markdown(["setting", "engines", *SYSTEMS], table)
 
 
 def main() -> None:
