@@ -379,6 +379,12 @@ def shape(**changes):
     return ModelShape(**usual | changes)
 
 
+def test_engines_of_several_degrees_are_refused_with_where_and_why(make_config):
+    words = r"rollout.tensor_parallel=\[1, 4\]: one number; .*sim.pool.dedicated.tensor_parallel"
+    with pytest.raises(ConfigError, match=words):
+        make_config("rollout.tensor_parallel=[1,4]")
+
+
 def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
     on_gpus = "cluster.gpus=64"
     # 2 key-value heads are replicated

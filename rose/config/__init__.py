@@ -101,6 +101,13 @@ class _ServingSide(Section):
 
 def from_dict(tree: dict[str, Any]) -> Config:
     """Resolved plain containers -> checked `Config`. Raises `ConfigError`."""
+    degrees = errors.value_at(tree, "rollout.tensor_parallel")
+    if isinstance(degrees, list):
+        raise ConfigError(
+            f"rollout.tensor_parallel={degrees}: one number; engines of several degrees are "
+            "simulated only (sim.pool.dedicated.tensor_parallel), since they gain less than 5% "
+            'over the best single one (docs/simulator.md, "Engines of several degrees")'
+        )
     kind = _kind(tree)
     try:
         config = msgspec.convert(tree, kind)

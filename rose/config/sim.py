@@ -44,7 +44,8 @@ class SimPool(Section):
     # engines: all from the start, or the most, of spot and of a pool on request; null
     workers: Natural | None
     # (hybrid): as many as the trainer's GPUs make
-    tensor_parallel: Count
+    # one degree for all; or of dedicated engines, one of each of these degrees, `workers` times
+    tensor_parallel: Count | list[Count]
     # hybrid: each trains or rolls out as provisioning says; else all roll out when the trainer has
     # nothing
     split: bool
@@ -53,6 +54,9 @@ class SimPool(Section):
     switch_s: NotNegative
     link: SimLink
     allocation: SimAllocation
+    # dedicated: the degrees of the list are shapes of the same GPUs, which `workers` engines of the
+    # first fill; provisioning decides which are awake
+    elastic: bool = False
 
 
 class SimSlo(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -10,6 +11,7 @@ from rose.scheduler.events import (
     Action,
     Event,
     RestWorker,
+    Shape,
     StepBegun,
     TrajectoryEnded,
     UseWorker,
@@ -61,12 +63,22 @@ class LibraRouting:
     prefix is cached, else to the least loaded worker; if the bucket has no room, to a longer one,
     then to a shorter one (Libra's fallback: the other buckets, then any). `limits`: tokens of each
     bucket but the last, 5,000 in Libra's code. `shares`: of the workers, from the first bucket to
-    the last, given out as they join. Libra's buckets are engines of different tensor-parallel
-    degrees, and its planner sizes them; the shares are ours.
+    the last, given out as they join; ours. Libra's buckets are engines of different
+    tensor-parallel degrees, and its planner sizes them: where a run has such, `degrees` says the
+    largest of each bucket but the last.
     """
 
-    def __init__(self, limits: list[int], shares: list[float]) -> None:
+    def __init__(
+        self, limits: list[int], shares: list[float], degrees: list[int] | None = None
+    ) -> None:
         self._levels = Levels(limits, sinks=False)
+        if degrees is not None and (
+            len(degrees) != len(limits) or sorted(set(degrees)) != degrees or degrees[0] < 1
+        ):
+            raise ValueError(
+                f"degrees={degrees}: ascending, at least 1, as many as limits={limits}"
+            )
+        self.degrees = degrees
         if len(shares) != len(limits) + 1 or not all(share > 0 for share in shares):
             raise ValueError(
                 f"shares={shares}: a positive number per bucket, of which limits={limits} make "
@@ -79,18 +91,22 @@ class LibraRouting:
     def on_event(self, event: Event, cluster: Cluster) -> list:
         self._levels.on_event(event, cluster)
         match event:
-            case WorkerJoined(worker=worker):
+            case WorkerJoined(worker=worker, shape=shape):
                 self._remove(worker)
-                total = 1 + len(self._bucket)
-                owed = [
-                    share * total - size
-                    for share, size in zip(self.shares, self._sizes, strict=True)
-                ]
-                bucket = self._bucket[worker] = owed.index(max(owed))
+                bucket = self._bucket[worker] = self._bucket_of(shape)
                 self._sizes[bucket] += 1
             case WorkerLost(worker=worker):
                 self._remove(worker)
         return []
+
+    def _bucket_of(self, shape: Shape | None) -> int:
+        """Of a worker that joins."""
+        if self.degrees is not None and shape is not None:
+            return bisect_left(self.degrees, shape.degree)
+        total = 1 + len(self._bucket)
+        sizes = zip(self.shares, self._sizes, strict=True)
+        owed = [share * total - size for share, size in sizes]
+        return owed.index(max(owed))
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
         level = self._levels.of(turn)

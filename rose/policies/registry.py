@@ -13,6 +13,7 @@ from rose.config import outside
 from rose.policies.areal import BoundedStaleness
 from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
+from rose.policies.elastic import Elastic
 from rose.policies.libra import LibraPlanner, LibraRouting, Mlfq
 from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand
 from rose.policies.placement import Rebalance, Stay
@@ -32,6 +33,7 @@ from rose.scheduler.policies import Batching, Order, Placement, Provisioning, Ro
 POLICIES: dict[str, dict[str, type]] = {
     "provisioning": {
         "all_idle": AllIdle,
+        "elastic": Elastic,
         "fixed": Fixed,
         "libra": LibraPlanner,
         "on_demand": OnDemand,

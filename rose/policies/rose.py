@@ -325,7 +325,8 @@ class RoseProvisioning:
                 self._busy_at[worker.worker] = at
         if self._begun is None or cluster.training:
             return []
-        if len(cluster.turns) < len(cluster.workers):
+        there = sum(not _asleep(w) for w in cluster.workers.values())
+        if len(cluster.turns) < there:
             return [
                 RestWorker(w.worker)
                 for w in used
@@ -335,7 +336,7 @@ class RoseProvisioning:
         others = sorted(
             (w for w in self._lent(cluster) if w.resting), key=lambda w: self._rank(at, w)
         )
-        n = len(cluster.workers) - len(others)
+        n = there - len(others)
         pays = (
             i for i in range(self.n_serving - len(used)) if left / (n + i + 1) > self.activation_s
         )
@@ -364,6 +365,11 @@ class RoseProvisioning:
             took = at - self._begun
             self._step_s = took if math.isinf(self._step_s) else (self._step_s + took) / 2
         self._begun = at
+
+
+def _asleep(worker: WorkerState) -> bool:
+    """Its GPUs are another engine's now."""
+    return worker.resting and worker.shape is not None
 
 
 def kv_use(worker: WorkerState) -> float:

@@ -185,6 +185,7 @@ class Scheduler:
             e.kv_tokens,
             e.version,
             e.hardware,
+            e.shape,
             whole_kv_tokens=e.kv_tokens,
             resting=self._joins_resting(e.kind),
         )

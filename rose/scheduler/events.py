@@ -27,6 +27,20 @@ Borrowed = Literal["cooperative", "spot", "serverless"]
 Kind = Literal["dedicated", "hybrid", Borrowed]
 
 
+class Shape(msgspec.Struct, frozen=True):
+    """Of an engine, where a run has engines of several tensor-parallel degrees. It runs on `degree`
+    GPUs from number `first` on; engines whose GPUs overlap are never awake at once. The seconds
+    are those of a decode step (at least, for each sequence in it, and for each token that these
+    attend to) and of a token of prefill."""
+
+    first: int
+    degree: int
+    step_s: float
+    sequence_s: float
+    context_s: float
+    prefill_s: float
+
+
 class WorkerJoined(Event):
     """A worker can take turns once it holds the current version. A restart joins anew."""
 
@@ -36,6 +50,7 @@ class WorkerJoined(Event):
     kv_tokens: int
     version: int
     hardware: str = ""  # such as "H800"
+    shape: Shape | None = None  # simulated only
 
 
 class WorkerLost(Event):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from rose.scheduler.events import Kind
+from rose.scheduler.events import Kind, Shape
 
 UNBOUNDED = 1 << 62  # KV tokens that any turn fits into
 FREE = UNBOUNDED + 1  # kept for turns that need so much: for none
@@ -51,6 +51,7 @@ class WorkerState:
     kv_tokens: int  # now
     version: int
     hardware: str = ""  # such as "H800"
+    shape: Shape | None = None  # its GPUs are those of engines of other degrees, too
     whole_kv_tokens: int = 0  # of the whole cache; more than `kv_tokens` while a part is not lent
     expected_s: float = 0.0  # until it can take more; 0: nothing is held back; -1: unknown
     revoked: bool = False  # a part of its memory was taken back, and more may be

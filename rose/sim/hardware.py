@@ -154,7 +154,9 @@ EFFICIENCY_SOURCE = {
     "nvlink": "ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s on the H800",
     "step_s": "see memory",
     "sequence_s": "ours; sampling and output handling of a sequence",
-    "all_reduce_s": "ours; of a small NCCL all-reduce within a node",
+    "all_reduce_s": "8.5 to 12 us, of vLLM's own up to 32 KiB over 2 to 8 H100 "
+    "(github.com/sgl-project/sglang/pull/2904); with `nvlink` the best of vLLM's over 4 and 6 H100 "
+    "from 0.5 to 4 MiB within 25% (github.com/vllm-project/vllm/pull/24111, 24532)",
     "kv_memory": "vLLM's default gpu_memory_utilization",
     "activations_bytes": "ours; vLLM's profile run at 8,192 tokens a step",
 }
@@ -229,9 +231,10 @@ def step_time(
 
     c0: weights read once, and what a step costs anyway. c1, c2: a prompt token's matrix products,
     and its attention to each token before it. c4: the KV that decodes read. Each all-reduce (two a
-    layer) has a latency, in c0, and its bytes, in c1 and c3. D decodes take max(weights, D c1); as
-    the predictor's rule is linear in D, c3 is the chord of that from 0 to `sequences`, which is
-    never below it. Raises `ValueError` if heads can't be divided.
+    layer) has a latency, in c0, and its bytes, in c1 and c3; what comes next waits for it. The
+    matrix products of D decodes take as long as the weights or longer; as the predictor's rule is
+    linear in D, c3 has the chord of that from 0 to `sequences`, which is never below it. Raises
+    `ValueError` if heads can't be divided.
     """
     _divisible(shape, tensor_parallel)
     flops = tensor_parallel * gpu.flops * efficiency.compute
@@ -240,13 +243,14 @@ def step_time(
     reduces = 2 * shape.layers if tensor_parallel > 1 else 0
     # a ring moves 2 (t - 1) / t of the bytes through each device, in one direction
     ring = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden * BF16
-    token_s = 2 * active / flops + reduces * ring / (efficiency.nvlink * NVLINK[gpu.name] / 2)
+    reduce_s = reduces * ring / (efficiency.nvlink * NVLINK[gpu.name] / 2)
+    product_s = 2 * active / flops
     weights_s = BF16 * active / hbm
     return StepTime(
         c0=weights_s + efficiency.step_s + reduces * efficiency.all_reduce_s,
-        c1=token_s,
+        c1=product_s + reduce_s,
         c2=4 * shape.layers * shape.heads * shape.head_dim / flops,
-        c3=max(0.0, token_s - weights_s / sequences) + efficiency.sequence_s,
+        c3=max(0.0, product_s - weights_s / sequences) + reduce_s + efficiency.sequence_s,
         c4=shape.kv_bytes_per_token / hbm,
     )
 

@@ -138,6 +138,8 @@ class Pool:
     )
     serving: Serving | None = None  # cooperative: what runs beside
     available: Available | None = None  # spot: how many there are, when
+    # GPUs before its own, of pools of unlike degrees, which may share theirs; None: one degree
+    first_gpu: int | None = None
     # hybrid: a worker that rests trains, the others roll out; else all change with the phases
     split: bool = False
     switch_s: float = (

@@ -158,6 +158,7 @@ class Workers:
                 kv_tokens=pool.engine.kv_tokens,
                 version=version,
                 hardware=pool.gpu.name,
+                shape=_shape(pool, worker.serial),
             )
         )
         if self._hub.rests(name):
@@ -315,9 +316,7 @@ class Workers:
         worker.hold(now)
         worker.asked_at = now
         if worker.pool.switch_s:
-            worker.engine.pause(
-                worker.work(now), worker.pool.switch_s, recompute=False, clear=False
-            )
+            worker.engine.pause(worker.work(now), worker.pool.switch_s, recompute=False, clear=True)
         self._loop.at(now + worker.pool.switch_s, self._awake, worker)
 
     def _awake(self, worker: SimWorker, _ticket: int) -> None:
@@ -521,3 +520,12 @@ class Workers:
                 )
             )
         return found, [observer.result() for observer in observers.values()]
+
+
+def _shape(pool: spec.Pool, serial: int) -> ev.Shape | None:
+    """Of the worker that joined this pool after `serial` others."""
+    if pool.first_gpu is None:
+        return None
+    step, degree = pool.engine.step, pool.tensor_parallel
+    first = pool.first_gpu + serial * degree
+    return ev.Shape(first, degree, step.c0 + step.c5, step.c3, step.c4, step.c1)

@@ -355,6 +355,20 @@ def test_libra_gives_workers_out_by_shares():
     ]
 
 
+def test_libra_gives_the_long_ones_the_engines_of_a_large_degree_where_there_are_several():
+    s = make("libra", limits=[50, 200], shares=[1, 1, 1], degrees=[1, 2])
+    for name, degree in (("a", 4), ("b", 1), ("c", 2), ("d", 1)):
+        shape = ev.Shape(0, degree, 0.01, 0.0, 0.0, 0.0)
+        s.handle(
+            ev.WorkerJoined(
+                **{"at": 0.0, "worker": name, "kind": "dedicated", "version": 0},
+                **{"max_sequences": 8, "kv_tokens": 1000, "shape": shape},
+            )
+        )
+    routing = s._queue._choose.__self__
+    assert [routing.label(name) for name in "abcd"] == [2, 0, 1, 0]
+
+
 def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
     s = make("libra", limits=[50], shares=[1, 1])
     for i in range(100):

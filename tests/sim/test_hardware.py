@@ -4,6 +4,7 @@ are."""
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -165,3 +166,31 @@ def test_what_software_reaches_scales_the_times():
     fast = replace(EFFICIENCY, step_s=0)
     a, b = (hardware.step_time(SHAPES["qwen3_8b"], GPUS["H20"], 1, 256, e) for e in (slow, fast))
     assert (a.c0, a.c1, a.c2, a.c4) == pytest.approx((2 * b.c0, 2 * b.c1, 2 * b.c2, 2 * b.c4))
+
+
+@pytest.mark.parametrize(
+    "gpus, mib, published",
+    [  # us of vLLM's best, github.com/vllm-project/vllm/pull/24532 (4) and 24111 (6)
+        *((4, mib, us) for mib, us in ((0.5, 10), (1.0, 14), (1.5, 19), (2.0, 21), (4.0, 28))),
+        *((6, mib, us) for mib, us in ((0.5, 13), (1.0, 16), (1.5, 18), (2.0, 21), (4.0, 31))),
+    ],
+)
+def test_an_all_reduce_takes_about_what_is_published(gpus, mib, published):
+    one = msgspec.structs.replace(SHAPES["qwen3_8b"], layers=1, heads=24)
+    none = replace(EFFICIENCY, nvlink=1e9)
+    tokens = mib * 2**20 / (one.hidden * hardware.BF16)
+
+    def step(efficiency, degree):
+        return hardware.step_time(one, GPUS["H100"], degree, 1000, efficiency)
+
+    # of two, in a layer
+    bytes_s = (step(EFFICIENCY, gpus).c1 - step(none, gpus).c1) * tokens / 2
+    assert 1e6 * (EFFICIENCY.all_reduce_s + bytes_s) == pytest.approx(published, rel=0.25)
+
+
+def test_a_decode_step_waits_for_its_all_reduces_however_long_weights_take():
+    shape, gpu = SHAPES["qwen3_8b"], GPUS["H800"]
+    slow = replace(EFFICIENCY, nvlink=EFFICIENCY.nvlink / 10)
+    for degree in (2, 8):
+        mine, theirs = (hardware.step_time(shape, gpu, degree, 16, e) for e in (EFFICIENCY, slow))
+        assert theirs.c3 - mine.c3 == pytest.approx(theirs.c1 - mine.c1) and theirs.c3 > mine.c3

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
-
-import numpy as np
 
 from rose import policies
-from rose.config import Config, ConfigError, ModelShape, SimPool, SimSandboxes, SimSave, SimSystem
+from rose.config import Config, ConfigError, ModelShape, SimSandboxes, SimSave, SimSystem
 from rose.scheduler import Scheduler
 from rose.sim import environments, hardware, spec
-from rose.sim.study import devices
-from rose.sim.traces import spot
+from rose.sim.study import pools
+from rose.sim.study.pools import known
 
-BITS = 8  # definition: of a byte
 MIB, GIB, MB = 2**20, 2**30, 1e6  # definition: bytes
 HOUR_S = 3600.0  # definition: of an hour
-RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
-# of availability; after that nothing changes any more
-SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
 def ours(c: Config) -> SimSystem:
@@ -57,20 +50,18 @@ def make_scheduler(c: Config, system: SimSystem) -> Scheduler:
 def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
     """Raises `ConfigError` naming the key."""
     s, shape = c.sim, _shape(c)
-    pools = f"{'sim' if name == s.label else f'sim.systems.{name}'}.pools={system.pools}"
+    key = f"{'sim' if name == s.label else f'sim.systems.{name}'}.pools={system.pools}"
     for pool in system.pools:
         if pool not in s.pool:
-            raise ConfigError(
-                f"{pools}: no pool {pool!r} in sim.pool; there are {', '.join(s.pool)}"
-            )
+            raise ConfigError(f"{key}: no pool {pool!r} in sim.pool; there are {', '.join(s.pool)}")
     if not system.pools or len(set(system.pools)) < len(system.pools):
-        raise ConfigError(f"{pools}: one or more different ones of {', '.join(s.pool)}")
+        raise ConfigError(f"{key}: one or more different ones of {', '.join(s.pool)}")
     rolls = [n for n in system.pools if s.pool[n].kind == "hybrid" and not s.pool[n].split]
     if system.stream and rolls:
         where = "trainer" if name == s.label else f"sim.systems.{name}"
         raise ConfigError(
             f"{where}.stream=True: the trainer's GPUs roll out until the batch is complete "
-            f"({pools}: {', '.join(rolls)}); leave the pool out, or set it to false"
+            f"({key}: {', '.join(rolls)}); leave the pool out, or set it to false"
         )
     if system.dynamic_sampling and c.rollout.group_size < 2:
         where = "algorithm" if name == s.label else f"sim.systems.{name}"
@@ -80,7 +71,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         )
     environment = _environment(c)
     _check_affinity(c, name, system)
-    trainer_gpu = _known("sim.trainer.gpu", hardware.gpu, s.trainer.gpu)
+    trainer_gpu = known("sim.trainer.gpu", hardware.gpu, s.trainer.gpu)
     trainer = hardware.trainer(
         shape,
         trainer_gpu,
@@ -99,7 +90,9 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
             c.rollout.group_size,
             system.dynamic_sampling,
         ),
-        pools=tuple(_pool(c, pool, shape, system, seed) for pool in system.pools),
+        pools=tuple(
+            each for pool in system.pools for each in pools.make(c, pool, shape, system, seed)
+        ),
         tick_s=s.tick_s,
         progress_s=s.progress_s,
         dispatch_s=s.dispatch_s,
@@ -149,37 +142,6 @@ def _sandboxes(s: SimSandboxes, recovery: str | None) -> spec.Sandboxes | None:
     )
 
 
-def _drafts(c: Config) -> spec.Drafts | None:
-    """Raises `ConfigError`."""
-    s, tokens = c.sim.draft, c.rollout.draft.tokens
-    if not s.siblings:
-        return None
-    found = {each.tokens: each for each in s.lengths}
-    if tokens not in found:
-        raise ConfigError(
-            f"rollout.draft.tokens={tokens}: sim.draft.lengths has drafts of at most "
-            f"{', '.join(map(str, found))} tokens; scripts/replay_drafts.py counts others"
-        )
-    if s.siblings[0] or s.siblings != sorted(set(s.siblings)):
-        raise ConfigError(f"sim.draft.siblings={s.siblings}: ascending from 0")
-    shape = len(s.siblings), len(s.chances)
-    for name in ("drafted", "accepted"):
-        rows = getattr(found[tokens], name)
-        if [len(row) for row in rows] != [shape[1]] * shape[0] or not shape[1]:
-            raise ConfigError(
-                f"sim.draft.lengths: {name} of tokens={tokens} has rows of "
-                f"{[len(row) for row in rows]} numbers; {shape[0]} (siblings) of {shape[1]} "
-                "(chances) are needed"
-            )
-    return spec.Drafts(
-        tuple(s.siblings),
-        np.array(found[tokens].drafted),
-        np.array(found[tokens].accepted),
-        s.lookup_s,
-        c.rollout.draft.adaptive,
-    )
-
-
 def _save(s: SimSave | None) -> spec.Save | None:
     return s and spec.Save(s.capture_s, s.bytes)
 
@@ -201,7 +163,10 @@ def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
     if routing.name != "rollart":
         return
     key = f"{systems}scheduler.routing.args"
-    devices = sorted({c.sim.pool[pool].gpu for pool in system.pools})
+    of_systems = [c.sim.pool[pool] for pool in system.pools]
+    devices = sorted(
+        {pools.device(pool, each) for pool in of_systems for each in pools.degrees(pool)}
+    )
     for domain, device in {**routing.args["hardware"], "": routing.args["default"]}.items():
         here = f"{key}.hardware.{domain}={device!r}" if domain else f"{key}.default={device!r}"
         if domain and domain not in c.sim.environment.domains:
@@ -216,14 +181,6 @@ def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
             )
 
 
-def _known(key: str, find, value: str):
-    """`find(value)`, whose `ValueError` becomes one of the configuration."""
-    try:
-        return find(value)
-    except ValueError as error:
-        raise ConfigError(f"{key}={value!r}: {error}") from None
-
-
 def _shape(c: Config) -> ModelShape:
     if c.model.shape is None:
         raise ConfigError(
@@ -235,7 +192,7 @@ def _shape(c: Config) -> ModelShape:
 
 def _environment(c: Config) -> environments.Environments:
     e = c.sim.environment
-    domains = [_known("sim.environment.domains", environments.domain, name) for name in e.domains]
+    domains = [known("sim.environment.domains", environments.domain, name) for name in e.domains]
     for parameter, factor in e.factors.items():
         try:
             domains = [domain.scaled(parameter, factor) for domain in domains]
@@ -256,117 +213,3 @@ def _environment(c: Config) -> environments.Environments:
     except ValueError as error:
         scaled = f" with factors {e.factors}" if e.factors else ""
         raise ConfigError(f"sim.environment{scaled}: {error}") from None
-
-
-def _efficiency(c: Config) -> hardware.Efficiency:
-    known = [field.name for field in dataclasses.fields(hardware.Efficiency)]
-    for name, value in c.sim.efficiency.items():
-        if name not in known:
-            raise ConfigError(
-                f"sim.efficiency.{name}={value}: no such number; there are {', '.join(known)}"
-            )
-        if name in RATES and not value:
-            raise ConfigError(
-                f"sim.efficiency.{name}={value}: a share of the device's peak, above 0"
-            )
-    return dataclasses.replace(hardware.EFFICIENCY, **c.sim.efficiency)
-
-
-def _pool(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int) -> spec.Pool:
-    p = c.sim.pool[name]
-    gpu = _known(f"sim.pool.{name}.gpu", hardware.gpu, p.gpu)
-    workers = p.workers if p.workers is not None else c.trainer.ranks // p.tensor_parallel
-    serving = None
-    if p.kind == "cooperative" and workers:
-        serving = devices.make(
-            c.sim.serving, _online_engine(c, gpu, p, shape), workers, system.executor, seed
-        )
-    switch_s = p.switch_s + (
-        hardware.wake_s(shape, gpu, p.tensor_parallel) if p.kind == "cooperative" else 0.0
-    )
-    allocation = spec.Allocation(p.allocation.queue_s, p.allocation.start_s, p.allocation.refused)
-    return spec.Pool(
-        name=name,
-        kind=p.kind,
-        gpu=gpu,
-        tensor_parallel=p.tensor_parallel,
-        engine=_engine(c, name, p, gpu, shape, system),
-        link=_link(c, p, shape),
-        allocation=allocation,
-        count=workers,
-        on_request=p.on_request,
-        serving=serving,
-        switch_s=switch_s,
-        split=p.split,
-        available=_available(c, workers, seed) if p.kind == "spot" else None,
-    )
-
-
-def _engine(
-    c: Config, name: str, p: SimPool, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
-) -> spec.Engine:
-    efficiency = _efficiency(c)
-    online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
-    try:
-        step = hardware.step_time(
-            shape, gpu, p.tensor_parallel, c.rollout.max_sequences, efficiency
-        )
-        tokens = hardware.kv_tokens(shape, gpu, p.tensor_parallel, efficiency, online)
-    except ValueError as error:
-        raise ConfigError(f"sim.pool.{name}.tensor_parallel={p.tensor_parallel}: {error}") from None
-    return spec.Engine(
-        step,
-        c.rollout.max_sequences,
-        c.rollout.max_batched_tokens,
-        tokens,
-        c.rollout.prefix_caching,
-        # live: not beside users' requests, whose latency is predicted without drafts
-        _drafts(c) if system.draft == "group" and p.kind != "cooperative" else None,
-    )
-
-
-def _online(c: Config) -> ModelShape:
-    return _known("sim.serving.model", hardware.shape, c.sim.serving.model)
-
-
-def _online_engine(c: Config, gpu: spec.Gpu, p: SimPool, rolls: ModelShape) -> spec.Engine:
-    """The online engine, with the KV memory that both models' weights leave, of which what is
-    unused is lent."""
-    shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
-    try:
-        tokens = hardware.kv_tokens(
-            shape, gpu, p.tensor_parallel, efficiency, hardware.BF16 * rolls.parameters
-        )
-        step = hardware.step_time(shape, gpu, p.tensor_parallel, s.max_sequences, efficiency)
-    except ValueError as error:
-        raise ConfigError(f"sim.serving.model={s.model!r} beside {c.model.name}: {error}") from None
-    return spec.Engine(step, s.max_sequences, s.max_batched_tokens, tokens, True)  # vLLM's default
-
-
-def _link(c: Config, p: SimPool, shape: ModelShape) -> spec.Link:
-    made = hardware.link(
-        shape,
-        p.link.gbit_s * 1e9 / BITS,
-        p.link.latency_s,
-        p.link.delta,
-        p.link.relay,
-        p.tensor_parallel,
-    )
-    if p.link.delta:
-        return dataclasses.replace(
-            made, version_bytes=hardware.BF16 * shape.parameters / c.sim.delta_ratio
-        )
-    return made
-
-
-def _available(c: Config, most: int, seed: int) -> spec.Available:
-    """Of a file from its beginning, or made; at most `most` machines at once."""
-    s = c.sim.spot
-    try:
-        found = spot.read(Path(s.trace), seed) if s.trace else spot.generate(seed, SPOT_S, **s.args)
-    except (OSError, ValueError, TypeError) as error:
-        key = f"sim.spot.trace={s.trace!r}" if s.trace else f"sim.spot.args={s.args}"
-        raise ConfigError(f"{key}: {error}") from None
-    found = found.limited(most)
-    at = np.unique(np.concatenate([[0.0], found.begin, found.end[found.end < found.seconds]]))
-    return spec.Available(at, found.count(at).astype(np.int32))

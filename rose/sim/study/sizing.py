@@ -20,6 +20,7 @@ from rose.observe.terminal import echo, show
 from rose.sim.study import page, runs, table
 from rose.sim.study.gains import Interval, interval
 from rose.sim.study.outcome import Outcome, mean, values
+from rose.sim.study.pools import gpus
 
 CAP = "n_serving"  # the argument of provisioning policies that caps what is borrowed
 # of the step time: a larger pair that saves less is not worth its GPUs
@@ -129,8 +130,8 @@ def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) 
 
 def _pair(c: Config, dedicated: int, borrowed: int, outcomes: list[Outcome]) -> Pair:
     name = borrowed_pool(c)
-    own = dedicated * c.sim.pool["dedicated"].tensor_parallel
-    lent = borrowed * c.sim.pool[name].tensor_parallel if name else 0
+    own = dedicated * gpus(c.sim.pool["dedicated"])
+    lent = borrowed * gpus(c.sim.pool[name]) if name else 0
     return Pair(
         own,
         lent,

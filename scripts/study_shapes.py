@@ -1,0 +1,185 @@
+"""What engines of several tensor-parallel degrees gain over the best single degree, in both settings
+of ROSE's paper, synchronous (`best_sync`) and with staleness 1 (`best`).
+
+    python scripts/study_shapes.py                        every row; an hour of one core
+    python scripts/study_shapes.py only=rose_8b systems=best_sync seeds=1 steps=3 warmup=1
+    python scripts/study_shapes.py draw=true              the table again, from the CSV file
+
+Writes docs/results/shapes.csv (out=FOLDER: there), and into docs/simulator.md what stands between
+its marks. Dedicated engines are varied, and the trainer's own GPUs with them where one degree is for
+all; beside a mix they have the best single degree. Borrowed engines keep that of the online engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from csv_tables import REPOSITORY, RESULTS, markdown, merge, put, read_csv, shown, with_bounds
+from harness import keyed, listed
+from reproduce_rose import CONSOLE, SETTINGS, composed
+
+from rose.sim.study import runs
+from rose.sim.study.gains import gain
+from rose.sim.study.outcome import Outcome, mean, values
+
+SYSTEMS = ("best_sync", "best")
+FILE = "shapes.csv"
+
+
+class Shapes(NamedTuple):
+    """`degrees` of the dedicated engines, `workers` times (or, elastic, filling the GPUs of so many
+    of the first), and the trainer's; None: the best single one."""
+
+    kind: str
+    degrees: tuple[int, ...]
+    workers: int
+    hybrid: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'+'.join(map(str, self.degrees))}"
+
+    @property
+    def point(self) -> str:
+        """Of a run's name."""
+        return str(self).replace(" ", "-")
+
+    def overrides(self, system: str, best: int) -> list[str]:
+        pool, elastic = "sim.pool.dedicated", self.kind == "switching"
+        degrees = self.degrees[0] if self.kind == "single" else list(self.degrees)
+        policy = f"sim.systems.{system}.scheduler.provisioning"
+        return [
+            f"{pool}.tensor_parallel={degrees}".replace(" ", ""),
+            f"{pool}.workers={self.workers}",
+            f"sim.pool.hybrid.tensor_parallel={self.hybrid or best}",
+            *(
+                (
+                    f"{pool}.elastic=true",
+                    f"{pool}.switch_s=1.0",  # as a borrowed engine wakes: sim.pool.cooperative
+                    f"{policy}.name=elastic",
+                    f"+{policy}.args.gain=0.05",
+                    f"+{policy}.args.switch_s=1.5",
+                )
+                if elastic
+                else ()
+            ),
+        ]
+
+
+def single(degree: int, gpus: int) -> Shapes:
+    return Shapes("single", (degree,), gpus // degree, degree)
+
+
+ROWS = {  # over the GPUs of the papers' dedicated engines: 8, and 32
+    "rose_8b": (
+        *(single(degree, 8) for degree in (1, 2, 4, 8)),
+        Shapes("mix", (4, 2, 2), 1),
+        Shapes("mix", (4, 2, 1, 1), 1),
+        Shapes("mix", (4, 1, 1, 1, 1), 1),
+        Shapes("switching", (1, 8), 8),
+        Shapes("switching", (2, 4, 8), 4),
+        Shapes("switching", (4, 8), 2),
+    ),
+    "rose_32b": (
+        *(single(degree, 32) for degree in (2, 4, 8)),
+        Shapes("mix", (8, 4, 4), 2),
+        Shapes("mix", (8, 8, 8, 4, 4), 1),
+        Shapes("switching", (2, 8), 16),
+        Shapes("switching", (4, 8), 8),
+    ),
+}
+
+
+def simulated(
+    setting: str, system: str, rows: Sequence[Shapes], best: int, given: Sequence[str], n: int
+) -> list[Outcome]:
+    jobs = []
+    for row in rows:
+        own = [f"sim/systems=[{system}]", f"name={row.point}", *row.overrides(system, best), *given]
+        jobs += [job for job in runs.jobs_of(composed(setting, own)) if job.name == system]
+    return runs.carry_out(jobs, n, CONSOLE)
+
+
+def study(setting: str, system: str, given: Sequence[str], processes: int) -> list[dict]:
+    """A row for each shapes: throughput (trained tokens a second) over the best single degree."""
+    rows = ROWS[setting]
+    alone = [row for row in rows if row.kind == "single"]
+    outcomes = simulated(setting, system, alone, 0, given, processes)
+
+    def of(row: Shapes) -> list[Outcome]:
+        return [o for o in outcomes if o.point == row.point]
+
+    best = max(alone, key=lambda row: mean(of(row), "tokens_s"))
+    others = [row for row in rows if row.kind != "single"]
+    outcomes += simulated(setting, system, others, best.degrees[0], given, processes)
+    theirs = values(of(best), "tokens_s")
+    return [
+        {
+            "setting": setting,
+            "system": system,
+            "shapes": str(row),
+            "step_s": mean(of(row), "step_s"),
+            "rollout_s": mean(of(row), "rollout_s"),
+            **dict(
+                zip(("gain", "low", "high"), gain(values(of(row), "tokens_s"), theirs), strict=True)
+            ),
+            "seeds": len(theirs),
+        }
+        for row in rows
+    ]
+
+
+def drawn(rows: Sequence[dict[str, str]]) -> str:
+    """Every single degree, and of mixes and switching what gained most: degrees, seconds a step, and
+    tokens a second over the best single degree."""
+
+    def cell(setting: str, system: str, kind: str, degrees: str) -> str:
+        found = [row for row in rows if (row["setting"], row["system"]) == (setting, system)]
+        found = [row for row in found if row["shapes"].startswith(f"{kind} {degrees}")]
+        if not found:
+            return ""
+        row = max(found, key=lambda row: float(row["gain"]))
+        which = "" if degrees else f"{row['shapes'].removeprefix(kind)}:"
+        return f"{which} {float(row['step_s']):,.0f} s, {with_bounds(row, 'gain', 'low', 'high')}"
+
+    table = []
+    for setting, name in SETTINGS.items():
+        alone = [str(row.degrees[0]) for row in ROWS[setting] if row.kind == "single"]
+        for kind, degrees in (
+            *(("single", each) for each in alone),
+            ("mix", ""),
+            ("switching", ""),
+        ):
+            cells = [cell(setting, system, kind, degrees).strip() for system in SYSTEMS]
+            table.append((name, f"{kind} {degrees}".strip(), *cells))
+    return markdown(["setting", "engines", *SYSTEMS], table)
+
+
+def main() -> None:
+    options = keyed(sys.argv[1:], __doc__, only="", systems="", seeds="1,2,3", steps=6, warmup=2,
+                    processes=1, draw=False, out=str(RESULTS))  # fmt: skip
+    path = Path(options["out"]) / FILE
+    given = [
+        f"sim.seeds=[{options['seeds']}]",
+        *(f"sim.{k}={options[k]}" for k in ("steps", "warmup")),
+    ]
+    order = [(s, name, str(row)) for s in ROWS for name in SYSTEMS for row in ROWS[s]]
+
+    def key(row) -> tuple[str, str, str]:
+        return row["setting"], row["system"], row["shapes"]
+
+    for setting in [] if options["draw"] else listed("only", options["only"], ROWS):
+        for system in listed("systems", options["systems"], SYSTEMS):
+            found = study(setting, system, given, options["processes"])
+            CONSOLE.print(shown(found, f"{setting}, {system}"))
+            merge(path, found, key, lambda row: order.index(key(row)))
+    if path.parent == RESULTS:
+        put(REPOSITORY / "docs" / "simulator.md", "shapes", drawn(read_csv(path)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Which of the engines that share GPUs are awake, and when."""
+
+import pytest
+
+from rose.config import ConfigError, Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.policies import build
+from rose.scheduler import events as ev
+
+ARGS = {
+    **{"n_serving": 0, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0},
+    **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0},
+}
+# alone in a step a wide engine is three times as fast as a narrow one; eight in it slow it down
+NARROW, WIDE = (1, 0.006, 0.0), (4, 0.002, 0.002)
+
+
+def make(**changed):
+    """A group of eight trajectories of 1,000 tokens each has ended, so lengths are known."""
+    s = build(
+        SchedulerConfig(
+            provisioning=Policy(name="elastic", args=ARGS | changed),
+            routing=Policy(name="least_loaded", args={}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
+            queue_depth=0.0,
+        ),
+        1e9,
+    )
+    s.handle(ev.VersionPublished(at=0.0, version=0))
+    for i in range(4):
+        join(s, f"n{i}", i, *NARROW)
+    join(s, "w", 0, *WIDE)
+    s.handle(ev.StepBegun(at=0.0, step=0, groups=1))
+    for i in range(8):
+        s.handle(ev.TrajectoryEnded(at=0.0, trajectory=f"old.{i}", tokens=1000))
+    return s
+
+
+def join(s, name, first, degree, step_s, sequence_s):
+    s.handle(
+        ev.WorkerJoined(
+            **{"at": 0.0, "worker": name, "kind": "dedicated", "version": 0, "kv_tokens": 100_000},
+            **{"max_sequences": 2 * degree, "hardware": f"H800x{degree}"},
+            shape=ev.Shape(first, degree, step_s, sequence_s, 0.0, 1e-5),
+        )
+    )
+
+
+def ask(s, count, begin=0):
+    for i in range(begin, begin + count):
+        s.handle(
+            ev.TurnRequested(
+                **{"at": 1.0, "turn": f"g.{i}.t0", "trajectory": f"g.{i}", "group": "g"},
+                **{"context_tokens": 100, "max_new_tokens": 10},
+            )
+        )
+
+
+def awake(s):
+    return "".join(sorted(n for n, w in s.cluster.workers.items() if not w.resting))
+
+
+def test_engines_that_share_gpus_are_never_awake_at_once_and_the_first_are():
+    s = make()
+    assert awake(s) == "n0n1n2n3"
+    s.handle(ev.Tick(at=2.0))
+    assert awake(s) == "n0n1n2n3"  # nothing is to be done
+
+
+def test_the_tail_goes_to_the_wide_engine_with_its_turns_and_a_full_step_back():
+    s = make()
+    ask(s, 8)
+    s.handle(ev.Tick(at=2.0))
+    assert awake(s) == "n0n1n2n3"
+    for i in range(7):
+        s.handle(ev.TurnEnded(at=3.0, turn=f"g.{i}.t0", tokens=10))
+    actions = s.handle(ev.Tick(at=4.0))
+    assert awake(s) == "w"
+    # the turn is taken back from the engine that goes to sleep, and sent to the other
+    assert [(a.turn, a.worker) for a in actions if isinstance(a, ev.AssignTurn)] == [
+        ("g.7.t0", "w")
+    ]
+    assert [type(a) for a in actions].index(ev.AbortTurn) < [type(a) for a in actions].index(
+        ev.AssignTurn
+    )
+    ask(s, 16, begin=8)
+    s.handle(ev.Tick(at=5.0))
+    assert awake(s) == "n0n1n2n3"
+
+
+@pytest.mark.parametrize("changed", [{"switch_s": 60.0}, {"gain": 0.9}])
+def test_nothing_changes_for_less_than_it_costs(changed):
+    s = make(**changed)
+    ask(s, 1)
+    s.handle(ev.Tick(at=2.0))
+    assert awake(s) == "n0n1n2n3"
+
+
+def test_a_trajectory_longer_than_all_before_it_has_nothing_left_that_is_known():
+    s = make()
+    ask(s, 1)
+    s.handle(ev.TurnEnded(at=2.0, turn="g.0.t0", tokens=2000))
+    s.handle(
+        ev.TurnRequested(
+            **{"at": 3.0, "turn": "g.0.t1", "trajectory": "g.0", "group": "g"},
+            **{"context_tokens": 2100, "max_new_tokens": 10},
+        )
+    )
+    s.handle(ev.Tick(at=4.0))
+    assert awake(s) == "n0n1n2n3"
+
+
+def test_a_lost_engine_leaves_its_gpus_to_the_others():
+    s = make()
+    s.handle(ev.WorkerLost(at=1.0, worker="w", reason="gone"))
+    ask(s, 1)
+    s.handle(ev.Tick(at=2.0))
+    assert awake(s) == "n0n1n2n3"
+
+
+def test_it_does_not_take_numbers_below_zero():
+    with pytest.raises(ConfigError, match="switch_s=-1"):
+        make(switch_s=-1.0)

@@ -1,0 +1,43 @@
+"""The rows of the study of engines of several degrees, and its table, from made outcomes."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import study_shapes
+from study_shapes import ROWS
+
+
+@pytest.mark.parametrize("setting, gpus", [("rose_8b", 8), ("rose_32b", 32)])
+def test_every_row_has_the_gpus_of_the_papers_dedicated_engines(setting, gpus):
+    for row in ROWS[setting]:
+        each = sum(row.degrees) if row.kind == "mix" else row.degrees[0]
+        assert row.workers * each == gpus, row
+        if row.kind == "switching":
+            assert all(gpus % degree == 0 for degree in row.degrees), row
+
+
+def test_gains_are_over_the_best_single_degree_which_the_trainer_has_beside_a_mix(monkeypatch):
+    speed = {"single-4": 3.0, "mix-4+2+2": 2.4, "switching-4+8": 3.3}
+    overrides = {}
+
+    def simulated(setting, system, rows, best, given, processes):
+        overrides.update((row.point, row.overrides(system, best)) for row in rows)
+        return [
+            SimpleNamespace(
+                point=row.point, tokens_s=speed.get(row.point, 1.0), step_s=1, rollout_s=1
+            )
+            for row in rows
+            for seed in (1, 2)
+        ]
+
+    monkeypatch.setattr(study_shapes, "simulated", simulated)
+    found = {row["shapes"]: row["gain"] for row in study_shapes.study("rose_8b", "best", [], 1)}
+    assert found["single 4"] == 1.0 and found["single 1"] == pytest.approx(1 / 3)
+    assert found["mix 4+2+2"] == pytest.approx(0.8) and found["switching 4+8"] == pytest.approx(1.1)
+    assert "sim.pool.hybrid.tensor_parallel=4" in overrides["mix-4+1+1+1+1"]
+    assert "sim.pool.hybrid.tensor_parallel=2" in overrides["single-2"]
