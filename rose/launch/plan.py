@@ -89,7 +89,7 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     limit = c.cluster.gpu_memory_gib
     if not c.cluster.gpus or limit is None:
         return
-    if c.shares_devices:
+    if c.trainer_sleeps:
         limit -= memory.ASLEEP_GIB
         _check_share(c)
     trainer = estimates[Role.TRAINER]
@@ -136,9 +136,10 @@ def _less_memory(c: Config) -> Iterator[str]:
 def _check_share(c: Config) -> None:
     """vLLM starts if its share is free, beside what the trainer's process keeps asleep."""
     most = 1 - memory.ASLEEP_GIB / c.cluster.gpu_memory_gib
+    shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
     if c.rollout.gpu_memory_utilization > most:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true "
+            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: {shared} "
             f"leaves an engine {most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the "
             f"trainer's process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
         )
@@ -176,8 +177,9 @@ def show(plan: Plan, console: Console) -> None:
             _memory_cell(plan.memory.get(role)),
         )
     console.print(table)
+    hybrid = f"and {c.hybrids} on the trainer's devices " if c.hybrids else ""
     source = (
-        f"{c.rollout.workers} engines with tensor parallel {c.rollout.tensor_parallel}"
+        f"{c.rollout.workers} engines {hybrid}with tensor parallel {c.rollout.tensor_parallel}"
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
@@ -191,13 +193,14 @@ def show(plan: Plan, console: Console) -> None:
         f"{c.rollout.group_size}); "
         f"ZeRO stage {c.trainer.zero_stage}, {shared}{source}",
     )
-    if c.shares_devices and plan.memory:
+    if c.trainer_sleeps and plan.memory:
         states, weights = memory.waiting_gib(
             c, plan.memory[Role.TRAINER], plan.memory[Role.ROLLOUT]
         )
         echo(
             console,
-            f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; "
+            f"colocated: trainer and {'hybrid ' * (c.hybrids > 0)}engines hold "
+            f"{'the GPUs' if plan.gpus else 'memory'} in turn; "
             f"in host memory wait {states:.1f} GiB of the trainer while engines roll out, "
             f"{weights:.1f} GiB of the engines' weights while the trainer trains",
         )
