@@ -157,16 +157,18 @@ class AllIdle(RoseProvisioning):
                 return actions + self._hybrid(cluster, RestWorker)
             case GroupFinished():
                 self._finished += 1
-        return actions
-
-    def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        actions = super().decide(at, cluster)
-        if self._rolls and self._finished and self.hybrid_tail:
-            dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
-            if len(cluster.group_of) <= self.hybrid_tail * dedicated:
+            case TrajectoryEnded(trajectory=ended) if self._rolls and self._in_tail(ended, cluster):
                 self._rolls = False
                 return actions + self._hybrid(cluster, RestWorker)
         return actions
+
+    def _in_tail(self, ended: str, cluster: Cluster) -> bool:
+        """Whether what the trajectory leaves is few enough for the dedicated workers."""
+        if not (self._finished and self.hybrid_tail):
+            return False
+        left = len(cluster.group_of) - (ended in cluster.group_of)
+        dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
+        return left <= self.hybrid_tail * dedicated
 
     def _hybrid(self, cluster: Cluster, change: type[UseWorker] | type[RestWorker]) -> list[Action]:
         return [

@@ -24,6 +24,7 @@ from rose.protocol import seed_of
 from rose.trainer import checkpoint
 
 TRAINER_SPEAKS = 0.01  # of the draws
+PROMPT = "prompt"  # what such a word of the trainer's is about: it is no slower than others
 TOKENS_OF_A_TURN = 5
 DEADLINE_S = 120.0
 
@@ -98,6 +99,7 @@ class Peers:
             if (
                 self.role[rank].role is p.Role.TRAINER
                 and len(ready) > 1
+                and self.words[rank][0][0] is not PROMPT
                 and self.draw.random() > TRAINER_SPEAKS
             ):
                 continue
@@ -141,7 +143,7 @@ class Peers:
             return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
 
         self.orders.append((self.role[rank].role, "sleep"))
-        self.say(rank, slept)
+        self.say(rank, slept, PROMPT if self.role[rank].role is p.Role.TRAINER else None)
 
     def dies(self, rank):
         """The engine of a rank, now; another starts at once unless it is the trainer's turn."""
