@@ -44,7 +44,7 @@ class HybridTurns(DeviceTurns):
             self.holder = p.Role.ROLLOUT  # engines start beside the trainer, and are awake
         self._wanted = self.holder
         self._moving: asyncio.Task | None = None
-        self._waited_s = 0.0  # since `take_figures`
+        self._waited_s = 0.0  # since the last `figures`
 
     def begin(self, role: p.Role) -> None:
         """Begin to move to `role`, unless that is done or under way; a move to the other role is

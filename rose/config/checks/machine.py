@@ -10,10 +10,10 @@ from rose.config.checks.need import Need, leaves
 from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.tree import Config
 
-# batching policies that leave the trainer idle until a batch is complete, and provisioning policies
-# that use its devices meanwhile
-IDLE_TRAINER = ("synchronous", "tail_batching", "dapo", "carry_over")
-USE_HYBRIDS = ("all_idle", "rlboost")
+# batching policies whose trainer is to have its next batch before it waits, and provisioning
+# policies that use its devices never, or (libra) beside its training
+BUSY_TRAINER = ("one_step_off", "bounded_staleness", "trajectory_async")
+NO_HYBRIDS = ("fixed", "libra", "on_demand", "rose", "serverless", "static")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 
 
@@ -166,16 +166,16 @@ def _check_hybrid(c: Config, need: Need) -> None:
         "0 with trainer.stream=true: the trainer works while trajectories run",
     )
     need(
-        batching in IDLE_TRAINER,
+        batching not in BUSY_TRAINER,
         "scheduler.batching.name",
         f"rollout.hybrid={c.hybrids} is for policies whose trainer waits for its batch: "
-        f"{', '.join(IDLE_TRAINER)}; or rollout.hybrid=0",
+        "synchronous, tail_batching, dapo, carry_over; or rollout.hybrid=0",
     )
     need(
-        asks in USE_HYBRIDS,
+        asks not in NO_HYBRIDS,
         "scheduler.provisioning.name",
         f"rollout.hybrid={c.hybrids} needs a policy that says when these engines work: "
-        f"scheduler/provisioning={' or '.join(USE_HYBRIDS)}",
+        "scheduler/provisioning=all_idle or rlboost",
     )
     need(
         c.cluster.kind == "local",
