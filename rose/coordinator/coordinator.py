@@ -201,7 +201,7 @@ class Coordinator:
             rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
-            if self.config.shares_devices and self._checkpoint_due(self.step + 1):
+            if self.config.trainer_sleeps and self._checkpoint_due(self.step + 1):
                 await self._save(self.step + 1, self.config.trainer.step_timeout_s)
             await self._sync(done)
             self.exports.offer(self.step, done[0].store)

@@ -36,9 +36,11 @@ class Plan:
         return len({(rank.component, rank.node, gpu) for rank in self.ranks for gpu in rank.gpus})
 
 
-def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
+def make(
+    c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = (), host_gib: float | None = None
+) -> Plan:
     """Raises `ConfigError` when the plan can't run; doubts, and those given, become
-    `Plan.warnings`."""
+    `Plan.warnings`. `host_gib`: memory of the machine that all ranks run on; None: unknown."""
     container.check(c)
     doubts = (*doubts, *_check_container(c), *_check_threads(c))
     if shape is None:
@@ -48,6 +50,8 @@ def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> P
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
+    if c.hybrids and host_gib is not None:
+        _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
     return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)), doubts)
 
 
@@ -107,6 +111,24 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         yield (
             f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; "
             f"{' or '.join(_less_memory(c))}"
+        )
+
+
+def _check_host(
+    c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
+) -> None:
+    """On CPUs hybrid engines and the trainer are there at once; beside GPUs either waits in host
+    memory."""
+    engines = (c.rollout.workers + c.hybrids) * rollout.total
+    states, weights = (
+        memory.waiting_gib(c, trainer, rollout)
+        if c.cluster.gpus
+        else (c.trainer.ranks * trainer.total, engines)
+    )
+    if states + weights > host_gib:
+        raise ConfigError(
+            f"rollout.hybrid={c.hybrids}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of "
+            f"engines don't fit into the machine's {host_gib:.1f} GiB of memory; rollout.hybrid=0"
         )
 
 

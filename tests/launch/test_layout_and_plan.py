@@ -105,6 +105,18 @@ def test_hybrid_engines_are_on_the_trainers_gpus_and_dedicated_ones_on_their_own
     assert "1 engines and 2 on the trainer's devices" in said
 
 
+def test_a_machine_has_memory_for_the_trainer_and_hybrid_engines_at_once(make_config):
+    c = make_config("rollout.hybrid=1", "scheduler/provisioning=all_idle")
+    shape = make_config(*QWEN3_8B).model.shape
+    trainer, engine = memory.trainer(c, shape), memory.rollout(c, shape)
+    both = c.trainer.ranks * trainer.total + 3 * engine.total
+    plan.make(c, shape, host_gib=both + 1)
+    with pytest.raises(
+        ConfigError, match=rf"rollout.hybrid=1: {trainer.total:.1f} GiB .* {3 * engine.total:.1f}"
+    ):
+        plan.make(c, shape, host_gib=both - 1)
+
+
 def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):
     c = make_config(
         *QWEN3_8B, "colocate=true", "trainer.ranks=8", "rollout.gpu_memory_utilization=0.99"
