@@ -25,6 +25,7 @@ from rose.trainer import checkpoint
 
 TRAINER_SPEAKS = 0.01  # of the draws
 PROMPT = "prompt"  # what such a word of the trainer's is about: it is no slower than others
+LOADED = "loaded"  # what an engine's word of new weights is about
 TOKENS_OF_A_TURN = 5
 DEADLINE_S = 120.0
 
@@ -322,7 +323,7 @@ class Peers:
             self.late[rank] = m
             return
 
-        self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (None, load))
+        self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (LOADED, load))
 
     # ----------------------------------------------------------------- trainer
 

@@ -106,7 +106,7 @@ def hybrid_of(coordinator):
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("when", ["asleep", "generating"])
+@pytest.mark.parametrize("when", ["asleep", "waking", "generating"])
 def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_path):
     died_at = []
 
@@ -116,8 +116,12 @@ def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_p
         ready = (
             peer.training and peer.asleep(rank)
             if when == "asleep"
-            else worker is not None and worker.open_turns > 0 and worker.tokens > 0
+            else worker is not None and rank in peer.awake and worker.alive
         )
+        if ready and when != "asleep":  # waking: the newest weights are on their way
+            generating = worker.open_turns > 0 and worker.tokens > 0
+            loading = coordinator.batch is None and worker.version != coordinator.hub.version
+            ready = generating if when == "generating" else loading
         if not died_at and coordinator.step == 1 and ready:
             died_at.append(peer.of_hybrids["turns"])
             peer.dies(rank)
