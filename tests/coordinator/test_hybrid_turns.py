@@ -26,7 +26,7 @@ DEVICES = {
 
 @pytest.fixture
 def config(make_config):
-    return lambda *overrides: make_config(
+    return lambda *overrides, provisioning=ALL_IDLE: make_config(
         f"trainer.steps={STEPS}",
         "eval.episodes=2",
         "trainer.batch_size=16",
@@ -37,7 +37,7 @@ def config(make_config):
         "observe.tensorboard=false",
         "observe.save_trajectories=false",
         "trainer.checkpoint_every=2",
-        *ALL_IDLE,
+        *provisioning,
         *overrides,
     )
 
@@ -98,6 +98,13 @@ def test_the_tail_of_a_step_moves_before_its_batch_is_complete(config, tmp_path)
     entries = list(journal.read(path))[1:]
     rests = [e.event for e in entries if any(isinstance(a, ev.RestWorker) for a in e.actions)]
     assert len(rests) == STEPS and all(isinstance(event, ev.TrajectoryEnded) for event in rests)
+
+
+def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
+    made = config(*DEVICES["gpus"], provisioning=("scheduler/provisioning=rlboost",))
+    coordinator, peer = peers.run(made, tmp_path)
+    assert len(peer.trained) == STEPS and peer.of_hybrids["turns"] > 0
+    whole(peer)
 
 
 def hybrid_of(coordinator):
