@@ -59,7 +59,8 @@ class HybridTurns(DeviceTurns):
         self.begin(role)
         if self._moving is not None:
             await asyncio.shield(self._moving)
-        self._waited_s += time.time() - began
+        if role is p.Role.TRAINER:
+            self._waited_s += time.time() - began
 
     def received(self, answer: p.DeviceChanged) -> None:
         super().received(answer)
