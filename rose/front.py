@@ -199,7 +199,8 @@ def check(tree: dict) -> plan.Plan:
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    made = plan.make(c, model.shape(c), check_stale(c, staleness, algorithm.corrects_mismatch))
+    doubts = check_stale(c, staleness, algorithm.corrects_mismatch)
+    made = plan.make(c, model.shape(c), doubts, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
         if c.cluster.kind == "slurm":
@@ -210,6 +211,13 @@ def check(tree: dict) -> plan.Plan:
         if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)
     return made
+
+
+def _host_gib(c: Config) -> float | None:
+    """Memory of the machine that the run is for, if it is this one."""
+    if c.cluster.dry_run or c.cluster.kind != "local":
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def with_whole_paths(c: Config) -> Config:
@@ -397,7 +405,7 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         c = model.fetch(c, c.run_dir / "config.json")
         # what a hub has, and not what conf/ says of it, is what is planned
         if c.model != made.config.model:
-            made = plan.make(c, c.model.shape, made.doubts)
+            made = plan.make(c, c.model.shape, made.doubts, _host_gib(c))
         plan.show(made, console)
         if words := resume.other_shape(c.run_dir, c):
             echo(console, words)

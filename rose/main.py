@@ -164,7 +164,8 @@ def run_role(
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker
 
-                asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast).run())
+                hybrid = me.index >= config.rollout.workers
+                asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast, hybrid).run())
     finally:
         recorder.close()
 

@@ -1,8 +1,9 @@
 """What training before the tail ends gains, live on this machine: steps with and without
-trainer.stream.
+trainer.stream; and what an engine on the trainer's device does, with --hybrid.
 
     python scripts/bench_tail.py                 # ten minutes
     python scripts/bench_tail.py --pairs 3       # a look
+    python scripts/bench_tail.py --hybrid --quota 0.5
     python scripts/bench_tail.py --csv docs/results/bench_tail.csv
 
 The tiny model plays FrozenLake, whose first move takes seconds, drawn by the task: log-normal with
@@ -14,6 +15,11 @@ Every other step of one run streams: the batching policy is `synchronous`, which
 group before its time in the others, so these train whole batches. Printed: medians of both kinds of
 steps; the ratio of neighbouring steps, its median and quartiles; and `stream_hidden`, the share of
 the trainer's time before the batch was complete.
+
+With --hybrid nobody waits for tools, there is a second engine (rollout.hybrid=1), in a quota of its
+own as it stands for the trainer's GPU, and the scheduler uses it in every other step. Printed, too:
+the share of the trainer's idle time in which it had turns, and of the step for which the trainer
+waited for it.
 """
 
 from __future__ import annotations
@@ -33,12 +39,31 @@ from rich.console import Console
 
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
+from rose.policies.ours import AllIdle
 from rose.policies.verl import Synchronous
+from rose.scheduler import events as ev
+from rose.scheduler.state import Cluster
 
 DEADLINE_S = 1800.0
 SKIPPED = 2  # steps: kernels are compiled, quotas set
 SIGMA = 0.5  # of the logarithm: the largest of 32 draws is three times the median
 GROUPS, SIZE = 32, 8
+# by whether it is --hybrid: kinds of odd and even steps, and their own figures
+KINDS = (("whole batch", "stream"), ("alone", "hybrid"))
+FIGURES = (("stream_hidden",), ("hybrid_idle_used", "hybrid_token_share", "hybrid_delay"))
+STREAM = (
+    "env.name=bench_tail:SlowLake",
+    f"rollout.max_sequences={GROUPS * SIZE}",
+    "scheduler.batching.name=bench_tail:EveryOther",
+    "trainer.stream=true",
+)
+HYBRID = (
+    "rollout.max_sequences=32",
+    "rollout.hybrid=1",
+    "scheduler/provisioning=all_idle",
+    "scheduler.provisioning.name=bench_tail:EveryOtherIdle",
+    "scheduler.provisioning.args.hybrid_wait_s=0",
+)
 
 
 class EveryOther(Synchronous):
@@ -46,6 +71,17 @@ class EveryOther(Synchronous):
 
     def certain(self) -> list[str]:
         return [] if self._step % 2 else super().certain()
+
+
+class EveryOtherIdle(AllIdle):
+    """The provisioning policy with --hybrid: even steps use hybrid engines."""
+
+    def on_event(self, event: ev.Event, cluster: Cluster) -> list[ev.Action]:
+        actions = super().on_event(event, cluster)
+        if isinstance(event, ev.StepBegun) and event.step % 2:
+            self._rolls = False
+            return []
+        return actions
 
 
 class SlowLake(FrozenLake):
@@ -68,48 +104,48 @@ class SlowLake(FrozenLake):
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
     """The counted steps of a run."""
+    own = HYBRID if options.hybrid else STREAM
+    waits = [] if options.hybrid else [f"+env.args.median_s={options.median}"]
     live = Live(
         folder,
         "tail",
         [
-            "env.name=bench_tail:SlowLake",
-            f"+env.args.median_s={options.median}",
             "env.step_timeout_s=300",
             f"rollout.group_size={SIZE}",
             f"trainer.batch_size={GROUPS * SIZE}",
-            f"rollout.max_sequences={GROUPS * SIZE}",
             "rollout.workers=1",
             "serving=none",
-            "scheduler.batching.name=bench_tail:EveryOther",
-            "trainer.stream=true",
             f"trainer.steps={SKIPPED + 2 * options.pairs}",
+            *own,
+            *waits,
             *options.overrides,
         ],
         options.quota,
     )
     live.wait(DEADLINE_S)
+    kinds = KINDS[options.hybrid]
     return [
         {
-            "kind": "whole batch" if row["step"] % 2 else "stream",
+            "kind": kinds[row["step"] % 2 == 0],
             "step": row["step"],
             "step_s": row["time_step"],
             "rollout_s": row["time_rollout"] + row["time_idle"],
             "train_s": row["time_train"],
             "computed_s": row["seconds_forward_backward"],
-            "stream_hidden": row["stream_hidden"],
+            **{key: row[key] for key in FIGURES[options.hybrid]},
         }
         for row in live.steps(SKIPPED)
     ]
 
 
-def show(found: list[dict], console: Console) -> None:
-    keys = ("step_s", "rollout_s", "train_s", "computed_s", "stream_hidden")
-    kinds = {kind: [m for m in found if m["kind"] == kind] for kind in ("whole batch", "stream")}
+def show(found: list[dict], hybrid: bool, console: Console) -> None:
+    keys = ("step_s", "rollout_s", "train_s", "computed_s", *FIGURES[hybrid])
+    kinds = {kind: [m for m in found if m["kind"] == kind] for kind in KINDS[hybrid]}
     rows = [
         {"kind": kind} | {key: statistics.median(m[key] for m in of) for key in keys}
         for kind, of in kinds.items()
     ]
-    console.print(shown(rows, f"a step of {GROUPS} groups, medians of {len(kinds['stream'])}"))
+    console.print(shown(rows, f"a step of {GROUPS} groups, medians of {len(found) // 2}"))
     ratios = [one["step_s"] / other["step_s"] for one, other in zip(*kinds.values(), strict=True)]
     low, middle, high = np.percentile(ratios, (25, 50, 75))
     console.print(f"faster by {middle:.2f} (quartiles {low:.2f}, {high:.2f})", highlight=False)
@@ -122,6 +158,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="of steps that count")
     parser.add_argument("--median", type=float, default=3.0, help="seconds of a first move")
     parser.add_argument("--quota", type=float, default=1.0, help="cores of the engine; 0: no quota")
+    parser.add_argument("--hybrid", action="store_true", help="a second engine, on the trainer's")
     parser.add_argument("--csv", type=Path)
     options, options.overrides = parser.parse_known_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
@@ -130,7 +167,7 @@ def main() -> None:
         found = measure(Path(scratch), options)
     if options.csv:
         write_csv(options.csv, found)
-    show(found, Console(width=120))
+    show(found, options.hybrid, Console(width=120))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """gpu_check.py, whole runs: `launch.py` as a user calls it, with the trainer and an engine on one
-GPU in turn, or on two; of a mixture of experts; of rows that two GPUs compute together.
+GPU in turn, or on two, with and without a second engine on the trainer's; of a mixture of experts;
+of rows that two GPUs compute together.
 
 The model is the tiny one of the default run, so that what is trained, published and loaded changes
 from step to step.
@@ -58,6 +59,11 @@ LONG = [
     "trainer.sequence_parallel=2",
     "trainer.offload_activations=true",
     "rollout.workers=2",
+]
+HYBRID = [
+    "rollout.hybrid=1",
+    "scheduler/provisioning=all_idle",
+    "scheduler.provisioning.args.hybrid_wait_s=0",
 ]
 ON_CPU = [
     *SMALL,
@@ -122,6 +128,8 @@ def job(report: Report) -> None:
     # of sharing the device in turn
     for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):
         report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
+    for name in sorted(k for k in last if k.startswith("hybrid_")):
+        report.figure(f"last step, {name}", last[name], "share")
     for name in sorted(k for k in last if k.endswith("_gib")):
         report.figure(f"last step, {name.removesuffix('_gib')}", last[name], "GiB")
     report.figure("last step", last["tokens_per_s"], "token/s")
@@ -155,6 +163,19 @@ CHECKS = (
         },
         300.0,
         "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower",
+        needs_model=False,
+    ),
+    Check(
+        "hybrid",
+        "launch.py on two GPUs: one rolls out, one trains and rolls out in turn",
+        job,
+        {
+            "cuda": Run([*ON_GPU, *HYBRID, "cluster.gpus=2"], 2, 0.05),
+            "cpu": Run([*ON_CPU, *HYBRID], 1, 1e-3),
+        },
+        300.0,
+        "`colocated` tells whether it is the turns; the log has each rank's last words",
+        least_gpus=2,
         needs_model=False,
     ),
     Check(

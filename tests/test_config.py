@@ -232,6 +232,23 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.stream=true colocate=true cluster.gpus=2 cluster.slots=5",
             ["trainer.stream=True", "colocate=false"],
         ),
+        ("rollout.hybrid=1", ["scheduler.provisioning.name='fixed'", "all_idle or rlboost"]),
+        (
+            "rollout.hybrid=2 scheduler/provisioning=all_idle",
+            ["rollout.hybrid=2", "at most 1", "trainer.ranks=1"],
+        ),
+        (
+            "rollout.hybrid=1 scheduler/provisioning=all_idle scheduler/batching=one_step_off",
+            ["scheduler.batching.name='one_step_off'", "synchronous", "rollout.hybrid=0"],
+        ),
+        (
+            "rollout.hybrid=1 scheduler/provisioning=all_idle trainer.stream=true",
+            ["rollout.hybrid=1", "trainer.stream=true"],
+        ),
+        (
+            "rollout.hybrid=1 scheduler/provisioning=all_idle colocate=true",
+            ["rollout.hybrid=1", "colocate=true"],
+        ),
         (
             "env=prompts env.max_new_tokens=8 env.args.data=x env.args.reward=null",
             ["env.args.reward=null", "reward="],

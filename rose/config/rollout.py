@@ -115,6 +115,7 @@ class Rollout(Section):
     engine_args: dict[str, Any]  # passed to vLLM as they are
     branch: Branching = Branching([], None, 1)  # absent in what earlier releases stored
     draft: Draft = Draft("none", 8, True, 256)  # so is this
+    hybrid: Natural = 0  # engines on the trainer's devices, which roll out while it waits
 
     def step_tokens(self, max_context: int, deterministic: bool) -> int:
         """Tokens of an engine's step at most. A prompt that may not come in parts has to fit."""

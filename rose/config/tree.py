@@ -102,6 +102,17 @@ class Config(Section):
         return (alone if self.colocate is None else self.colocate) and self.rollout.replay is None
 
     @property
+    def hybrids(self) -> int:
+        """Engines on the trainer's devices beside the dedicated ones."""
+        return self.rollout.hybrid if self.rollout.replay is None else 0
+
+    @property
+    def trainer_sleeps(self) -> bool:
+        """Whether the trainer gives its devices' memory to engines between its steps. On CPUs it
+        and hybrid engines have room beside each other."""
+        return self.shares_devices or (self.hybrids > 0 and self.cluster.gpus > 0)
+
+    @property
     def borrows(self) -> bool:
         """Whether serving ranks may join: wanted, possible with this MPI, and not against
         `deterministic`."""

@@ -5,7 +5,8 @@
     groups.py        TrajectoryFinished | TrajectoryFailed  -> groups; the scheduler takes batches
     turns.py         TurnRequest -> scheduler -> worker; TurnProgress ... TurnFinished -> host
     training.py      the batch -> trainer ranks; with trainer.stream group by group
-    borrowed.py      ranks that join, fall silent and leave; device_turns.py: whose turn a GPU is
+    borrowed.py      ranks that join, fall silent and leave; device_turns.py, hybrid_turns.py: whose
+                     turn a GPU is
     provisioner.py   jobs that the scheduler asks for, and reward_jobs.py
          | every event goes to the scheduler, and every action comes back, through one queue
     rose.scheduler.actions.ActionQueue -> journal.py

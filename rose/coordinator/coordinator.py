@@ -27,6 +27,7 @@ from rose.coordinator.device_turns import DeviceTurns
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
+from rose.coordinator.hybrid_turns import HybridTurns
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.reward_jobs import RewardJobs
@@ -37,7 +38,7 @@ from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.files import close_all
 from rose.launch import resume
-from rose.launch.layout import layout
+from rose.launch.layout import hybrid_ranks, layout
 from rose.observe import cost, trackers
 from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import NullRecorder
@@ -98,6 +99,7 @@ class Coordinator:
             mailbox.size,
             log,
             siblings=config.rollout.draft.method == "group",
+            hybrids=set(hybrid_ranks(config).values()),
         )
         self.provisioner = Provisioner(
             config, self.run_dir, self.hub.feed, self._fault, self._change
@@ -128,7 +130,12 @@ class Coordinator:
         self.at_boundary = True  # the trainer's weights are those of `step`
         self._tokens: dict[str, int] = {}  # of each worker at the last tick
         self._changed = Changes(lambda what: self.live.update(waiting_for=what))
-        self.device = DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
+        self.hybrids = (
+            HybridTurns(config, self.ranks, mailbox.send, recorder) if config.hybrids else None
+        )
+        self.device = self.hybrids or DeviceTurns(
+            config, self.ranks, mailbox.send, self._changed.until, recorder
+        )
         self._stop = asyncio.Event()
 
     # ----------------------------------------------------------------- the algorithm
@@ -165,6 +172,8 @@ class Coordinator:
         finally:
             if self._committing is not None:
                 self._committing.cancel()
+            if self.hybrids:
+                self.hybrids.close()
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
@@ -192,7 +201,7 @@ class Coordinator:
             rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
-            if self.device.shared and self._checkpoint_due(self.step + 1):
+            if self.config.trainer_sleeps and self._checkpoint_due(self.step + 1):
                 await self._save(self.step + 1, self.config.trainer.step_timeout_s)
             await self._sync(done)
             self.exports.offer(self.step, done[0].store)
@@ -237,9 +246,9 @@ class Coordinator:
             lambda: f"environment hosts to start: {len(self.rollouts.up)} of {hosts} are up",
         )
         await until(
-            lambda: len(self.hub.dedicated()) >= engines,
+            lambda: self.hub.own >= engines,
             c.rollout.engine_start_timeout_s,
-            lambda: f"engines to start: {len(self.hub.dedicated())} of {engines} are up",
+            lambda: f"engines to start: {self.hub.own} of {engines} are up",
         )
         first = self.trainers[0]
         if first.step != self.step:
@@ -272,6 +281,8 @@ class Coordinator:
             self.hub.feed(
                 ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted, stream=stream)
             )
+            if self.hybrids and self.hub.hybrids_down and self.batch is None:
+                self.hybrids.begin(p.Role.ROLLOUT)  # they start in their turn
             await self._rollouts_until(lambda: self.batch is not None)
         groups = self.rollouts.take(self.batch)
         self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
@@ -302,8 +313,9 @@ class Coordinator:
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             self.hub.publish(done[0].version, done[0].store)
-            # an engine that wakes loads it before its KV cache is there
-            await self.device.to(p.Role.ROLLOUT)
+            if self.config.shares_devices:
+                # an engine that wakes loads it before its KV cache is there
+                await self.device.to(p.Role.ROLLOUT)
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True
@@ -418,6 +430,7 @@ class Coordinator:
             step_row(groups, trained_on, times, self.hub, self.rollouts, synced)
             | (self._reward_row(groups, times) if rewarded else {})
             | self.training.take_figures(times["train"])
+            | self._hybrid_row(times, synced)
             | checkpoint_row(groups)
             | by_member(self.members, [t for group in groups for t in group]),
         )
@@ -429,6 +442,12 @@ class Coordinator:
     ) -> dict[str, Any]:
         jobs = {"reward_jobs": self.reward_jobs.running} if self.config.reward.max_jobs else {}
         return reward_row(groups, times, self.rollouts.take_scoring_failures()) | jobs
+
+    def _hybrid_row(self, times: dict[str, float], at: float) -> dict[str, float]:
+        if self.hybrids is None:
+            return {}
+        made = sum(w.tokens for w in self.hub.workers.values()) + sum(self.hub.past.values())
+        return self.hybrids.figures([w for _, w in self.hub.hybrid()], times, made, at)
 
     # ----------------------------------------------------------------- waiting
 
@@ -554,8 +573,7 @@ class Coordinator:
             )
 
     def _count_cost(self) -> None:
-        borrowed = len(self.hub.workers) - len(self.hub.dedicated())
-        self.cost.tick(time.monotonic(), borrowed, self.hub.made)
+        self.cost.tick(time.monotonic(), self.hub.borrowed, self.hub.made)
 
     def _count_energy(self, source: int, m: p.WorkerLoad | p.TrainerReady | p.TrainDone) -> None:
         """Of the run's own devices."""
@@ -581,6 +599,9 @@ class Coordinator:
                 self.batch = groups
             case ev.RequestCapacity() | ev.ReleaseCapacity():
                 self.provisioner.do(action)
+            case ev.UseWorker() | ev.RestWorker():
+                used = self.hub.uses_hybrids
+                self.hybrids.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
             case ev.MoveTrajectory(trajectory, host):
                 self.rollouts.move(trajectory, host)
             case ev.GiveUp(reason):

@@ -29,7 +29,7 @@ class DeviceTurns:
         until: Callable[..., Awaitable[None]],
         recorder: NullRecorder,
     ) -> None:
-        self.shared = config.shares_devices
+        self.shared = config.shares_devices or config.hybrids > 0
         self._config = config
         self._ranks = ranks
         self._send = send
@@ -65,9 +65,11 @@ class DeviceTurns:
         return taken
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
+        ranks = self._ranks[role]
+        if not ranks:
+            return
         self._turn += 1
         self._answers = {}
-        ranks = self._ranks[role]
         name = order.__name__.lower()
         with self._recorder.timed(f"device_{name}", role=role.value):
             for rank in ranks.values():

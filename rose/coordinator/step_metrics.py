@@ -55,7 +55,7 @@ def step_row(
         "groups_dropped": rollouts.dropped_groups,
         "tokens_dropped": rollouts.dropped_tokens,
         "tokens_per_s": made / rollout_s,
-        "borrowed_workers": len(hub.workers) - len(hub.dedicated()),
+        "borrowed_workers": hub.borrowed,
         "borrowed_token_share": borrowed / made if made else 0.0,
         **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
         "engine_utilisation": hub.busy_s(at) / max(sum(times.values()), 1e-9),

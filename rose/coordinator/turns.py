@@ -9,7 +9,7 @@ step loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue
 from rose.scheduler.events import Kind
+
+POOLS = ("dedicated", "hybrid", "borrowed")  # what workers are to a run
 
 
 @dataclass
@@ -42,7 +44,12 @@ class Worker:
 
     @property
     def borrowed(self) -> bool:
-        return self.kind != "dedicated"
+        return self.kind not in ("dedicated", "hybrid")
+
+    @property
+    def pool(self) -> str:
+        """dedicated, hybrid or borrowed."""
+        return "borrowed" if self.borrowed else self.kind
 
     def turn_opened(self, at: float) -> None:
         if self.open_turns == 0:
@@ -83,12 +90,15 @@ class TurnHub:
         world_size: int,
         log: TurnLog,
         siblings: bool = False,
+        hybrids: Collection[int] = (),
     ) -> None:
-        """`siblings`: whether engines draft from what groups say (rollout/draft=group)."""
+        """`siblings`: whether engines draft from what groups say (rollout/draft=group). `hybrids`:
+        ranks of engines on the trainer's devices."""
         self.log = log
         self.siblings = Siblings(send) if siblings else None
         self.resumed_snapshots = 0  # episodes that went on from one, since `begin_step`
         self._world_size = world_size  # workers beyond it are borrowed
+        self._hybrids = hybrids
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
         self._queue = ActionQueue(scheduler, self._carry_out, journal)
@@ -100,9 +110,9 @@ class TurnHub:
         self.sync_pause_s = 0.0
         self.engine_restarts = 0
         self.returned = 0  # turns that engines gave back since `begin_step`
-        self.made = {"dedicated": 0, "borrowed": 0}  # tokens since the start
+        self.made = dict.fromkeys(POOLS, 0)  # tokens since the start
         # tokens since `begin_step` of workers that are gone
-        self.past = {"dedicated": 0, "borrowed": 0}
+        self.past = dict.fromkeys(POOLS, 0)
         self.decoding = Decoding()
         self.progress_at = time.time()  # last progress of any kind
         self._begun_at = self._token_at = (
@@ -170,7 +180,33 @@ class TurnHub:
         ]
 
     def dedicated(self) -> list[tuple[str, Worker]]:
-        return [(name, w) for name, w in self.workers.items() if not w.borrowed]
+        return self._of("dedicated")
+
+    def hybrid(self) -> list[tuple[str, Worker]]:
+        return self._of("hybrid")
+
+    def _of(self, pool: str) -> list[tuple[str, Worker]]:
+        return [(name, w) for name, w in self.workers.items() if w.pool == pool]
+
+    @property
+    def borrowed(self) -> int:
+        """Workers of other jobs."""
+        return len(self._of("borrowed"))
+
+    @property
+    def own(self) -> int:
+        """Workers of the run's own."""
+        return len(self.workers) - self.borrowed
+
+    @property
+    def uses_hybrids(self) -> bool:
+        """Whether any engine on the trainer's devices may take turns."""
+        return any(w.alive and name not in self._resting for name, w in self.hybrid())
+
+    @property
+    def hybrids_down(self) -> bool:
+        """Whether any of them has to be started."""
+        return sum(w.alive for _, w in self.hybrid()) < len(self._hybrids)
 
     def end(self, trajectory: p.Trajectory) -> None:
         """It is in. An agent may have ended while turns of it ran."""
@@ -249,10 +285,11 @@ class TurnHub:
                     self._abort(turn, worker, attempt, why)
             case ev.LoadWeights(worker, version):
                 self._send(self.workers[worker].rank, p.LoadVersion(version, self.store))
-            case ev.UseWorker(worker):
-                self._resting.discard(worker)
-            case ev.RestWorker(worker):
-                self._resting.add(worker)
+            case ev.UseWorker(worker) | ev.RestWorker(worker):
+                rests = isinstance(action, ev.RestWorker)
+                (self._resting.add if rests else self._resting.discard)(worker)
+                if self.workers[worker].pool == "hybrid":
+                    self._on_action(action)
             case _:
                 self._on_action(action)
 
@@ -363,7 +400,7 @@ class TurnHub:
             now = self.progress_at = self._token_at = time.time()
             worker = self.workers[name]
             worker.tokens += count
-            self.made["borrowed" if worker.borrowed else "dedicated"] += count
+            self.made[worker.pool] += count
             worker.total_tokens += count
             self._count_made(self.ledger.trajectory_of(m.turn), count)
             if self.siblings is not None:
@@ -401,8 +438,11 @@ class TurnHub:
     def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
         kind = "dedicated" if source < self._world_size else m.kind
-        self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         self._resting.discard(m.worker)
+        if source in self._hybrids:
+            kind = "hybrid"
+            self._resting.add(m.worker)  # until the scheduler uses it
+        self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:
             self.workers[m.worker].restarts(before)
         print(
@@ -471,7 +511,7 @@ class TurnHub:
 
     def _forget(self, name: str) -> None:
         worker = self.workers.pop(name)
-        self.past["borrowed" if worker.borrowed else "dedicated"] += worker.tokens
+        self.past[worker.pool] += worker.tokens
 
     def _take_turns(self, name: str, why: str) -> int:
         worker = self.workers[name]

@@ -2,8 +2,8 @@
 
 Tokens go to the coordinator as they are made. When the engine process dies the worker reports it at
 once, starts another with the newest weights, and is ready again; the coordinator has sent the turns
-elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true) the engine is
-started, woken and put to sleep at the coordinator's orders.
+elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true, rollout.hybrid)
+the engine is started, woken and put to sleep at the coordinator's orders.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class _Word:
 
 class RolloutWorker:
     """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that.
-    `broadcast`, where the rank is part of one, fills its node's mirror."""
+    `broadcast`, where the rank is part of one, fills its node's mirror. `hybrid`: on a device of
+    the trainer's, beside engines that have their own (rollout.hybrid)."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -74,6 +75,7 @@ class RolloutWorker:
         mailbox: Mailbox | None,
         recorder: NullRecorder,
         broadcast: Broadcast | None = None,
+        hybrid: bool = False,
     ) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
         self._broadcast = broadcast
@@ -88,7 +90,11 @@ class RolloutWorker:
         # the coordinator knows the engine, which lives as far as we know
         self._up = asyncio.Event()
         self._load_tasks: set[asyncio.Task] = set()
-        if not (config.shares_devices and self.dedicated):
+        # whether the engine holds memory of its device in its turn alone
+        self._in_turn = config.trainer_sleeps and (
+            hybrid or self.dedicated and config.shares_devices
+        )
+        if not self._in_turn:
             self._has_device.set()
         # what siblings' turns got, and groups that ended, until an engine is told
         self._hints: deque[list[p.SiblingTurn]] = deque(maxlen=HINTS)
@@ -129,7 +135,7 @@ class RolloutWorker:
                 "runner (V1)",
                 flush=True,
             )
-        if self.config.shares_devices and self.dedicated and self.config.cluster.gpus:
+        if self._in_turn and self.config.cluster.gpus:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
         self.engine = await Engine.start(
@@ -188,7 +194,11 @@ class RolloutWorker:
             self._send(p.DeviceChanged(self.mailbox.rank, order.turn, awake, took, *memory))
 
     async def _sleep(self) -> Moved:
-        """An engine that is being started gets up first; a dead one has given everything back."""
+        """An engine that is being started gets up first, unless the trainer has room beside it; a
+        dead one has given everything back."""
+        if self._device.locked() and not self._in_turn:
+            self._has_device.clear()
+            return NOTHING
         async with self._device:
             self._has_device.clear()
             engine = self.engine
@@ -217,7 +227,8 @@ class RolloutWorker:
             if not await self._died(engine):
                 raise
             self._has_device.set()  # another is started
-        await self._up.wait()
+        if self._in_turn:
+            await self._up.wait()
         return moved
 
     def _ready(self) -> p.WorkerReady:

@@ -35,34 +35,41 @@ class Rank:
 
 def layout(c: Config) -> tuple[Rank, ...]:
     """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker; of
-    the same ones, from the first on, where both take turns."""
+    the trainer's, from the first on, where both take turns. Hybrid engines are the last rollout
+    ranks."""
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
     # a run that trains from saved trajectories needs no engine
     rolls = int(c.rollout.replay is None)
+    engine = (Role.ROLLOUT, c.rollout.threads, c.rollout.tensor_parallel if on_gpu else 0)
     roles = (
-        (Role.COORDINATOR, 1, 1, 0),
-        (Role.ENVIRONMENT, rolls * c.rollout.environment_hosts, 1, 0),
-        (Role.REWARD, rolls * c.reward.pools, 1, 0),
-        (Role.TRAINER, c.trainer.ranks, c.trainer.threads, int(on_gpu)),
-        (
-            Role.ROLLOUT,
-            rolls * c.rollout.workers,
-            c.rollout.threads,
-            c.rollout.tensor_parallel if on_gpu else 0,
-        ),
+        (1, (Role.COORDINATOR, 1, 0), False),
+        (rolls * c.rollout.environment_hosts, (Role.ENVIRONMENT, 1, 0), False),
+        (rolls * c.reward.pools, (Role.REWARD, 1, 0), False),
+        (c.trainer.ranks, (Role.TRAINER, c.trainer.threads, int(on_gpu)), False),
+        (rolls * c.rollout.workers, engine, c.shares_devices),
+        (c.hybrids, engine, True),
     )
-    return tuple(_number(roles, shared=c.shares_devices))
+    return tuple(_number(roles))
 
 
-def _number(roles: tuple[tuple[Role, int, int | None, int], ...], shared: bool) -> Iterator[Rank]:
+def hybrid_ranks(c: Config) -> dict[int, int]:
+    """Index among the rollout ranks -> rank, of the hybrid engines."""
+    ranks = (rank for rank in layout(c) if rank.role is Role.ROLLOUT)
+    return {rank.index: rank.rank for rank in ranks if rank.index >= c.rollout.workers}
+
+
+def _number(roles: tuple[tuple[int, tuple[Role, int | None, int], bool], ...]) -> Iterator[Rank]:
+    """Of (count, (role, threads, GPUs), whether on the trainer's GPUs), which are the first."""
     rank = gpu = 0
-    for role, count, threads, gpus in roles:
-        if shared and role is Role.ROLLOUT:
+    counts = dict.fromkeys(Role, 0)
+    for count, (role, threads, gpus), on_trainers in roles:
+        if on_trainers:
             gpu = 0
-        for index in range(count):
-            yield Rank(rank, role, index, threads, tuple(range(gpu, gpu + gpus)))
+        for _ in range(count):
+            yield Rank(rank, role, counts[role], threads, tuple(range(gpu, gpu + gpus)))
+            counts[role] += 1
             rank, gpu = rank + 1, gpu + gpus
 
 

@@ -273,8 +273,9 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
     """Of all ranks together, in host memory where devices are shared: the trainer's states in the
     engines' turn, and the engines' weights in the trainer's; on CPUs these never move."""
-    engines = c.rollout.workers * c.rollout.tensor_parallel if c.cluster.gpus else 0
-    return c.trainer.ranks * trainer.firm, engines * rollout.firm
+    engines = c.hybrids or c.rollout.workers
+    moved = engines * c.rollout.tensor_parallel if c.cluster.gpus else 0
+    return c.trainer.ranks * trainer.firm, moved * rollout.firm
 
 
 def _gib(c: Config, items: dict[str, float]) -> dict[str, float]:

@@ -38,9 +38,11 @@ class Plan:
         return len({(rank.component, rank.node, gpu) for rank in self.ranks for gpu in rank.gpus})
 
 
-def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> Plan:
+def make(
+    c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = (), host_gib: float | None = None
+) -> Plan:
     """Raises `ConfigError` when the plan can't run; doubts, and those given, become
-    `Plan.warnings`."""
+    `Plan.warnings`. `host_gib`: memory of the machine that all ranks run on; None: unknown."""
     container.check(c)
     doubts = (*doubts, *_check_container(c), *_check_threads(c), *_check_machine(c))
     if shape is None:
@@ -50,6 +52,8 @@ def make(c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = ()) -> P
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
+    if c.hybrids and host_gib is not None:
+        _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
     return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)), doubts)
 
 
@@ -100,7 +104,7 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     limit = c.cluster.gpu_memory_gib
     if not c.cluster.gpus or limit is None:
         return
-    if c.shares_devices:
+    if c.trainer_sleeps:
         limit -= memory.ASLEEP_GIB
         _check_share(c)
     trainer = estimates[Role.TRAINER]
@@ -118,6 +122,24 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         yield (
             f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; "
             f"{' or '.join(_less_memory(c))}"
+        )
+
+
+def _check_host(
+    c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
+) -> None:
+    """On CPUs hybrid engines and the trainer are there at once; beside GPUs either waits in host
+    memory."""
+    engines = (c.rollout.workers + c.hybrids) * rollout.total
+    states, weights = (
+        memory.waiting_gib(c, trainer, rollout)
+        if c.cluster.gpus
+        else (c.trainer.ranks * trainer.total, engines)
+    )
+    if states + weights > host_gib:
+        raise ConfigError(
+            f"rollout.hybrid={c.hybrids}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of "
+            f"engines don't fit into the machine's {host_gib:.1f} GiB of memory; rollout.hybrid=0"
         )
 
 
@@ -147,9 +169,10 @@ def _less_memory(c: Config) -> Iterator[str]:
 def _check_share(c: Config) -> None:
     """vLLM starts if its share is free, beside what the trainer's process keeps asleep."""
     most = 1 - memory.ASLEEP_GIB / c.cluster.gpu_memory_gib
+    shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
     if c.rollout.gpu_memory_utilization > most:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: colocate=true "
+            f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: {shared} "
             f"leaves an engine {most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the "
             f"trainer's process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
         )
@@ -187,8 +210,9 @@ def show(plan: Plan, console: Console) -> None:
             _memory_cell(plan.memory.get(role)),
         )
     console.print(table)
+    hybrid = f"and {c.hybrids} on the trainer's devices " if c.hybrids else ""
     source = (
-        f"{c.rollout.workers} engines with tensor parallel {c.rollout.tensor_parallel}"
+        f"{c.rollout.workers} engines {hybrid}with tensor parallel {c.rollout.tensor_parallel}"
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
@@ -202,13 +226,14 @@ def show(plan: Plan, console: Console) -> None:
         f"{c.rollout.group_size}); "
         f"ZeRO stage {c.trainer.zero_stage}, {shared}{source}",
     )
-    if c.shares_devices and plan.memory:
+    if c.trainer_sleeps and plan.memory:
         states, weights = memory.waiting_gib(
             c, plan.memory[Role.TRAINER], plan.memory[Role.ROLLOUT]
         )
         echo(
             console,
-            f"colocated: trainer and engines hold {'the GPUs' if plan.gpus else 'memory'} in turn; "
+            f"colocated: trainer and {'hybrid ' * (c.hybrids > 0)}engines hold "
+            f"{'the GPUs' if plan.gpus else 'memory'} in turn; "
             f"in host memory wait {states:.1f} GiB of the trainer while engines roll out, "
             f"{weights:.1f} GiB of the engines' weights while the trainer trains",
         )

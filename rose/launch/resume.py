@@ -51,6 +51,7 @@ MAY_CHANGE = (
     "reward.idle_s",
     "reward.deadline_s",
     "rollout.workers",
+    "rollout.hybrid",
     "rollout.threads",
     "rollout.environment_hosts",
     "rollout.engine_*",

@@ -60,7 +60,13 @@ def build_report(run_dir: Path | str) -> Path:
         "lengths": series.length_histogram(steps),
         "timeline": timeline,
     }
-    times = figure("phases") + _hidden(steps) + figure("timeline") + figure("throughput")
+    times = (
+        figure("phases")
+        + _hidden(steps)
+        + _hybrid(steps)
+        + figure("timeline")
+        + figure("throughput")
+    )
     sections = {
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
         "Learning": figures("success", "reward"),
@@ -118,6 +124,19 @@ def _hidden(steps: list[dict[str, Any]]) -> str:
     return (
         f"<p>{hidden:.0%} of the trainer's time on a step was before its batch was complete "
         "(trainer.stream).</p>"
+    )
+
+
+def _hybrid(steps: list[dict[str, Any]]) -> str:
+    """A line where engines on the trainer's devices roll out."""
+    used = series.mean_of(steps, "hybrid_idle_used")
+    if used is None:
+        return ""
+    tokens, delay = (series.mean_of(steps, f"hybrid_{key}") for key in ("token_share", "delay"))
+    return (
+        f"<p>Engines on the trainer's devices (rollout.hybrid) had turns for {used:.0%} of the "
+        f"time in which these had nothing to train, and made {tokens:.0%} of the tokens. The "
+        f"trainer waited for its devices for {delay:.1%} of a step.</p>"
     )
 
 

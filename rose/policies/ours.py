@@ -15,6 +15,7 @@ from rose.scheduler.events import (
     StepBegun,
     TrajectoryEnded,
     UseWorker,
+    WorkerJoined,
 )
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
@@ -107,8 +108,11 @@ class AllIdle(RoseProvisioning):
     GPUs roll out beside spot machines, ROSE leaves them idle; borrowed ones and they go together,
     and with an asynchronous batching they shorten just the time for which the trainer waits. Only
     while that is long: they roll out if the trainer waited for longer than `hybrid_wait_s` (waking
-    up, weights, and going to sleep again) in the last step; in the first one they do. The other
-    arguments are those of `rose`.
+    up, weights, and going to sleep again) in the last step; in the first one they do. And only
+    until no more than `hybrid_tail` trajectories per dedicated worker are left, once a group of the
+    step is in (0: until the batch is complete): these go on there from the tokens that they have,
+    and the trainer has its GPUs again before the batch is due. The other arguments are those of
+    `rose`.
     """
 
     def __init__(
@@ -119,11 +123,16 @@ class AllIdle(RoseProvisioning):
         activation_s: float,
         idle_s: float,
         hybrid_wait_s: float,
+        hybrid_tail: float = 0.0,
     ) -> None:
         super().__init__(n_serving, recent_s, hysteresis, activation_s, idle_s)
-        if not hybrid_wait_s >= 0:
-            raise ValueError(f"hybrid_wait_s={hybrid_wait_s} must not be negative")
-        self.hybrid_wait_s = hybrid_wait_s
+        if not (hybrid_wait_s >= 0 and hybrid_tail >= 0):
+            raise ValueError(
+                f"hybrid_wait_s={hybrid_wait_s} and hybrid_tail={hybrid_tail} must not be negative"
+            )
+        self.hybrid_wait_s, self.hybrid_tail = hybrid_wait_s, hybrid_tail
+        self._rolls = False  # hybrid workers may, now
+        self._finished = 0  # groups, since the step's begin
         self._waits_since = 0.0
         self._waited_s = float("inf")
 
@@ -134,17 +143,32 @@ class AllIdle(RoseProvisioning):
         actions = super().on_event(event, cluster)
         match event:
             case StepBegun(at=at) if not cluster.training:
-                waited, self._waits_since = self._waited_s, at
-                return actions + (
-                    self._hybrid(cluster, UseWorker) if waited > self.hybrid_wait_s else []
-                )
+                waited, self._waits_since, self._finished = self._waited_s, at, 0
+                self._rolls = waited > self.hybrid_wait_s
+                return actions + (self._hybrid(cluster, UseWorker) if self._rolls else [])
             case StepBegun():
                 self._waited_s = 0.0
+            case WorkerJoined(kind="hybrid") if self._rolls:
+                return actions + self._hybrid(cluster, UseWorker)
             case GroupFinished(at=at) if cluster.training:
+                self._rolls = False
                 if self._waits_since >= 0:
                     self._waited_s, self._waits_since = at - self._waits_since, -1.0
                 return actions + self._hybrid(cluster, RestWorker)
+            case GroupFinished():
+                self._finished += 1
+            case TrajectoryEnded(trajectory=ended) if self._rolls and self._in_tail(ended, cluster):
+                self._rolls = False
+                return actions + self._hybrid(cluster, RestWorker)
         return actions
+
+    def _in_tail(self, ended: str, cluster: Cluster) -> bool:
+        """Whether what the trajectory leaves is few enough for the dedicated workers."""
+        if not (self._finished and self.hybrid_tail):
+            return False
+        left = len(cluster.group_of) - (ended in cluster.group_of)
+        dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
+        return left <= self.hybrid_tail * dedicated
 
     def _hybrid(self, cluster: Cluster, change: type[UseWorker] | type[RestWorker]) -> list[Action]:
         return [

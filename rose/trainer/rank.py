@@ -64,7 +64,7 @@ def run(
         trainer.load(resume_from)
     send = broadcast.send if broadcast else None
     trainer.publish(step, send)
-    if config.shares_devices:
+    if config.trainer_sleeps:
         trainer.share_device(run_dir)
     trees, used = (trainer.no_trees, trainer.costs), energy.counters()
     ready = p.TrainerReady(index, step, step, str(store), *trees, energy_j=used)

@@ -7,7 +7,8 @@ while it trains. What a word says of weights is decided when it is heard: a vers
 middle of a turn.
 
 Where devices are shared, a rank holds its device from the order on, and until its answer is heard:
-never both roles.
+never both roles. Hybrid engines (rollout.hybrid) on CPUs share it with nobody, and are asleep while
+the trainer trains.
 """
 
 import asyncio
@@ -19,12 +20,14 @@ from unittest import mock
 from rose import protocol as p
 from rose.coordinator import coordinator as coordinators
 from rose.coordinator.coordinator import Coordinator
-from rose.launch.layout import layout
+from rose.launch.layout import hybrid_ranks, layout
 from rose.observe.recorder import NullRecorder
 from rose.protocol import seed_of
 from rose.trainer import checkpoint
 
 TRAINER_SPEAKS = 0.01  # of the draws
+PROMPT = "prompt"  # what such a word of the trainer's is about: it is no slower than others
+LOADED = "loaded"  # what an engine's word of new weights is about
 TOKENS_OF_A_TURN = 5
 DEADLINE_S = 120.0
 
@@ -55,11 +58,17 @@ class Peers:
         self.domain_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
         self.training = False
-        self.awake = (
-            {rank.rank for rank in ranks if rank.role is p.Role.TRAINER}
-            if config.shares_devices
-            else None
+        trainers, engines = (
+            {rank.rank for rank in ranks if rank.role is role}
+            for role in (p.Role.TRAINER, p.Role.ROLLOUT)
         )
+        self.hybrids = set(hybrid_ranks(config).values())
+        in_turn = engines if config.shares_devices else self.hybrids
+        # who has a device in turn, and has it now
+        self.in_turn = in_turn | trainers if config.trainer_sleeps else in_turn
+        self.awake = trainers if config.trainer_sleeps else set(self.hybrids)
+        self.waiting = {}  # rank -> turns that wait in a hybrid engine until it wakes
+        self.of_hybrids = Counter()  # turns that these got, and that moved on
         self.orders = []  # (role, its name), where devices are shared
         self.turns_asleep = 0  # that engines got
         self.late = {}  # rank -> LoadVersion that waits for its turn
@@ -74,9 +83,10 @@ class Peers:
                 self.say(
                     rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing")
                 )
-            elif rank.role is p.Role.ROLLOUT and config.shares_devices:
+            elif rank.rank in in_turn and config.trainer_sleeps:
                 self.dead.add(rank.rank)  # its first turn starts it
             elif rank.role is p.Role.ROLLOUT:
+                self.incarnation[rank.rank] = 1
                 self.say(rank.rank, self.ready(rank, 1))
 
     # ----------------------------------------------------------------- the mailbox
@@ -92,6 +102,7 @@ class Peers:
             if (
                 self.role[rank].role is p.Role.TRAINER
                 and len(ready) > 1
+                and self.words[rank][0][0] is not PROMPT
                 and self.draw.random() > TRAINER_SPEAKS
             ):
                 continue
@@ -122,13 +133,12 @@ class Peers:
         self.orders.append((self.role[rank].role, "wake"))
         if rank in self.dead:
             self.dead.discard(rank)
-            self.incarnation[rank] = self.incarnation.get(rank, 0) + 1
-            self.version[rank] = -1
-            self.late.pop(rank, None)
-            self.say(rank, self.ready(self.role[rank], self.incarnation[rank]))
+            self.starts(rank)
         elif rank in self.late:
             self._LoadVersion(rank, self.late.pop(rank))
         self.say(rank, p.DeviceChanged(rank, m.turn, True, 0.2, 3.0, 1.0, 24.0))
+        for turn in self.waiting.pop(rank, []):
+            self._GenerateTurn(rank, turn)
 
     def _Sleep(self, rank, m):
         def slept():
@@ -136,17 +146,24 @@ class Peers:
             return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
 
         self.orders.append((self.role[rank].role, "sleep"))
-        self.say(rank, slept)
+        self.say(rank, slept, PROMPT if self.role[rank].role is p.Role.TRAINER else None)
 
     def dies(self, rank):
-        """The engine of a rank, now."""
-        self.dead.add(rank)
-        self.say(
-            rank,
-            p.WorkerDown(
-                f"rollout-{self.role[rank].index}", self.incarnation[rank], "killed", True
-            ),
-        )
+        """The engine of a rank, now; another starts at once unless it is the trainer's turn."""
+        self.words[rank] = deque(word for word in self.words[rank] if word[0] is None)
+        self.waiting.pop(rank, None)
+        name = f"rollout-{self.role[rank].index}"
+        self.say(rank, p.WorkerDown(name, self.incarnation[rank], "killed", True))
+        if rank in self.in_turn and rank not in self.awake:
+            self.dead.add(rank)
+        else:
+            self.starts(rank)
+
+    def starts(self, rank):
+        self.incarnation[rank] = self.incarnation.get(rank, 0) + 1
+        self.version[rank] = -1
+        self.late.pop(rank, None)
+        self.say(rank, self.ready(self.role[rank], self.incarnation[rank]))
 
     # ----------------------------------------------------------------- environment host
 
@@ -251,9 +268,11 @@ class Peers:
     # ----------------------------------------------------------------- engines
 
     def _GenerateTurn(self, rank, m):
-        if self.awake is not None and rank not in self.awake:
-            self.turns_asleep += 1  # they wait in the engine
+        if self.asleep(rank):
+            self.turns_asleep += rank not in self.hybrids
+            self.waiting.setdefault(rank, []).append(m)
             return
+        self.of_hybrids["turns"] += rank in self.hybrids
         self.turns_in_training += self.training and m.turn.startswith("g")
         count = m.sampling.max_new_tokens
         about = (m.turn, m.attempt)
@@ -280,7 +299,13 @@ class Peers:
                 about,
             )
 
+    def asleep(self, rank):
+        return rank in self.in_turn and rank not in self.awake
+
     def _AbortTurn(self, rank, m):
+        waiting = self.waiting.get(rank, [])
+        waiting[:] = [t for t in waiting if (t.turn, t.attempt) != (m.turn, m.attempt)]
+        self.of_hybrids["moved"] += rank in self.hybrids
         kept = [word for word in self.words[rank] if word[0] != (m.turn, m.attempt)]
         self.words[rank] = deque(kept)
 
@@ -296,16 +321,16 @@ class Peers:
                 10,
             )
 
-        if self.awake is not None and rank not in self.awake:
+        if self.asleep(rank):
             self.late[rank] = m
             return
 
-        self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (None, load))
+        self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (LOADED, load))
 
     # ----------------------------------------------------------------- trainer
 
     def _TrainStep(self, rank, m):
-        assert self.awake is None or rank in self.awake
+        assert not self.asleep(rank) and not self.awake & self.hybrids
         assert m.step == self.step + 1, "a step is trained once"
         self.training, self.ahead = not m.more, m.more
         rows = self.trained.setdefault(m.step, []) if m.step in self.begun else []
@@ -329,7 +354,7 @@ class Peers:
         self.say(rank, done)
 
     def _SaveCheckpoint(self, rank, m):
-        assert self.awake is None or rank in self.awake
+        assert not self.asleep(rank)
         checkpoint.mark(Path(m.folder), 0, "")
 
 

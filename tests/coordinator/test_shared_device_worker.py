@@ -79,7 +79,10 @@ class Scene:
 
     def __init__(self, config):
         self.inbox, self.sent = asyncio.Queue(), []
-        self.worker = rollout.RolloutWorker(config, "rollout-0", self, NullRecorder())
+        hybrid = config.hybrids > 0
+        self.worker = rollout.RolloutWorker(
+            config, "rollout-0", self, NullRecorder(), hybrid=hybrid
+        )
         self.turn = 0
 
     def send(self, _, message):
@@ -113,7 +116,8 @@ def play(make_config, monkeypatch, tmp_path):
 
     def play(scene, *overrides):
         async def both():
-            made = Scene(make_config("colocate=true", "rollout.workers=1", *overrides))
+            sides = overrides if "rollout.hybrid=1" in overrides else ("colocate=true", *overrides)
+            made = Scene(make_config("rollout.workers=1", *sides))
             running = asyncio.create_task(made.worker.run())
             await asyncio.wait_for(scene(made), DEADLINE_S)
             made.inbox.put_nowait(p.Shutdown("over"))
@@ -186,6 +190,40 @@ def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_
         assert not (await world.told(p.DeviceChanged, 2)).awake
 
     assert play(scene) == ["start", "up", "start", "up", "sleep"]
+
+
+HYBRID = ("rollout.hybrid=1", "scheduler/provisioning=all_idle")
+
+
+def test_a_hybrid_engine_on_cpus_starts_beside_the_trainer_and_never_holds_its_turn_up(play):
+    async def scene(world):
+        await world.told(p.WorkerReady)
+        FakeEngine.starting = asyncio.Event()
+        FakeEngine.last.die()
+        await world.told(p.WorkerDown)
+        world.tell(p.Sleep)
+        assert not (await world.told(p.DeviceChanged)).awake, "there is memory for both"
+        FakeEngine.starting.set()
+        await world.told(p.WorkerReady, 2)
+        world.tell(p.Wake)
+        assert (await world.told(p.DeviceChanged, 2)).awake
+        world.tell(p.LoadVersion, 5, "store")
+        await world.told(p.VersionLoaded)
+        world.tell(p.Sleep)
+        assert not (await world.told(p.DeviceChanged, 3)).awake
+
+    assert play(scene, *HYBRID) == ["start", "up", "start", "up", "load 5", "sleep"]
+
+
+def test_a_hybrid_engine_on_gpus_is_started_in_its_turn_with_sleep_mode(play):
+    async def scene(world):
+        await settle()
+        assert FakeEngine.log == [], "the trainer has the device first"
+        world.tell(p.Wake)
+        await world.told(p.DeviceChanged)
+        assert FakeEngine.last.args == {"enable_sleep_mode": True}
+
+    play(scene, *HYBRID, "cluster=gpus", "cluster.gpus=2", "trainer.ranks=1")
 
 
 def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):

@@ -30,3 +30,30 @@ class HeldLake(FrozenLake):
                 raise TimeoutError(f"nobody released task {self._seed}")
             await asyncio.sleep(0.05)
         return await super().step(action)
+
+
+class GatedLake(FrozenLake):
+    """FrozenLake whose tasks wait at the first move for the file `open-STEP` in `folder`; `held` are
+    the tasks' seeds, a list of each step. A file says that an episode waits, another that it goes
+    on."""
+
+    def __init__(self, folder: str, held: list[list[int]], **lake: Any) -> None:
+        super().__init__(**lake)
+        self._folder, self._held, self._first = Path(folder), held, True
+
+    async def reset(self, seed: int) -> Start:
+        self._step_of_task = next(k for k, seeds in enumerate(self._held, 1) if seed in seeds)
+        self._first = True
+        return await super().reset(seed)
+
+    async def step(self, action: Action) -> Step:
+        if self._first:
+            self._first, step, me = False, self._step_of_task, f"{time.monotonic_ns()}-{id(self)}"
+            (self._folder / f"waits-{step}-{me}").touch()
+            end = time.monotonic() + DEADLINE_S
+            while not (self._folder / f"open-{step}").exists():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"nobody opened step {step}")
+                await asyncio.sleep(0.05)
+            (self._folder / f"goes-{step}-{me}").touch()
+        return await super().step(action)

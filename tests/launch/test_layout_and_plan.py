@@ -7,7 +7,7 @@ from rich.console import Console
 
 from rose.config import ConfigError, cpus_of
 from rose.launch import memory, model, plan
-from rose.launch.layout import layout
+from rose.launch.layout import hybrid_ranks, layout
 from rose.protocol import Role
 
 QWEN3_8B = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
@@ -84,6 +84,41 @@ def test_where_devices_are_shared_trainer_and_engine_have_the_same_ones(make_con
     )
     assert f"in host memory wait {4 * firm:.1f} GiB of the trainer" in said
     assert f"{4 * weights:.1f} GiB of the engines' weights" in said
+
+
+def test_hybrid_engines_are_on_the_trainers_gpus_and_dedicated_ones_on_their_own(make_config):
+    c = make_config(
+        *QWEN3_8B,
+        "cluster.gpus=6",
+        "trainer.ranks=4",
+        "rollout.workers=1",
+        "rollout.tensor_parallel=2",
+        "rollout.hybrid=2",
+        "rollout.environment_hosts=1",
+        "trainer.offload_optimizer=true",
+        "scheduler/provisioning=all_idle",
+    )
+    ranks = layout(c)
+    assert [r.gpus for r in ranks if r.role is Role.ROLLOUT] == [(4, 5), (0, 1), (2, 3)]
+    assert hybrid_ranks(c) == {1: ranks[-2].rank, 2: ranks[-1].rank}
+    made = plan.make(c, c.model.shape)
+    assert made.gpus == 6
+    weights = memory.rollout(c, c.model.shape).items["weights"]
+    said = " ".join(printed(made).split())
+    assert f"{4 * weights:.1f} GiB of the engines' weights" in said
+    assert "1 engines and 2 on the trainer's devices" in said
+
+
+def test_a_machine_has_memory_for_the_trainer_and_hybrid_engines_at_once(make_config):
+    c = make_config("rollout.hybrid=1", "scheduler/provisioning=all_idle")
+    shape = make_config(*QWEN3_8B).model.shape
+    trainer, engine = memory.trainer(c, shape), memory.rollout(c, shape)
+    both = c.trainer.ranks * trainer.total + 3 * engine.total
+    plan.make(c, shape, host_gib=both + 1)
+    with pytest.raises(
+        ConfigError, match=rf"rollout.hybrid=1: {trainer.total:.1f} GiB .* {3 * engine.total:.1f}"
+    ):
+        plan.make(c, shape, host_gib=both - 1)
 
 
 def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):

@@ -404,3 +404,39 @@ def test_all_idle_leaves_a_trainer_alone_that_hardly_waits():
     assert used(s, "hybrid") == []
     finish(s, 1, 90.0), publish(s, 2, 120.0), begin(s, 2, 120.0)
     assert used(s, "hybrid") == ["h"]
+
+
+def end(s, trajectory, at):
+    s.handle(ev.TurnEnded(at=at, turn=f"{trajectory}.t0", tokens=10))
+    return s.handle(ev.TrajectoryEnded(at=at, trajectory=trajectory, tokens=10))
+
+
+def test_all_idle_moves_the_tail_to_other_workers_before_the_batch_is_complete():
+    s = all_idle(hybrid_tail=2.0)
+    s.handle(ev.StepBegun(at=0.0, step=0, groups=2))
+    work(s, 4, prefix="g0"), work(s, 5, prefix="g1")
+    for i in range(4):
+        end(s, f"g0.{i}", 10.0)
+    assert used(s, "hybrid") == ["h"], "no group is in, so few trajectories are no tail"
+    s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
+    end(s, "g1.0", 11.0), end(s, "g1.1", 12.0)
+    assert used(s, "hybrid") == ["h"]
+    moved = {turn for turn in s.cluster.workers["h"].turns if not turn.startswith("g1.2")}
+    actions = end(s, "g1.2", 13.0)
+    assert moved
+    assert used(s, "hybrid") == [] and not s.cluster.training
+    assert moved == {a.turn for a in actions if isinstance(a, ev.AbortTurn) and a.why == "rest"}
+    assert moved == {a.turn for a in actions if isinstance(a, ev.AssignTurn) and a.worker != "h"}
+    actions = end(s, "g1.3", 14.0) + end(s, "g1.4", 15.0)
+    actions += s.handle(ev.GroupFinished(at=15.0, group="g1", accepted=True))
+    assert [type(a) for a in actions if not isinstance(a, ev.AssignTurn)] == [ev.StartTraining]
+
+
+def test_all_idle_uses_a_hybrid_worker_that_joins_while_the_trainer_waits():
+    s = all_idle()
+    begin(s, 0, 0.0), work(s, 2)
+    s.handle(ev.WorkerLost(at=1.0, worker="h", reason="killed"))
+    assert ev.UseWorker("h") in join(s, "h", "hybrid", at=2.0) and used(s, "hybrid") == ["h"]
+    finish(s, 0, 50.0)
+    join(s, "h", "hybrid", at=51.0)
+    assert used(s, "hybrid") == []

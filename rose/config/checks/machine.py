@@ -10,6 +10,10 @@ from rose.config.checks.need import Need, leaves
 from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.tree import Config
 
+# batching policies whose trainer is to have its next batch before it waits, and provisioning
+# policies that use its devices never, or (libra) beside its training
+BUSY_TRAINER = ("one_step_off", "bounded_staleness", "trajectory_async")
+NO_HYBRIDS = ("fixed", "libra", "on_demand", "rose", "serverless", "static")
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 
 
@@ -45,7 +49,9 @@ def check(c: Config, need: Need) -> None:
     )
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
+    _check_hybrid(c, need)
     pools = c.reward.pools if rolls else 0
+    engines += c.hybrids
     ranks = 1 + hosts + pools + c.trainer.ranks + engines
     need(
         c.cluster.slots is None or ranks <= c.cluster.slots,
@@ -85,7 +91,7 @@ def check(c: Config, need: Need) -> None:
             "cluster.slurm",
             "cluster.kind=slurm needs it; use cluster=slurm",
         )
-        _check_slurm(c, engines, need)
+        _check_slurm(c, engines - c.hybrids, need)
 
 
 def _check_gpus(c: Config, engines: int, need: Need) -> None:
@@ -133,6 +139,54 @@ def _check_colocation(c: Config, need: Need) -> None:
         c.transfer.broadcast != "nccl",
         "transfer.broadcast",
         "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi",
+    )
+
+
+def _check_hybrid(c: Config, need: Need) -> None:
+    """Engines on the trainer's devices have these while it waits, and somebody says when."""
+    if not c.hybrids:
+        return
+    key, asks, batching = "rollout.hybrid", c.scheduler.provisioning.name, c.scheduler.batching.name
+    need(
+        c.hybrids * c.rollout.tensor_parallel <= c.trainer.ranks,
+        key,
+        f"at most {c.trainer.ranks // c.rollout.tensor_parallel}: a device of the trainer's for "
+        f"each of rollout.tensor_parallel={c.rollout.tensor_parallel} ranks, and trainer.ranks="
+        f"{c.trainer.ranks}",
+    )
+    need(
+        not c.shares_devices,
+        key,
+        "0 with one GPU or colocate=true: all engines are on the trainer's devices already",
+    )
+    need(not c.deterministic, key, "0 with deterministic=true, which needs one engine")
+    need(
+        not c.trainer.stream,
+        key,
+        "0 with trainer.stream=true: the trainer works while trajectories run",
+    )
+    need(
+        batching not in BUSY_TRAINER,
+        "scheduler.batching.name",
+        f"rollout.hybrid={c.hybrids} is for policies whose trainer waits for its batch: "
+        "synchronous, tail_batching, dapo, carry_over; or rollout.hybrid=0",
+    )
+    need(
+        asks not in NO_HYBRIDS,
+        "scheduler.provisioning.name",
+        f"rollout.hybrid={c.hybrids} needs a policy that says when these engines work: "
+        "scheduler/provisioning=all_idle or rlboost",
+    )
+    need(
+        c.cluster.kind == "local",
+        "cluster.kind",
+        f"rollout.hybrid={c.hybrids} shares the devices of one machine: cluster=gpus or local, "
+        "inside one node's allocation as slurm/one_node.sbatch makes it",
+    )
+    need(
+        c.transfer.broadcast != "nccl",
+        "transfer.broadcast",
+        "NCCL refuses two ranks on one GPU, and rollout.hybrid has them: auto or mpi",
     )
 
 

@@ -1,0 +1,98 @@
+"""Whose turn it is on the trainer's devices where hybrid engines are on some (rollout.hybrid).
+
+    StepBegun ... UseWorker  -> trainer sleeps, engines wake   | beside the rollouts: nobody waits
+    GroupFinished ... RestWorker -> engines sleep, trainer wakes
+    a batch is complete -> the step loop waits for the latter, and counts how long
+
+The scheduler decides when. All hybrid engines change sides together, as the trainer does: they are
+awake while it uses any of them. On CPUs, where memory has room for both, the trainer is not told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rose import protocol as p
+from rose.config import Config
+from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.turns import Worker
+from rose.coordinator.waiting import Changes
+from rose.launch.layout import hybrid_ranks
+from rose.observe.recorder import NullRecorder
+
+
+class HybridTurns(DeviceTurns):
+    """As `DeviceTurns` of the trainer's ranks and the hybrid engines; `begin` moves them without
+    waiting."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: dict[p.Role, dict[int, int]],
+        send: Callable[[int, p.Message], None],
+        recorder: NullRecorder,
+    ) -> None:
+        self._changes = Changes(lambda what: None)  # shown to nobody, as nobody waits
+        sides = {
+            p.Role.TRAINER: ranks[p.Role.TRAINER] if config.trainer_sleeps else {},
+            p.Role.ROLLOUT: hybrid_ranks(config),
+        }
+        super().__init__(config, sides, send, self._changes.until, recorder)
+        if not config.trainer_sleeps:
+            self.holder = p.Role.ROLLOUT  # engines start beside the trainer, and are awake
+        self._wanted = self.holder
+        self._moving: asyncio.Task | None = None
+        self._waited_s = 0.0  # since the last `figures`
+
+    def begin(self, role: p.Role) -> None:
+        """Begin to move to `role`, unless that is done or under way; a move to the other role is
+        broken off."""
+        if role is not self._wanted:
+            self._wanted = role
+            self._moving = asyncio.create_task(self._move(self._moving, role))
+
+    async def to(self, role: p.Role) -> None:
+        """Raises as `DeviceTurns.to`, also for a move that nobody waited for."""
+        began = time.time()
+        self.begin(role)
+        if self._moving is not None:
+            await asyncio.shield(self._moving)
+        if role is p.Role.TRAINER:
+            self._waited_s += time.time() - began
+
+    def received(self, answer: p.DeviceChanged) -> None:
+        super().received(answer)
+        self._changes.set()
+
+    def close(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+
+    def figures(
+        self, workers: list[Worker], times: dict[str, float], made: int, at: float
+    ) -> dict[str, float]:
+        """For the row of a step that ended at `at`, whose phases took `times` seconds and whose
+        rollouts made `made` tokens; `workers` are the hybrid engines. `hybrid_idle_used`: of the
+        time for which the trainer's devices had nothing to train, the share in which an engine had
+        turns there. `hybrid_delay`: of the step, the share for which the trainer waited for its
+        devices."""
+        c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
+        step_s = max(sum(times.values()), 1e-9)
+        idle_s = max(step_s - times["train"] + waited_s, 1e-9)
+        each = c.rollout.tensor_parallel / c.trainer.ranks
+        return {
+            "hybrid_idle_used": sum(w.busy_s(at) for w in workers) * each / idle_s,
+            "hybrid_token_share": sum(w.tokens for w in workers) / max(made, 1),
+            "hybrid_delay": waited_s / step_s,
+            "seconds_hybrid_delay": waited_s,
+        }
+
+    async def _move(self, before: asyncio.Task | None, role: p.Role) -> None:
+        if before is not None:
+            before.cancel()
+            await asyncio.wait({before})
+            if not before.cancelled():
+                before.result()
+        await super().to(role)

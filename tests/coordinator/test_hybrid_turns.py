@@ -1,0 +1,194 @@
+"""Hybrid engines roll out while the trainer would idle, and never while it trains: the same groups
+are trained as without, whoever dies."""
+
+import asyncio
+
+import pytest
+
+from rose import protocol as p
+from rose.coordinator import journal
+from rose.coordinator.coordinator import Stopped
+from rose.coordinator.hybrid_turns import HybridTurns
+from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.recorder import NullRecorder
+from rose.policies import build
+from rose.scheduler import events as ev
+from rose.trainer import checkpoint
+from tests.coordinator import peers
+
+STEPS = 4
+ALL_IDLE = ("scheduler/provisioning=all_idle", "scheduler.provisioning.args.hybrid_wait_s=0")
+DEVICES = {
+    "cpu": (),
+    "gpus": ("cluster=gpus", "cluster.gpus=2", "trainer.ranks=1", "trainer.zero_stage=0"),
+}
+
+
+@pytest.fixture
+def config(make_config):
+    return lambda *overrides, provisioning=ALL_IDLE: make_config(
+        f"trainer.steps={STEPS}",
+        "eval.episodes=2",
+        "trainer.batch_size=16",
+        "rollout.group_size=2",
+        "rollout.workers=1",
+        "rollout.hybrid=1",
+        "serving.borrow=false",
+        "observe.tensorboard=false",
+        "observe.save_trajectories=false",
+        "trainer.checkpoint_every=2",
+        *provisioning,
+        *overrides,
+    )
+
+
+def trained(peer):
+    return {step: sorted(t.id for t in rows) for step, rows in peer.trained.items()}
+
+
+def whole(peer):
+    """Every trained trajectory has the tokens that engines sent of its turns, once each."""
+    for rows in peer.trained.values():
+        for t in rows:
+            assert t.tokens == p.pack_tokens([1]) + peer.received[t.id]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
+    devices, seed, config, tmp_path
+):
+    made = config(*DEVICES[devices])
+    coordinator, peer = peers.run(made, tmp_path / "hybrid", seed=seed)
+    alone = config("rollout.hybrid=0", *DEVICES[devices])
+    _, without = peers.run(alone, tmp_path / "alone", seed=seed)
+    assert trained(peer) == trained(without) and len(peer.trained) == STEPS
+    whole(peer)
+    rows = rows_of(read_metrics(tmp_path / "hybrid"), "step")
+    assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
+    # not in each: it may wake when all turns are taken
+    assert any(row["hybrid_token_share"] > 0 and row["hybrid_idle_used"] > 0 for row in rows)
+    assert all(0 <= row["hybrid_delay"] < 1 and row["borrowed_workers"] == 0 for row in rows)
+    assert coordinator.hub.made["hybrid"] > 0 == coordinator.hub.made["borrowed"]
+    [path] = (tmp_path / "hybrid" / "journal").iterdir()
+    assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
+    changes = [e.actions for e in list(journal.read(path))[1:]]
+    kinds = [type(a) for found in changes for a in found]
+    assert kinds.count(ev.UseWorker) == kinds.count(ev.RestWorker) == STEPS
+    # a version that was published while it was asleep is loaded by every wake
+    assert kinds.count(ev.LoadWeights) == 1 + STEPS + STEPS
+
+
+@pytest.mark.parametrize("batching", ["carry_over", "tail_batching", "dapo"])
+def test_turns_that_run_when_the_batch_is_complete_go_on_elsewhere(batching, config, tmp_path):
+    made = config(f"scheduler/batching={batching}", "algorithm=decoupled_ppo")
+    coordinator, peer = peers.run(made, tmp_path)
+    assert len(peer.trained) == STEPS and peer.of_hybrids["turns"] > 0
+    whole(peer)
+    if batching != "dapo":
+        assert peer.of_hybrids["moved"] > 0
+    assert coordinator.scheduler.cluster.turns == {} and len(coordinator.hub.ledger) == 0
+
+
+def test_the_tail_of_a_step_moves_before_its_batch_is_complete(config, tmp_path):
+    made = config("scheduler.provisioning.args.hybrid_tail=100")
+    _, peer = peers.run(made, tmp_path)
+    whole(peer)
+    [path] = (tmp_path / "journal").iterdir()
+    entries = list(journal.read(path))[1:]
+    rests = [e.event for e in entries if any(isinstance(a, ev.RestWorker) for a in e.actions)]
+    assert len(rests) == STEPS and all(isinstance(event, ev.TrajectoryEnded) for event in rests)
+
+
+def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
+    made = config(*DEVICES["gpus"], provisioning=("scheduler/provisioning=rlboost",))
+    coordinator, peer = peers.run(made, tmp_path)
+    assert len(peer.trained) == STEPS and peer.of_hybrids["turns"] > 0
+    whole(peer)
+
+
+def hybrid_of(coordinator):
+    [rank] = coordinator.mailbox.hybrids
+    return coordinator.mailbox, rank
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("when", ["asleep", "waking", "generating"])
+def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_path):
+    died_at = []
+
+    def die(coordinator):
+        peer, rank = hybrid_of(coordinator)
+        worker = coordinator.hub.workers.get("rollout-1")
+        ready = (
+            peer.training and peer.asleep(rank)
+            if when == "asleep"
+            else worker is not None and rank in peer.awake and worker.alive
+        )
+        if ready and when != "asleep":  # waking: the newest weights are on their way
+            generating = worker.open_turns > 0 and worker.tokens > 0
+            loading = coordinator.batch is None and worker.version != coordinator.hub.version
+            ready = generating if when == "generating" else loading
+        if not died_at and coordinator.step == 1 and ready:
+            died_at.append(peer.of_hybrids["turns"])
+            peer.dies(rank)
+        return False
+
+    coordinator, peer = peers.run(config(*DEVICES[devices]), tmp_path, stop_when=die)
+    assert died_at and peer.of_hybrids["turns"] > died_at[0]
+    assert coordinator.hub.engine_restarts == 1 and coordinator.hub.workers["rollout-1"].tokens > 0
+    assert len(peer.trained) == STEPS
+    whole(peer)
+
+
+def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
+    def rolling_out(coordinator):
+        worker = coordinator.hub.workers.get("rollout-1")
+        return coordinator.step == 3 and worker is not None and worker.tokens > 0
+
+    made = config(*DEVICES["gpus"], "trainer.checkpoint_every=100")
+    with pytest.raises(Stopped):
+        peers.run(made, tmp_path, stop_when=rolling_out)
+    saved = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(saved) == 3
+    _, peer = peers.run(made, tmp_path, attempt=2, resume_from=saved)
+    assert list(peer.trained) == [4]
+
+
+def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
+    sent = []
+
+    async def scene():
+        ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
+        made = config(*DEVICES["gpus"])
+        turns = HybridTurns(made, ranks, lambda rank, m: sent.append((rank, m)), NullRecorder())
+
+        async def answer():
+            for _ in range(5):
+                await asyncio.sleep(0)
+            rank, order = sent[-1]
+            awake = isinstance(order, p.Wake)
+            turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+
+        turns.begin(p.Role.ROLLOUT)
+        await answer()  # the trainer sleeps; the engine wakes, and takes its time
+        await asyncio.sleep(0)
+        turning = asyncio.create_task(turns.to(p.Role.TRAINER))
+        await answer()
+        await answer()
+        await turning
+        assert turns.holder is p.Role.TRAINER
+        [hybrid] = made_ranks(made)
+        assert [(rank, type(m)) for rank, m in sent] == [
+            (2, p.Sleep),
+            (hybrid, p.Wake),
+            (hybrid, p.Sleep),
+            (2, p.Wake),
+        ]
+
+    def made_ranks(made):
+        from rose.launch.layout import hybrid_ranks
+
+        return hybrid_ranks(made).values()
+
+    asyncio.run(scene())

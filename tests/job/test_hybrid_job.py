@@ -1,0 +1,129 @@
+"""A run with an engine on the trainer's device, with real MPI, vLLM and DeepSpeed: it makes tokens
+while the trainer waits, dies asleep and with turns, and no trajectory is lost or trained twice."""
+
+import json
+import re
+from collections import Counter
+
+import psutil
+import pytest
+
+from rose.coordinator import journal, replay
+from rose.coordinator.control import first_name, train_task
+from rose.scheduler import events as ev
+from tests.job.job import Job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS, GROUPS, SIZE = 2, 4, 4
+SEEDS = [
+    [train_task(1, GROUPS * step + k, {"frozen_lake": 1.0}).seed for k in range(GROUPS)]
+    for step in range(STEPS)
+]
+
+
+class Scene:
+    """A job whose episodes all wait at their first move until `opens`."""
+
+    def __init__(self, folder) -> None:
+        self.gates = folder / "gates"
+        self.gates.mkdir()
+        self.job = Job(
+            folder,
+            f"trainer.steps={STEPS}",
+            f"+env.args.folder={self.gates}",
+            f"+env.args.held={SEEDS}",
+            "env.name=tests.job.held:GatedLake",
+            "env.step_timeout_s=450",
+            "eval.episodes=0",
+            "rollout.hybrid=1",
+            "rollout.max_sequences=4",  # so that a step's turns don't all find room in one engine
+            "scheduler/provisioning=all_idle",
+            "scheduler.provisioning.args.hybrid_wait_s=0",
+        )
+
+    def engine(self, index: int) -> psutil.Process:
+        """The engine process of a rollout rank that is up."""
+        found = self.job.run.glob("status/attempt-*/rank-*.json")
+        ranks = [json.loads(path.read_text()) for path in found]
+        pid = next(r["pid"] for r in ranks if (r["role"], r["index"]) == ("rollout", index))
+        return self.job.until(
+            lambda: next(iter(psutil.Process(pid).children()), None), f"engine {index}"
+        )
+
+    def until_all_wait(self, step: int) -> None:
+        self.job.until(
+            lambda: len(list(self.gates.glob(f"waits-{step}-*"))) == GROUPS * SIZE,
+            f"all episodes of step {step} to wait",
+        )
+
+    def opens(self, step: int) -> None:
+        """Every episode goes on; returns when all do."""
+        (self.gates / f"open-{step}").touch()
+        self.job.until(
+            lambda: len(list(self.gates.glob(f"goes-{step}-*"))) == GROUPS * SIZE,
+            f"all episodes of step {step} to go on",
+        )
+
+    def until_one_is_in(self, step: int) -> None:
+        def one() -> bool:
+            live = self.job.live()
+            return live.get("step") == step and live.get("finished", 0) > 0
+
+        self.job.until(one, f"a trajectory of step {step}")
+
+    def deaths(self) -> list[str]:
+        return [f["detail"] for f in self.job.faults() if f["what"] == "engine died"]
+
+
+def test_a_hybrid_engine_works_while_the_trainer_waits_and_may_die_at_any_time(tmp_path):
+    scene = Scene(tmp_path)
+    job = scene.job
+    scene.until_all_wait(1)
+    dedicated, trainer = scene.engine(0), psutil.Process(job.rank("trainer")["pid"])
+    dedicated.suspend()
+    scene.opens(1)
+    scene.until_one_is_in(1)  # the hybrid engine's
+    trainer.suspend()
+    dedicated.resume()
+    job.until(
+        lambda: "trainer ranks to finish step 1" in job.live().get("waiting_for", ""),
+        "the trainer's turn",
+    )
+    asleep = scene.engine(1)
+    asleep.kill()
+    job.until(lambda: len(scene.deaths()) == 1, "word of the engine that died asleep")
+    trainer.resume()
+
+    def again() -> bool:
+        """The next engine is up, with the newest weights."""
+        return job.live().get("workers", {}).get("rollout-1", {}).get("version") == 1
+
+    scene.until_all_wait(2)
+    job.until(again, "the engine to start again in its next turn")
+    second = scene.engine(1)
+    assert second.pid != asleep.pid
+    dedicated.suspend(), second.suspend()
+    scene.opens(2)
+    dedicated.resume()
+    scene.until_one_is_in(2)
+    second.kill()  # it holds turns, as the dedicated engine has no room
+    assert job.wait() == 0, job.said + job.logs()
+
+    held = [int(re.search(r"; (\d+) turns go elsewhere", death)[1]) for death in scene.deaths()]
+    assert held[0] == 0 < held[1] and len(held) == 2
+    rows = job.steps()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["hybrid_token_share"] > 0 and 0 < rows[0]["hybrid_idle_used"] <= 1
+    assert rows[1]["engine_restarts"] == 2
+    assert all(row["staleness_max"] == 0 and row["mismatch_kl"] < 1e-3 for row in rows)
+    for step in (1, 2):
+        trained = Counter(first_name(t.id) for g in replay.load(job.run, step) for t in g)
+        assert set(trained.values()) == {1} and len(trained) == GROUPS * SIZE
+    [path] = (job.run / "journal").iterdir()
+    actions = [a for entry in list(journal.read(path))[1:] for a in entry.actions]
+    assert [type(a) for a in actions if isinstance(a, ev.UseWorker | ev.RestWorker)][:3] == [
+        ev.UseWorker,
+        ev.RestWorker,
+        ev.UseWorker,
+    ]
