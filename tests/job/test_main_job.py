@@ -1,9 +1,7 @@
-"""The main job with real MPI, vLLM and DeepSpeed: whole steps of a mixture, a dead rank,
+"""The main job with real MPI, vLLM and DeepSpeed: whole steps of a mixture, and
 environments that fail."""
 
 import json
-import os
-import signal
 
 import pytest
 
@@ -90,18 +88,6 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
     again = Job(tmp_path, *overrides)
     assert again.wait() == 0 and "finished" in again.said
-
-
-def test_a_dead_rank_ends_the_job_with_its_name(tmp_path):
-    job = Job(tmp_path)
-    job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
-    assert all(
-        job.rank(role)["joined"] for role in ("coordinator", "environment", "trainer", "rollout")
-    )
-    os.kill(job.rank("trainer")["pid"], signal.SIGKILL)
-    assert job.wait() == 1
-    assert "trainer 0" in job.said and "SIGKILL" in job.said and "trainer-2.log" in job.said
-    assert job.orphans() == []
 
 
 def test_failing_environments_are_replaced_and_too_many_stop_the_run(tmp_path):
