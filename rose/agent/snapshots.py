@@ -61,7 +61,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return self.turns - inherited, tokens
 
 
-# Made here, by one thread: msgspec looks a dataclass up at its first use, in Python code, and a host
+# Made here, by one thread: msgspec looks a dataclass up at its first use, in Python code; a host
 # whose threads read their first snapshots at once died there of a segmentation fault.
 _decoder = msgspec.msgpack.Decoder(Snapshot)
 

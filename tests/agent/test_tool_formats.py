@@ -119,7 +119,9 @@ def of_family(tokenizer, tmp_path_factory):
         if form not in made:
             template, marks, end, _ = FAMILIES[form]
             own = copy.deepcopy(tokenizer)
-            own.add_special_tokens({"additional_special_tokens": marks})
+            own.add_special_tokens(
+                {"additional_special_tokens": marks + [end] * (end not in marks)}
+            )
             own.eos_token, own.chat_template = end, template
             if own.bos_token is None:
                 own.bos_token = "<|endoftext|>"
