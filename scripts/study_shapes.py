@@ -29,6 +29,7 @@ from rose.sim.study.outcome import Outcome, mean, values
 
 SYSTEMS = ("best_sync", "best")
 FILE = "shapes.csv"
+SEQUENCES = 16  # of each GPU, as both settings of the paper have it
 
 
 class Shapes(NamedTuple):
@@ -51,11 +52,13 @@ class Shapes(NamedTuple):
     def overrides(self, system: str, best: int) -> list[str]:
         pool, elastic = "sim.pool.dedicated", self.kind == "switching"
         degrees = self.degrees[0] if self.kind == "single" else list(self.degrees)
-        policy = f"sim.systems.{system}.scheduler.provisioning"
+        policy, trainers = f"sim.systems.{system}.scheduler.provisioning", self.hybrid or best
         return [
             f"{pool}.tensor_parallel={degrees}".replace(" ", ""),
             f"{pool}.workers={self.workers}",
-            f"sim.pool.hybrid.tensor_parallel={self.hybrid or best}",
+            f"{pool}.max_sequences={SEQUENCES * degrees if self.kind == 'single' else 'null'}",
+            f"sim.pool.hybrid.tensor_parallel={trainers}",
+            f"sim.pool.hybrid.max_sequences={SEQUENCES * trainers}",
             *(
                 (
                     f"{pool}.elastic=true",
