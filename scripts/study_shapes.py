@@ -137,14 +137,14 @@ def study(setting: str, system: str, given: Sequence[str], processes: int) -> li
 
 
 def drawn(rows: Sequence[dict[str, str]]) -> str:
-    """Every single degree, and of mixes and switching what gained most: degrees, seconds a step, and
+    """Every single degree, and of mixes and switching what gained most on average: degrees, seconds a step, and
     tokens a second over the best single degree."""
 
     def cell(setting: str, system: str, kind: str, degrees: str) -> str:
         found = [row for row in rows if (row["setting"], row["system"]) == (setting, system)]
         found = [row for row in found if row["shapes"].startswith(f"{kind} {degrees}")]
         if not found:
-            return ""
+            return "not run"
         row = max(found, key=lambda row: float(row["gain"]))
         which = "" if degrees else f"{row['shapes'].removeprefix(kind)}:"
         return f"{which} {float(row['step_s']):,.0f} s, {with_bounds(row, 'gain', 'low', 'high')}"

@@ -106,8 +106,8 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(degrees, list):
         raise ConfigError(
             f"rollout.tensor_parallel={degrees}: one number; engines of several degrees are "
-            "simulated only (sim.pool.dedicated.tensor_parallel), since they gain less than 5% "
-            'over the best single one (docs/simulator.md, "Engines of several degrees")'
+            "simulated only (sim.pool.dedicated.tensor_parallel), where no clear gain over the "
+            'best single one was found (docs/simulator.md, "Engines of several degrees")'
         )
     kind = _kind(tree)
     try:
