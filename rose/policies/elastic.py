@@ -54,8 +54,11 @@ class Elastic(AllIdle):
         hybrid_wait_s: float,
         gain: float,
         switch_s: float,
+        hybrid_tail: float = 0.0,
     ) -> None:
-        super().__init__(n_serving, recent_s, hysteresis, activation_s, idle_s, hybrid_wait_s)
+        super().__init__(
+            n_serving, recent_s, hysteresis, activation_s, idle_s, hybrid_wait_s, hybrid_tail
+        )
         if not gain >= 0 or not switch_s >= 0:
             raise ValueError(f"gain={gain}, switch_s={switch_s}: not negative")
         self.gain, self.switch_s = gain, switch_s
