@@ -144,7 +144,7 @@ def drawn(rows: Sequence[dict[str, str]]) -> str:
         found = [row for row in rows if (row["setting"], row["system"]) == (setting, system)]
         found = [row for row in found if row["shapes"].startswith(f"{kind} {degrees}")]
         if not found:
-            return "not run"
+            return "–"
         row = max(found, key=lambda row: float(row["gain"]))
         which = "" if degrees else f"{row['shapes'].removeprefix(kind)}:"
         return f"{which} {float(row['step_s']):,.0f} s, {with_bounds(row, 'gain', 'low', 'high')}"
@@ -158,7 +158,8 @@ def drawn(rows: Sequence[dict[str, str]]) -> str:
             ("switching", ""),
         ):
             cells = [cell(setting, system, kind, degrees).strip() for system in SYSTEMS]
-            table.append((name, f"{kind} {degrees}".strip(), *cells))
+            first = all(row[0] != name for row in table)
+            table.append((name if first else "", f"{kind} {degrees}".strip(), *cells))
     return markdown(["setting", "engines", *SYSTEMS], table)
 
 
