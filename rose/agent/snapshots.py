@@ -61,6 +61,11 @@ class Snapshot(msgspec.Struct, frozen=True):
         return self.turns - inherited, tokens
 
 
+# Made here, by one thread: msgspec looks a dataclass up at its first use, in Python code, and a host
+# whose threads read their first snapshots at once died there of a segmentation fault.
+_decoder = msgspec.msgpack.Decoder(Snapshot)
+
+
 class Snapshots:
     """Of a host's trajectories. `folder`: the run's; `attempt`: of the run; `on_resume` takes each
     snapshot that an episode has gone on from, `on_saved` each that is on disk."""
@@ -166,7 +171,7 @@ def _read(path: Path) -> Snapshot:
     data = path.read_bytes()
     if xxhash.xxh3_128_digest(data[HASH:]) != data[:HASH]:
         raise ValueError("its hash is another")
-    return msgspec.msgpack.decode(data[HASH:], type=Snapshot)
+    return _decoder.decode(data[HASH:])
 
 
 def _digest(config: Config, domain: str) -> bytes:
