@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_THREADS = 8
+CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
 
 # what programs need that know nothing of the run; all else stays behind
@@ -66,11 +69,48 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def cores() -> int:
+    """Those that this process may keep busy: as Slurm or taskset bound it, and no more than the
+    least CPU quota of its control groups (a container's --cpus) pays for, which is rounded down."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), math.inf)))
+
+
+def _quotas() -> Iterator[float]:
+    """Cores that this process's control groups, v1 and v2, and those above them may use. In a
+    container its group may be the root of what is mounted, under another path than its own."""
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        home = CGROUP if number == "0" else CGROUP / "cpu"
+        group = home / path.strip("/")
+        while group != home.parent:
+            yield _quota(group, second=number == "0")
+            group = group.parent
+
+
+def _quota(group: Path, second: bool) -> float:
+    """Infinite for a group without a limit, as the root."""
+    try:
+        if second:
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max"
+        return math.inf
+
+
 def usable_threads() -> int:
-    """Threads for work on the side (encoding, staging) where no key says how many: the cores that
-    this process may run on, as Slurm or taskset bound it, and 8 at most. More would fight over
-    Python's lock with what the process is for, and each of them holds blocks in memory."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    """Threads for work on the side (encoding, staging) where no key says how many: `cores`, and 8
+    at most. More would fight over Python's lock with what the process is for, and each of them
+    holds blocks in memory."""
+    return min(MOST_THREADS, cores())
 
 
 @contextmanager

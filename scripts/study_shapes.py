@@ -29,6 +29,7 @@ from rose.sim.study.outcome import Outcome, mean, values
 
 SYSTEMS = ("best_sync", "best")
 FILE = "shapes.csv"
+SEQUENCES = 16  # of each GPU, as both settings of the paper have it
 
 
 class Shapes(NamedTuple):
@@ -51,11 +52,13 @@ class Shapes(NamedTuple):
     def overrides(self, system: str, best: int) -> list[str]:
         pool, elastic = "sim.pool.dedicated", self.kind == "switching"
         degrees = self.degrees[0] if self.kind == "single" else list(self.degrees)
-        policy = f"sim.systems.{system}.scheduler.provisioning"
+        policy, trainers = f"sim.systems.{system}.scheduler.provisioning", self.hybrid or best
         return [
             f"{pool}.tensor_parallel={degrees}".replace(" ", ""),
             f"{pool}.workers={self.workers}",
-            f"sim.pool.hybrid.tensor_parallel={self.hybrid or best}",
+            f"{pool}.max_sequences={SEQUENCES * degrees if self.kind == 'single' else 'null'}",
+            f"sim.pool.hybrid.tensor_parallel={trainers}",
+            f"sim.pool.hybrid.max_sequences={SEQUENCES * trainers}",
             *(
                 (
                     f"{pool}.elastic=true",
@@ -134,14 +137,14 @@ def study(setting: str, system: str, given: Sequence[str], processes: int) -> li
 
 
 def drawn(rows: Sequence[dict[str, str]]) -> str:
-    """Every single degree, and of mixes and switching what gained most: degrees, seconds a step, and
+    """Every single degree, and of mixes and switching what gained most on average: degrees, seconds a step, and
     tokens a second over the best single degree."""
 
     def cell(setting: str, system: str, kind: str, degrees: str) -> str:
         found = [row for row in rows if (row["setting"], row["system"]) == (setting, system)]
         found = [row for row in found if row["shapes"].startswith(f"{kind} {degrees}")]
         if not found:
-            return ""
+            return "–"
         row = max(found, key=lambda row: float(row["gain"]))
         which = "" if degrees else f"{row['shapes'].removeprefix(kind)}:"
         return f"{which} {float(row['step_s']):,.0f} s, {with_bounds(row, 'gain', 'low', 'high')}"
@@ -155,7 +158,8 @@ def drawn(rows: Sequence[dict[str, str]]) -> str:
             ("switching", ""),
         ):
             cells = [cell(setting, system, kind, degrees).strip() for system in SYSTEMS]
-            table.append((name, f"{kind} {degrees}".strip(), *cells))
+            first = all(row[0] != name for row in table)
+            table.append((name if first else "", f"{kind} {degrees}".strip(), *cells))
     return markdown(["setting", "engines", *SYSTEMS], table)
 
 

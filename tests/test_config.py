@@ -6,6 +6,7 @@ import os
 import pytest
 
 from rose import config as configuration
+from rose import processes
 from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
 from tests.conftest import CONF
 
@@ -330,6 +331,12 @@ def test_requests_keep_their_cache_where_versions_come_while_they_run(
         (2, ["+experiment=smollm"], 2, 2),
         (6, ["trainer.ranks=2", "rollout.workers=4"], 3, 1),
         (64, ["rollout.workers=1"], 8, 8),
+        (64, ["trainer.ranks=8", "rollout.workers=8"], 8, 8),
+        (64, ["trainer.ranks=16", "rollout.workers=32"], 4, 2),
+        (1, ["deterministic=true", "rollout.workers=1"], 2, 1),
+        # its engines have one, whatever this says
+        (64, ["deterministic=true", "rollout.workers=1"], 2, 8),
+        (64, ["deterministic=true", "rollout.workers=1", "trainer.threads=3"], 3, 8),
         (64, ["trainer.threads=3", "rollout.threads=40"], 3, 40),
         (64, ["cluster=dev"], 2, 1),
         (64, ["cluster=dev", "cluster.slurm.rollout.cpus_per_task=16"], 2, 8),
@@ -337,9 +344,10 @@ def test_requests_keep_their_cache_where_versions_come_while_they_run(
     ],
 )
 def test_threads_that_nobody_set_are_a_share_of_the_cores(
-    make_config, monkeypatch, cores, overrides, trainer, rollout
+    make_config, monkeypatch, tmp_path, cores, overrides, trainer, rollout
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
     chosen = make_config(*overrides)
     assert (chosen.trainer.threads, chosen.rollout.threads) == (trainer, rollout)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # a run's own is what was found

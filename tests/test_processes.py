@@ -15,10 +15,39 @@ from rose import processes
 from tests import processes as seen
 
 
-def test_threads_follow_the_binding_and_end_at_eight(monkeypatch):
+def test_threads_follow_the_binding_and_end_at_eight(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
     for bound, wanted in ({3}, 1), (set(range(4)), 4), (set(range(220)), 8):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=bound: cores)
         assert processes.usable_threads() == wanted
+
+
+@pytest.mark.parametrize(
+    "own, files, wanted",
+    [
+        ("0::/a/b", {}, 64),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, 64),
+        ("0::/a/b", {"a/b/cpu.max": "250000 100000"}, 2),
+        ("0::/a/b", {"a/b/cpu.max": "400000 100000", "a/cpu.max": "150000 50000"}, 3),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),  # a container's own root
+        ("2:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "-1"}, 64),
+        ("2:cpu,cpuacct:/d/e", {"cpu/cpu.cfs_quota_us": "200000"}, 2),  # mounted as another path
+        ("3:cpuset:/d\n1:cpu:/d\n0::/", {"cpu/d/cpu.cfs_quota_us": "500000"}, 5),
+    ],
+)
+def test_cores_are_no_more_than_the_quotas_of_the_groups_and_of_those_above(
+    monkeypatch, tmp_path, own, files, wanted
+):
+    for name, text in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+        file.with_name("cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "own").write_text(own + "\n")
+    monkeypatch.setattr(processes, "CGROUP", tmp_path / "fs")
+    monkeypatch.setattr(processes, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert processes.cores() == wanted
 
 
 def test_an_import_leaves_out_what_nobody_uses_and_the_collector_goes_on(monkeypatch):

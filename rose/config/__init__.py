@@ -35,7 +35,7 @@ from rose.config.sim import Sim, SimPool, SimSandboxes, SimSave, SimServing, Sim
 from rose.config.trainer import Algorithm, Lora, Optimizer, Trainer, Transfer
 from rose.config.tree import Config, MixedConfig, Observe
 from rose.files import write_whole
-from rose.processes import MOST_THREADS, usable_threads
+from rose.processes import MOST_THREADS, cores
 
 __all__ = [
     "Algorithm",
@@ -90,6 +90,7 @@ __all__ = [
     "to_dict",
 ]
 
+DETERMINISTIC_THREADS = 2  # of a trainer; as runs had before threads followed the cores
 MIXTURE = "mixture"  # env.name of what has several environments
 # batching policies whose rollouts wait for each step's weights
 IN_STEP = ("synchronous", "dapo", "tail_batching")
@@ -105,8 +106,8 @@ def from_dict(tree: dict[str, Any]) -> Config:
     if isinstance(degrees, list):
         raise ConfigError(
             f"rollout.tensor_parallel={degrees}: one number; engines of several degrees are "
-            "simulated only (sim.pool.dedicated.tensor_parallel), since they gain less than 5% "
-            'over the best single one (docs/simulator.md, "Engines of several degrees")'
+            "simulated only (sim.pool.dedicated.tensor_parallel), where no clear gain over the "
+            'best single one was found (docs/simulator.md, "Engines of several degrees")'
         )
     kind = _kind(tree)
     try:
@@ -148,7 +149,8 @@ def _resolved(config: Config) -> Config:
 def _threads(config: Config) -> dict[str, int | None]:
     """Of a rank of each role, where the configuration leaves it to the machine. On CPUs each takes
     its share of the cores, as trainer and engines mostly compute in turn; of those that Slurm gives
-    an engine one is for the rank beside it. On GPUs it is the libraries' choice."""
+    an engine one is for the rank beside it. On GPUs it is the libraries' choice. A deterministic
+    trainer has the same everywhere: losses depend on it, and the run may continue elsewhere."""
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
     if config.cluster.gpus:
         return dict.fromkeys(ranks)
@@ -156,8 +158,10 @@ def _threads(config: Config) -> dict[str, int | None]:
         slurm, rollout = config.cluster.slurm, config.rollout
         cpus = {"trainer": cpus_of(slurm.trainer, rollout)}
         cpus["rollout"] = cpus_of(slurm.rollout, rollout) - 1
-        return {role: min(MOST_THREADS, max(1, count)) for role, count in cpus.items()}
-    return {role: max(1, usable_threads() // count) for role, count in ranks.items()}
+    else:
+        cpus = {role: cores() // count for role, count in ranks.items()}
+    found = {role: min(MOST_THREADS, max(1, count)) for role, count in cpus.items()}
+    return found | ({"trainer": DETERMINISTIC_THREADS} if config.deterministic else {})
 
 
 def serving_from_dict(tree: dict[str, Any]) -> Serving:

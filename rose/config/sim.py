@@ -57,6 +57,8 @@ class SimPool(Section):
     # dedicated: the degrees of the list are shapes of the same GPUs, which `workers` engines of the
     # first fill; provisioning decides which are awake
     elastic: bool = False
+    # of each engine; null: rollout.max_sequences, of a list's degrees as many for each GPU
+    max_sequences: Count | None = None
 
 
 class SimSlo(Section):

@@ -9,11 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from rose import config as configuration
 from rose import places
 from rose.config import Config, ConfigError, Serving
+from rose.processes import cores
 
 DEFAULTS = places.CONF / "serving" / "borrow.yaml"
 
@@ -71,7 +73,18 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         if key == "model.path" and tree["model"]["source"] == "hub":
             # a copy that this node has, in place of the snapshot in the run's cache
             tree["model"]["source"] = "folder"
-    return configuration.from_dict(tree)
+    given = "rollout.threads" in parse(arguments)
+    return _on_own_cores(configuration.from_dict(tree), given)
+
+
+def _on_own_cores(c: Config, given: bool) -> Config:
+    """With no more threads than this process has cores, unless its command line says how many: the
+    run's are of the launcher's machine."""
+    threads = c.rollout.threads
+    if given or threads is None or c.cluster.gpus:
+        return c
+    rollout = msgspec.structs.replace(c.rollout, threads=min(threads, cores()))
+    return msgspec.structs.replace(c, rollout=rollout)
 
 
 def of_server(arguments: list[str]) -> Serving:

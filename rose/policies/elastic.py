@@ -27,7 +27,8 @@ WINDOW = 512  # trajectories whose lengths are remembered: a few steps of the pa
 
 class Elastic(AllIdle):
     """As `all_idle`, and engines that share GPUs (`WorkerJoined.shape`) wake and sleep as the
-    phases of a step demand. Decided alike for each block, the GPUs of a widest engine.
+    phases of a step demand. Decided alike for each block, the GPUs of engines that overlap; an
+    engine that shares none is always awake.
 
     At every tick a block's turns, with its part of those that wait, are judged in each shape: the
     seconds of a decode step with as many of them as an engine gets or takes, times the tokens that
@@ -35,7 +36,7 @@ class Elastic(AllIdle):
     the waves that it takes to serve all. Another shape is taken if it saves more than it costs and
     at least `gain` of the time. It costs `switch_s` (turns aborted, weights over PCIe into the
     engine that wakes) and prefill of all contexts. The step times are the engines' own. The first
-    shape to join is awake at first.
+    shape to join is awake at first, and where none is, as its engine was lost.
 
     RollPacker doubles the degree for the next step when preemptions exceed 1.05 times those before,
     and halves it after four steps without; Libra takes the fixed mix that its cost model prefers
@@ -53,14 +54,17 @@ class Elastic(AllIdle):
         hybrid_wait_s: float,
         gain: float,
         switch_s: float,
+        hybrid_tail: float = 0.0,
     ) -> None:
-        super().__init__(n_serving, recent_s, hysteresis, activation_s, idle_s, hybrid_wait_s)
+        super().__init__(
+            n_serving, recent_s, hysteresis, activation_s, idle_s, hybrid_wait_s, hybrid_tail
+        )
         if not gain >= 0 or not switch_s >= 0:
             raise ValueError(f"gain={gain}, switch_s={switch_s}: not negative")
         self.gain, self.switch_s = gain, switch_s
         self._lengths = Residuals()
         # of each block: degree -> its workers, in the order of the degrees' joining
-        self._blocks: dict[int, dict[int, list[str]]] = {}
+        self._blocks: list[dict[int, list[str]]] = []
         self._shaped: dict[str, Shape] = {}
 
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
@@ -81,22 +85,23 @@ class Elastic(AllIdle):
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         actions = super().decide(at, cluster)
         if not cluster.training:
-            for degrees in self._blocks.values():
+            for degrees in self._blocks:
                 actions += self._reshape(degrees, cluster)
         return actions
 
     def _arrange(self) -> None:
-        widest = max((shape.degree for shape in self._shaped.values()), default=1)
-        self._blocks = {}
-        for name, shape in self._shaped.items():
-            block = self._blocks.setdefault(shape.first // widest, {})
-            block.setdefault(shape.degree, []).append(name)
+        self._blocks, end = [], 0
+        for name, shape in sorted(self._shaped.items(), key=lambda each: each[1].first):
+            if shape.first >= end:
+                self._blocks.append({})
+            self._blocks[-1].setdefault(shape.degree, []).append(name)
+            end = max(end, shape.first + shape.degree)
 
     def _reshape(self, degrees: dict[int, list[str]], cluster: Cluster) -> list[Action]:
         """Of one block."""
         now = next((d for d, names in degrees.items() if _awake(names, cluster)), None)
         if now is None:
-            return []
+            return [UseWorker(name) for name in next(iter(degrees.values()))]
         turns = [cluster.turns[t] for w in degrees[now] for t in cluster.workers[w].turns]
         waiting = cluster.waiting / len(self._blocks)
         if not turns:

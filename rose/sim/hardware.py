@@ -154,9 +154,10 @@ EFFICIENCY_SOURCE = {
     "nvlink": "ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s on the H800",
     "step_s": "see memory",
     "sequence_s": "ours; sampling and output handling of a sequence",
-    "all_reduce_s": "8.5 to 12 us, of vLLM's own up to 32 KiB over 2 to 8 H100 "
-    "(github.com/sgl-project/sglang/pull/2904); with `nvlink` the best of vLLM's over 4 and 6 H100 "
-    "from 0.5 to 4 MiB within 25% (github.com/vllm-project/vllm/pull/24111, 24532)",
+    "all_reduce_s": "8.5 to 12 us, of vLLM's own up to 32 KiB over 2 to 8 H100, without the CUDA "
+    "graphs that engines have (github.com/sgl-project/sglang/pull/2904); with `nvlink` the best of "
+    "vLLM's over 4 and 6 H100 from 0.5 to 4 MiB within 25%, over 2 at 0.5 MiB 11.6 us, not 7 "
+    "(github.com/vllm-project/vllm/pull/24111, 24532)",
     "kv_memory": "vLLM's default gpu_memory_utilization",
     "activations_bytes": "ours; vLLM's profile run at 8,192 tokens a step",
 }

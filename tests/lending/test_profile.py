@@ -3,6 +3,7 @@ models for real."""
 
 import copy
 import json
+import os
 import random
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from rose import config as configuration
+from rose import processes
 from rose.config import ConfigError
 from rose.engine.start import EngineError
-from rose.lending import device_profile, profile
+from rose.lending import device_profile, profile, settings
 from rose.lending.measure import FEWEST, LEAST_HOLD, Step, interference
 from rose.lending.operator import operate
 from rose.lending.rules.predictor import Predictor, Work
@@ -55,6 +57,20 @@ def test_it_survives_its_file_and_suits_the_engines_that_it_was_measured_with(
     path.write_text(json.dumps(found))
     assert device_profile.load(path) == found
     device_profile.check(device_profile.load(path), path, config, model)
+
+
+def test_the_threads_are_those_of_the_lender_whatever_machine_launched_the_run(
+    tmp_path, make_config, model, monkeypatch
+):
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
+    given = ["model.source=folder", f"model.path={model}", f"serving.online.model={model}"]
+    found = []
+    for launcher in 64, 4:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=launcher: set(range(n)))
+        configuration.save(make_config(*given, "rollout.workers=1"), tmp_path / "config.json")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        found.append(device_profile.fingerprint(settings.of_run(tmp_path, []), model))
+    assert found[0] == found[1] and found[0]["rollout"]["threads"] == 2
 
 
 def test_all_that_differs_is_said_at_once(tmp_path, found, make_config, model, config):

@@ -1,6 +1,7 @@
 """A serving rank's settings: the run's, with what may differ over it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from rose import config as configuration
-from rose import models
+from rose import models, processes
 from rose.config import ConfigError
 from rose.launch import local
 from rose.lending import settings
@@ -33,6 +34,20 @@ def test_the_runs_own_with_what_differs_over_it(run_dir):
     )
     assert c.rollout.threads == 2 and c.serving.lost_after_s == 3.5 and c.cluster.env["X"] == "a"
     assert c.seed == settings.of_run(run_dir, []).seed
+
+
+def test_an_engine_elsewhere_has_no_more_threads_than_its_own_cores(
+    make_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    configuration.save(make_config("rollout.workers=1"), tmp_path / "config.json")
+    assert settings.of_run(tmp_path, []).rollout.threads == 8
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})  # of slurm/serving.sbatch
+    assert settings.of_run(tmp_path, []).rollout.threads == 2
+    assert settings.of_run(tmp_path, ["rollout.threads=3"]).rollout.threads == 3
+    configuration.save(make_config("+experiment=qwen7b"), tmp_path / "config.json")
+    assert settings.of_run(tmp_path, []).rollout.threads is None  # on GPUs the libraries' choice
 
 
 def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp_path, make_config):

@@ -119,6 +119,42 @@ def test_a_lost_engine_leaves_its_gpus_to_the_others():
     assert awake(s) == "n0n1n2n3"
 
 
+def test_a_lost_wide_engine_leaves_its_gpus_to_the_narrow_ones_which_wake():
+    s = make()
+    ask(s, 1)
+    s.handle(ev.Tick(at=2.0))
+    assert awake(s) == "w"
+    s.handle(ev.WorkerLost(at=3.0, worker="w", reason="gone"))
+    s.handle(ev.Tick(at=4.0))
+    assert awake(s) == "n0n1n2n3"
+    join(s, "w", 0, *WIDE)
+    assert awake(s) == "n0n1n2n3"  # whose GPUs are theirs now
+
+
+def test_an_engine_that_shares_no_gpu_never_sleeps():
+    s = make()
+    join(s, "own", 4, *NARROW)
+    join(s, "x", 5, *WIDE)  # across where a second widest engine would begin
+    ask(s, 1)
+    for at in (2.0, 3.0):
+        s.handle(ev.Tick(at=at))
+        assert {"own", "x"} <= {n for n, w in s.cluster.workers.items() if not w.resting}
+
+
+def test_engines_that_overlap_in_part_are_never_awake_at_once():
+    s = make()
+    for name, first in (("a", 10), ("b", 12), ("c", 14)):
+        join(s, name, first, 2, 0.006, 0.0)
+    for name, first in (("y", 10), ("z", 13)):
+        join(s, name, first, 3, 0.002, 0.002)
+    for step in range(3):
+        ask(s, 1, begin=step)
+        s.handle(ev.Tick(at=2.0 + step))
+        up = [w.shape for w in s.cluster.workers.values() if not w.resting]
+        gpus = [gpu for shape in up for gpu in range(shape.first, shape.first + shape.degree)]
+        assert len(gpus) == len(set(gpus))
+
+
 def test_it_does_not_take_numbers_below_zero():
     with pytest.raises(ConfigError, match="switch_s=-1"):
         make(switch_s=-1.0)

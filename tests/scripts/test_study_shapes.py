@@ -9,7 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import study_shapes
-from study_shapes import ROWS
+from study_shapes import ROWS, Shapes
+
+from rose.sim.study import build, runs
 
 
 @pytest.mark.parametrize("setting, gpus", [("rose_8b", 8), ("rose_32b", 32)])
@@ -41,3 +43,28 @@ def test_gains_are_over_the_best_single_degree_which_the_trainer_has_beside_a_mi
     assert found["mix 4+2+2"] == pytest.approx(0.8) and found["switching 4+8"] == pytest.approx(1.1)
     assert "sim.pool.hybrid.tensor_parallel=4" in overrides["mix-4+1+1+1+1"]
     assert "sim.pool.hybrid.tensor_parallel=2" in overrides["single-2"]
+
+
+@pytest.mark.parametrize("system", study_shapes.SYSTEMS)
+def test_a_row_that_switches_makes_a_scheduler_of_each_system(system):
+    row = next(row for row in ROWS["rose_8b"] if row.kind == "switching")
+    own = [f"sim/systems=[{system}]", "sim.seeds=[1]", *row.overrides(system, 8)]
+    jobs = runs.jobs_of(study_shapes.composed("rose_8b", own))
+    (job,) = [job for job in jobs if job.name == system]
+    build.make_scheduler(job.config, job.system)
+
+
+@pytest.mark.parametrize(
+    "row, wanted",
+    [
+        (study_shapes.single(4, 8), {"dedicated": 64, "hybrid": 64}),
+        (Shapes("mix", (4, 2, 2), 1), {"dedicated-tp4": 64, "dedicated-tp2": 32, "hybrid": 128}),
+    ],
+)
+def test_every_gpu_has_as_many_sequences_whatever_the_degree(make_config, row, wanted):
+    c = make_config(
+        "mode=simulate", "+experiment=rose_8b", "sim/systems=[best]", *row.overrides("best", 8),
+        "sim.pools=[dedicated,hybrid]",
+    )  # fmt: skip
+    pools = build.make_spec(c, "rose", build.ours(c), 1).pools
+    assert {pool.name: pool.engine.max_sequences for pool in pools} == wanted

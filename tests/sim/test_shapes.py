@@ -57,6 +57,18 @@ def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(make_c
     assert build.make_spec(one, "rose", build.ours(one), 1).pools[0].first_gpu is None
 
 
+@pytest.mark.parametrize("given, wanted", [("null", 16), (24, 24)])
+def test_one_degree_for_all_leaves_an_engine_the_sequences_of_a_live_one(
+    make_config, given, wanted
+):
+    c = make_config(
+        "mode=simulate", "+experiment=rose_8b", "sim.pool.dedicated.tensor_parallel=4",
+        f"sim.pool.dedicated.max_sequences={given}", "sim.pools=[dedicated]",
+    )  # fmt: skip
+    made = build.make_spec(c, "rose", build.ours(c), 1).pools
+    assert [pool.engine.max_sequences for pool in made] == [wanted]
+
+
 @pytest.mark.parametrize(
     "changed, words",
     [
@@ -74,11 +86,22 @@ def test_degrees_that_make_no_pool_are_named(make_config, changed, words):
         build.make_spec(c, "rose", build.ours(c), 1)
 
 
-def test_shapes_that_do_not_fill_the_gpus_are_named(make_config):
+@pytest.mark.parametrize(
+    "degrees, workers, words",
+    [
+        ("[2,8]", 3, "engines of 8 GPUs don't fill the pool's 6"),
+        (
+            "[2,5]",
+            5,
+            r"\[2, 5\]: engines of 2 GPUs overlap two of 5; with elastic=true each degree",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fill_the_gpus_are_named(make_config, degrees, workers, words):
     c = make_config(
         "mode=simulate", "+experiment=rose_8b", "scheduler/provisioning=elastic",
-        "sim.pool.dedicated.tensor_parallel=[2,8]", "sim.pool.dedicated.elastic=true",
-        "sim.pool.dedicated.workers=3",
+        f"sim.pool.dedicated.tensor_parallel={degrees}", "sim.pool.dedicated.elastic=true",
+        f"sim.pool.dedicated.workers={workers}",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="engines of 8 GPUs don't fill the pool's 6"):
+    with pytest.raises(ConfigError, match=words):
         build.make_spec(c, "rose", build.ours(c), 1)

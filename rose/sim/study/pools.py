@@ -43,8 +43,14 @@ def _check_degrees(c: Config, name: str, system: SimSystem) -> None:
             f"sim.pool.{name}.elastic=True: needs scheduler/provisioning=elastic, not {policy}"
         )
     total = p.workers * gpus(p)
-    if unfit := [degree for degree in degrees(p) if total % degree]:
-        raise ConfigError(f"{key}: engines of {unfit[0]} GPUs don't fill the pool's {total}")
+    widest = max(degrees(p))
+    if unfit := [degree for degree in degrees(p) if widest % degree]:
+        raise ConfigError(
+            f"{key}: engines of {unfit[0]} GPUs overlap two of {widest}; with elastic=true each "
+            "degree must divide the widest"
+        )
+    if total % widest:
+        raise ConfigError(f"{key}: engines of {widest} GPUs don't fill the pool's {total}")
 
 
 def known(key: str, find: Callable[[str], Any], value: str) -> Any:
@@ -139,8 +145,9 @@ def _engine(
     c: Config, name: str, degree: int, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
 ) -> spec.Engine:
     p, efficiency = c.sim.pool[name], _efficiency(c)
-    # of an engine over rollout.tensor_parallel GPUs; as many for each GPU of others
-    sequences = max(c.rollout.max_sequences * degree // c.rollout.tensor_parallel, 1)
+    sequences = p.max_sequences or c.rollout.max_sequences
+    if isinstance(p.tensor_parallel, list) and not p.max_sequences:  # as many for each GPU
+        sequences = max(sequences * degree // c.rollout.tensor_parallel, 1)
     online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
     try:
         step = hardware.step_time(shape, gpu, degree, sequences, efficiency)
