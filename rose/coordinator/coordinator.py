@@ -159,6 +159,8 @@ class Coordinator:
             self.hub.log.stopped()
             self.training.stop()
             self._stepping.cancel()
+            if self.hybrids:
+                self.hybrids.close()
             deadline_s = resume.stop_s(self.run_dir, self.config.cluster) / 2
             try:
                 async with asyncio.timeout(deadline_s):
@@ -173,7 +175,7 @@ class Coordinator:
             if self._committing is not None:
                 self._committing.cancel()
             if self.hybrids:
-                self.hybrids.close()
+                self.hybrids.cancel()
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
@@ -281,12 +283,17 @@ class Coordinator:
             self.hub.feed(
                 ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted, stream=stream)
             )
-            if self.hybrids and self.hub.hybrids_down and self.batch is None:
-                self.hybrids.begin(p.Role.ROLLOUT)  # they start in their turn
+            if self.hybrids and self.batch is None and self._rolls_hybrids():
+                self.hybrids.begin(p.Role.ROLLOUT)
             await self._rollouts_until(lambda: self.batch is not None)
         groups = self.rollouts.take(self.batch)
         self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
         return groups
+
+    def _rolls_hybrids(self) -> bool:
+        """Whether the scheduler uses hybrid engines, or would use those that have to be started,
+        which they are in their turn."""
+        return self.hub.uses_hybrids or self.hub.hybrids_down and self.scheduler.rolls_hybrids()
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
@@ -504,7 +511,7 @@ class Coordinator:
             and self.step > saved
             and len(self.trainers) == self.config.trainer.ranks
         ):
-            if self.saving is None:
+            if self.saving is None and self.config.trainer_sleeps:
                 await self.device.to(p.Role.TRAINER)
             await self._checkpoint(deadline_s)
             await self._committed()

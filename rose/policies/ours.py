@@ -139,6 +139,9 @@ class AllIdle(RoseProvisioning):
     def joins_resting(self, kind: str) -> bool:
         return kind in ("cooperative", "hybrid")
 
+    def rolls_hybrids(self) -> bool:
+        return self._rolls
+
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         actions = super().on_event(event, cluster)
         match event:

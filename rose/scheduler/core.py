@@ -85,6 +85,9 @@ class Scheduler:
             if hasattr(policy, "on_event")
         ]
         self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
+        self.rolls_hybrids: Callable[[], bool] = optional(
+            provisioning, "rolls_hybrids", lambda: True
+        )
         self._published = optional(batching, "published", lambda version: [])
         self._certain = optional(batching, "certain", lambda: [])
         self._early: set[str] | None = None  # of a step that streams: given to its trainer
