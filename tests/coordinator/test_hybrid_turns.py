@@ -109,7 +109,8 @@ def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
     assert any(row["hybrid_token_share"] > 0 for row in rows[1:]), "they wake after a step, too"
     [path] = (tmp_path / "journal").iterdir()
     actions = [a for e in list(journal.read(path))[1:] for a in e.actions]
-    assert sum(isinstance(a, ev.UseWorker) for a in actions) >= STEPS
+    about = [type(a) for a in actions if getattr(a, "worker", "") == "rollout-1"]
+    assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
 
 
 def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
