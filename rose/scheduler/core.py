@@ -84,7 +84,9 @@ class Scheduler:
             for policy in (provisioning, routing, order, batching, placement)
             if hasattr(policy, "on_event")
         ]
-        self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
+        self.joins_resting: Callable[[str], bool] = optional(
+            provisioning, "joins_resting", lambda kind: False
+        )
         self.rolls_hybrids: Callable[[], bool] = optional(
             provisioning, "rolls_hybrids", lambda: True
         )
@@ -190,7 +192,7 @@ class Scheduler:
             e.hardware,
             e.shape,
             whole_kv_tokens=e.kv_tokens,
-            resting=self._joins_resting(e.kind),
+            resting=self.joins_resting(e.kind),
         )
         self.cluster.workers[e.worker] = worker
         self.fleet.changed(e.worker)
