@@ -279,9 +279,15 @@ class Coordinator:
         self.training.begin_step(self.step + 1)
         self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
         with self.recorder.timed("rollout", step=self.step + 1):
-            stream = self.config.trainer.stream
+            stream, size = self.config.trainer.stream, self.config.rollout.group_size
             self.hub.feed(
-                ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted, stream=stream)
+                ev.StepBegun(
+                    at=time.time(),
+                    step=self.step + 1,
+                    groups=wanted,
+                    stream=stream,
+                    group_size=size,
+                )
             )
             if self.hybrids and self.batch is None and self._rolls_hybrids():
                 self.hybrids.begin(p.Role.ROLLOUT)
