@@ -23,7 +23,7 @@ from rose.comm.tasks import Tasks
 from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
-from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.device_turns import ANSWER_S, DeviceTurns
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
@@ -249,7 +249,7 @@ class Coordinator:
         )
         await until(
             lambda: self.hub.own >= engines,
-            c.rollout.engine_start_timeout_s,
+            c.rollout.engine_start_timeout_s + ANSWER_S,
             lambda: f"engines to start: {self.hub.own} of {engines} are up",
         )
         first = self.trainers[0]

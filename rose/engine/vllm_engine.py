@@ -52,7 +52,8 @@ from rose.processes import usable_threads
 from rose.transfer import TransferError
 
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
-END_LOOK_S = 0.05  # between two looks for processes of a start that is broken off
+BROKEN_OFF_S = 30.0  # a start that is broken off may have to import vLLM before its process comes
+END_LOOK_S = 0.05  # between two looks for it
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
 
@@ -384,7 +385,7 @@ class Engine(Activation, Generation, Staging):
 
 async def _end(building: asyncio.Future, before: set) -> None:
     """End the processes that a start has made beside those `before`, or makes until it is over."""
-    deadline = time.monotonic() + STOP_TIMEOUT_S
+    deadline = time.monotonic() + BROKEN_OFF_S
     while True:
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
