@@ -52,7 +52,7 @@ from rose.processes import usable_threads
 from rose.transfer import TransferError
 
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
-BROKEN_OFF_S = 30.0  # a start that is broken off may have to import vLLM before its process comes
+BROKEN_OFF_S = 60.0  # a start that is broken off may have to import vLLM before its process comes
 END_LOOK_S = 0.05  # between two looks for it
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
