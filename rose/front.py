@@ -45,6 +45,7 @@ from rose.launch import (
     state,
     supervise,
 )
+from rose.memory import host_bytes
 from rose.observe import report, terminal, trackers
 from rose.observe.terminal import echo
 from rose.reward import scorers
@@ -180,7 +181,13 @@ def check(tree: dict) -> plan.Plan:
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
     trackers.check(c.observe)
     c = with_whole_paths(c)
-    staleness = policies.build(c.scheduler, c.rollout.turn_timeout_s).staleness
+    scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
+    if c.hybrids and not scheduler.joins_resting("hybrid"):
+        raise ConfigError(
+            f"scheduler.provisioning.name={c.scheduler.provisioning.name!r}: rollout.hybrid="
+            f"{c.hybrids} needs a policy that says when these engines work, so that "
+            'joins_resting("hybrid") is true: scheduler/provisioning=all_idle or rlboost'
+        )
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
     if c.trainer.stream and getattr(algorithm, "advantages_of_batch", False):
@@ -199,7 +206,7 @@ def check(tree: dict) -> plan.Plan:
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    doubts = check_stale(c, staleness, algorithm.corrects_mismatch)
+    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch)
     made = plan.make(c, model.shape(c), doubts, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -214,10 +221,10 @@ def check(tree: dict) -> plan.Plan:
 
 
 def _host_gib(c: Config) -> float | None:
-    """Memory of the machine that the run is for, if it is this one."""
+    """Memory that the run may take, if it is for this machine."""
     if c.cluster.dry_run or c.cluster.kind != "local":
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return host_bytes() / 2**30
 
 
 def with_whole_paths(c: Config) -> Config:

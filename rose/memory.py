@@ -1,7 +1,8 @@
 """How much memory a process's device has, and memory of the CPU that really goes back to the
 system.
 
-`look` asks a torch device: the GPU's memory, or on a CPU the machine's.
+`look` asks a torch device: the GPU's memory, or on a CPU the machine's. `host_bytes` is what its
+control groups leave of that at most.
 
 `HostPages` is the pool behind a KV cache: private anonymous memory, in which
 `madvise(MADV_DONTNEED)` frees a page at once and the next touch brings a zeroed one. Transparent
@@ -13,15 +14,18 @@ does the same for memory that others allocated, such as a model's parameters.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
+import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 GIB = 2**30
 PAGE = mmap.PAGESIZE
+CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 Ranges = list[tuple[int, int]]  # [start, end) in bytes, ascending, neither touching nor overlapping
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -123,6 +127,37 @@ def look(device) -> DeviceMemory:
     machine = _kib(Path("/proc/meminfo"))
     own = _kib(Path("/proc/self/smaps_rollup"))["Rss"]
     return DeviceMemory(machine["MemAvailable"] / 2**20, machine["MemTotal"] / 2**20, own / 2**20)
+
+
+def host_bytes() -> float:
+    """Memory that this process and those it starts may take in all: the machine's, or the least
+    limit of its control groups."""
+    machine = os.sysconf("SC_PHYS_PAGES") * PAGE
+    return min([machine, *(_limit(group / name) for group, name, _ in control_groups())])
+
+
+def control_groups() -> Iterator[tuple[Path, str, str]]:
+    """(folder, names of the files of limit and usage) of this group and those above, v1 and v2."""
+    for line in PROCESS.read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            home, names = CGROUP, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            home, names = CGROUP / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = home / path.strip("/")
+        while group != home.parent:
+            yield (group, *names)
+            group = group.parent
+
+
+def _limit(path: Path) -> float:
+    """Bytes; infinite without one."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return math.inf  # "max", or a group without limits, as the root
 
 
 def _kib(path: Path) -> dict[str, int]:

@@ -23,7 +23,7 @@ from rose.comm.tasks import Tasks
 from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
-from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.device_turns import ANSWER_S, DeviceTurns
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
@@ -159,6 +159,8 @@ class Coordinator:
             self.hub.log.stopped()
             self.training.stop()
             self._stepping.cancel()
+            if self.hybrids:
+                self.hybrids.close()
             deadline_s = resume.stop_s(self.run_dir, self.config.cluster) / 2
             try:
                 async with asyncio.timeout(deadline_s):
@@ -173,7 +175,7 @@ class Coordinator:
             if self._committing is not None:
                 self._committing.cancel()
             if self.hybrids:
-                self.hybrids.close()
+                self.hybrids.cancel()
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
@@ -247,7 +249,7 @@ class Coordinator:
         )
         await until(
             lambda: self.hub.own >= engines,
-            c.rollout.engine_start_timeout_s,
+            c.rollout.engine_start_timeout_s + ANSWER_S,
             lambda: f"engines to start: {self.hub.own} of {engines} are up",
         )
         first = self.trainers[0]
@@ -277,16 +279,27 @@ class Coordinator:
         self.training.begin_step(self.step + 1)
         self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
         with self.recorder.timed("rollout", step=self.step + 1):
-            stream = self.config.trainer.stream
+            stream, size = self.config.trainer.stream, self.config.rollout.group_size
             self.hub.feed(
-                ev.StepBegun(at=time.time(), step=self.step + 1, groups=wanted, stream=stream)
+                ev.StepBegun(
+                    at=time.time(),
+                    step=self.step + 1,
+                    groups=wanted,
+                    stream=stream,
+                    group_size=size,
+                )
             )
-            if self.hybrids and self.hub.hybrids_down and self.batch is None:
-                self.hybrids.begin(p.Role.ROLLOUT)  # they start in their turn
+            if self.hybrids and self.batch is None and self._rolls_hybrids():
+                self.hybrids.begin(p.Role.ROLLOUT)
             await self._rollouts_until(lambda: self.batch is not None)
         groups = self.rollouts.take(self.batch)
         self.hub.log.trained(self.step + 1, [t.id for group in groups for t in group])
         return groups
+
+    def _rolls_hybrids(self) -> bool:
+        """Whether the scheduler uses hybrid engines, or would use those that have to be started,
+        which they are in their turn."""
+        return self.hub.uses_hybrids or self.hub.hybrids_down and self.scheduler.rolls_hybrids()
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
@@ -504,7 +517,7 @@ class Coordinator:
             and self.step > saved
             and len(self.trainers) == self.config.trainer.ranks
         ):
-            if self.saving is None:
+            if self.saving is None and self.config.trainer_sleeps:
                 await self.device.to(p.Role.TRAINER)
             await self._checkpoint(deadline_s)
             await self._committed()

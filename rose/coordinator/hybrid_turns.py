@@ -18,7 +18,7 @@ from rose import protocol as p
 from rose.config import Config
 from rose.coordinator.device_turns import DeviceTurns
 from rose.coordinator.turns import Worker
-from rose.coordinator.waiting import Changes
+from rose.coordinator.waiting import Changes, RunFailed
 from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
 
@@ -44,21 +44,36 @@ class HybridTurns(DeviceTurns):
             self.holder = p.Role.ROLLOUT  # engines start beside the trainer, and are awake
         self._wanted = self.holder
         self._moving: asyncio.Task | None = None
+        self._waits = 0  # calls of `to` that have not returned
+        self._closed = False
         self._waited_s = 0.0  # since the last `figures`
 
     def begin(self, role: p.Role) -> None:
         """Begin to move to `role`, unless that is done or under way; a move to the other role is
-        broken off."""
+        broken off. Passed over while `to` waits, and after `close`: the next step begins with the
+        turn that the scheduler wants then."""
+        if not (self._waits or self._closed):
+            self._begin(role)
+
+    def _begin(self, role: p.Role) -> None:
         if role is not self._wanted:
             self._wanted = role
             self._moving = asyncio.create_task(self._move(self._moving, role))
 
     async def to(self, role: p.Role) -> None:
-        """Raises as `DeviceTurns.to`, also for a move that nobody waited for."""
+        """Raises as `DeviceTurns.to`, also for a move that nobody waited for, and `RunFailed` if
+        the move is broken off: no cancellation but the caller's own."""
         began = time.time()
-        self.begin(role)
-        if self._moving is not None:
-            await asyncio.shield(self._moving)
+        self._begin(role)
+        if (moving := self._moving) is not None:
+            self._waits += 1
+            try:
+                await asyncio.wait({moving})
+            finally:
+                self._waits -= 1
+            if moving.cancelled():
+                raise RunFailed(f"the devices' move to {role.value} was broken off")
+            moving.result()
         if role is p.Role.TRAINER:
             self._waited_s += time.time() - began
 
@@ -67,6 +82,11 @@ class HybridTurns(DeviceTurns):
         self._changes.set()
 
     def close(self) -> None:
+        """Only `to` moves devices from here on: the run ends."""
+        self._closed = True
+
+    def cancel(self) -> None:
+        self.close()
         if self._moving is not None:
             self._moving.cancel()
 

@@ -562,8 +562,8 @@ class TurnHub:
 
     def _version_failed(self, source: int, m: p.VersionFailed) -> None:
         worker = self.workers.get(m.worker)
-        # a borrowed one was too slow, or a newer version is there: the next one, then
-        if worker is not None and (worker.borrowed or m.version < self.version):
+        # one that nobody waits for was too slow, or a newer version is there: the next one, then
+        if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
             self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=worker.version))
             return
         self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))

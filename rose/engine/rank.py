@@ -94,6 +94,8 @@ class RolloutWorker:
         self._in_turn = config.trainer_sleeps and (
             hybrid or self.dedicated and config.shares_devices
         )
+        self._gives_way = self._in_turn and hybrid  # the trainer waits for no start of it
+        self._starting: asyncio.Timeout | None = None
         if not self._in_turn:
             self._has_device.set()
         # what siblings' turns got, and groups that ended, until an engine is told
@@ -175,9 +177,21 @@ class RolloutWorker:
             async with self._device:
                 if not self._has_device.is_set():
                     continue
-                if self.engine is None or not self.engine.alive:
-                    await self.start_engine()
-                return
+                if self.engine is not None and self.engine.alive or await self._started():
+                    return
+
+    async def _started(self) -> bool:
+        """Whether the engine got up before `_sleep` ended its start."""
+        try:
+            async with asyncio.timeout(None) as self._starting:
+                await self.start_engine()
+        except TimeoutError:
+            if not self._starting.expired():
+                raise
+            return False
+        finally:
+            self._starting = None
+        return True
 
     # ----------------------------------------------------------------- shared with a trainer rank
 
@@ -195,10 +209,13 @@ class RolloutWorker:
 
     async def _sleep(self) -> Moved:
         """An engine that is being started gets up first, unless the trainer has room beside it; a
-        dead one has given everything back."""
+        hybrid one's start ends, and comes again in its turn. A dead one has given everything
+        back."""
         if self._device.locked() and not self._in_turn:
             self._has_device.clear()
             return NOTHING
+        if self._gives_way and self._starting is not None:
+            self._starting.reschedule(asyncio.get_running_loop().time())
         async with self._device:
             self._has_device.clear()
             engine = self.engine
@@ -211,7 +228,9 @@ class RolloutWorker:
         return NOTHING
 
     async def _wake(self) -> Moved:
-        """Weights, the version that came meanwhile, then the KV cache: staging needs the room."""
+        """Weights, the version that came meanwhile, then the KV cache: staging needs the room. An
+        engine that has to be started is up then, but a hybrid one, which may be told to sleep
+        meanwhile."""
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -227,7 +246,7 @@ class RolloutWorker:
             if not await self._died(engine):
                 raise
             self._has_device.set()  # another is started
-        if self._in_turn:
+        if self._in_turn and not self._gives_way:
             await self._up.wait()
         return moved
 
@@ -374,10 +393,11 @@ class RolloutWorker:
 
     async def _load(self, m: p.LoadVersion) -> None:
         engine, incarnation = self.engine, self.incarnation
-        await self._has_device.wait()  # staging reads the live weights
+        await self._has_device.wait()
         began = time.time()
         try:
             mirror = await self._mirrored(edge_name(m.version, engine.version))
+            await self._has_device.wait()  # staging reads the live weights, and a turn may be over
             loaded = await engine.load_version(
                 m.version, self._store(m.store), self.config.transfer, mirror
             )

@@ -52,6 +52,8 @@ from rose.processes import usable_threads
 from rose.transfer import TransferError
 
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
+BROKEN_OFF_S = 60.0  # a start that is broken off may have to import vLLM before its process comes
+END_LOOK_S = 0.05  # between two looks for it
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
 
@@ -162,9 +164,7 @@ class Engine(Activation, Generation, Staging):
                 if llm.vllm_config.speculative_config is not None:
                     await llm.collective_rpc("rose_begin_drafts", args=begin)
         except BaseException as error:
-            for process in set(multiprocessing.active_children()) - before:
-                process.kill()
-            await asyncio.wait([building], timeout=STOP_TIMEOUT_S)
+            await _end(building, before)
             if isinstance(error, TimeoutError):
                 raise EngineError(
                     f"engine for {folder} not up after {rollout.engine_start_timeout_s:g} s "
@@ -381,3 +381,14 @@ class Engine(Activation, Generation, Staging):
         raise EngineDied(
             f"engine process {self.pid} was ended, as it did not answer within {timeout_s:g} s"
         )
+
+
+async def _end(building: asyncio.Future, before: set) -> None:
+    """End the processes that a start has made beside those `before`, or makes until it is over."""
+    deadline = time.monotonic() + BROKEN_OFF_S
+    while True:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        if building.done() or time.monotonic() > deadline:
+            return
+        await asyncio.wait([building], timeout=END_LOOK_S)

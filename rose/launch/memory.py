@@ -278,6 +278,17 @@ def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float,
     return c.trainer.ranks * trainer.firm, moved * rollout.firm
 
 
+def host_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
+    """Of all trainer ranks, and of all engines of one machine together: `Estimate.host`. What an
+    engine stages of a version, and what the node's mirror holds of it, is no more than the
+    weights."""
+    weights = c.rollout.tensor_parallel * rollout.firm
+    engines, held = c.rollout.workers + c.hybrids, dict(rollout.host)
+    mirror = min(held.pop("mirror of new versions", 0.0), weights)
+    each = min(sum(held.values()), weights)
+    return c.trainer.ranks * sum(trainer.host.values()), mirror + engines * each
+
+
 def _gib(c: Config, items: dict[str, float]) -> dict[str, float]:
     in_gib = {name: nbytes / GIB for name, nbytes in items.items() if nbytes}
     if c.cluster.gpus:

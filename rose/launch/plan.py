@@ -129,17 +129,20 @@ def _check_host(
     c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
 ) -> None:
     """On CPUs hybrid engines and the trainer are there at once; beside GPUs either waits in host
-    memory."""
+    memory, which has what is offloaded, too."""
     engines = (c.rollout.workers + c.hybrids) * rollout.total
     states, weights = (
         memory.waiting_gib(c, trainer, rollout)
         if c.cluster.gpus
         else (c.trainer.ranks * trainer.total, engines)
     )
+    offloaded, staged = memory.host_gib(c, trainer, rollout)
+    states, weights = states + offloaded, weights + staged
     if states + weights > host_gib:
         raise ConfigError(
             f"rollout.hybrid={c.hybrids}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of "
-            f"engines don't fit into the machine's {host_gib:.1f} GiB of memory; rollout.hybrid=0"
+            f"engines don't fit into the {host_gib:.1f} GiB of memory that the run may take here; "
+            "rollout.hybrid=0"
         )
 
 

@@ -139,6 +139,9 @@ class AllIdle(RoseProvisioning):
     def joins_resting(self, kind: str) -> bool:
         return kind in ("cooperative", "hybrid")
 
+    def rolls_hybrids(self) -> bool:
+        return self._rolls
+
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         actions = super().on_event(event, cluster)
         match event:
@@ -162,11 +165,13 @@ class AllIdle(RoseProvisioning):
                 return actions + self._hybrid(cluster, RestWorker)
         return actions
 
-    def _in_tail(self, ended: str, cluster: Cluster) -> bool:
-        """Whether what the trajectory leaves is few enough for the dedicated workers."""
-        if not (self._finished and self.hybrid_tail):
+    def _in_tail(self, trajectory: str, cluster: Cluster) -> bool:
+        """Whether what the trajectory leaves of the admitted groups, begun or not, is few enough
+        for the dedicated workers."""
+        if not (self._finished and self.hybrid_tail and cluster.group_size):
             return False
-        left = len(cluster.group_of) - (ended in cluster.group_of)
+        left = sum(max(0, cluster.group_size - ended) for ended in cluster.admitted.values())
+        left -= cluster.group_of.get(trajectory) in cluster.admitted
         dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
         return left <= self.hybrid_tail * dedicated
 

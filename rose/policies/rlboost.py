@@ -47,6 +47,9 @@ class RlBoost:
         self._rested: float | None = None
         self._trained: float | None = None
 
+    def joins_resting(self, kind: str) -> bool:
+        return kind == "hybrid"
+
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         match event:
             case TrajectoryEnded(tokens=tokens):

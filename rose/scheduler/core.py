@@ -84,7 +84,12 @@ class Scheduler:
             for policy in (provisioning, routing, order, batching, placement)
             if hasattr(policy, "on_event")
         ]
-        self._joins_resting = optional(provisioning, "joins_resting", lambda kind: False)
+        self.joins_resting: Callable[[str], bool] = optional(
+            provisioning, "joins_resting", lambda kind: False
+        )
+        self.rolls_hybrids: Callable[[], bool] = optional(
+            provisioning, "rolls_hybrids", lambda: True
+        )
         self._published = optional(batching, "published", lambda version: [])
         self._certain = optional(batching, "certain", lambda: [])
         self._early: set[str] | None = None  # of a step that streams: given to its trainer
@@ -162,6 +167,10 @@ class Scheduler:
             match action:
                 case ev.StartTraining():
                     self.cluster.training, self._early = True, None
+                case ev.AdmitGroup(_, group):
+                    self.cluster.admitted[group] = 0
+                case ev.DropGroup(group):
+                    self.cluster.admitted.pop(group, None)
                 case ev.RequestCapacity(request):
                     self.cluster.requests[request] = False
                 case ev.ReleaseCapacity(request):
@@ -187,7 +196,7 @@ class Scheduler:
             e.hardware,
             e.shape,
             whole_kv_tokens=e.kv_tokens,
-            resting=self._joins_resting(e.kind),
+            resting=self.joins_resting(e.kind),
         )
         self.cluster.workers[e.worker] = worker
         self.fleet.changed(e.worker)
@@ -356,6 +365,8 @@ class Scheduler:
         self._leave_home(e.trajectory)
         self.cluster.saved.pop(e.trajectory, None)
         group = self.cluster.group_of.pop(e.trajectory, "")
+        if group in self.cluster.admitted:
+            self.cluster.admitted[group] += 1
         return self._carry_out(self._batching_trajectory_ended(e.trajectory, group))
 
     def _end(self, name: str) -> None:
@@ -401,11 +412,12 @@ class Scheduler:
     # ----------------------------------------------------------------- batches, time
 
     def _step_begun(self, e: ev.StepBegun) -> list[Action]:
-        self.cluster.step = e.step
+        self.cluster.step, self.cluster.group_size = e.step, e.group_size
         self._early = set() if e.stream else None
         return self._carry_out(self._batching.begin(e.step, e.groups)) + self._train_early()
 
     def _group_finished(self, e: ev.GroupFinished) -> list[Action]:
+        self.cluster.admitted.pop(e.group, None)
         home = self.cluster.group_home.pop(e.group, None)
         if home in self.cluster.workers:
             self.cluster.workers[home].cached.pop(e.group, None)

@@ -179,11 +179,12 @@ class TrajectorySaved(Event):
 
 class StepBegun(Event):
     """A training step wants `groups` groups. `stream`: and takes each as soon as it is certain to
-    be among them (`TrainGroup`)."""
+    be among them (`TrainGroup`). `group_size`: trajectories of each; 0: unknown."""
 
     step: int
     groups: int
     stream: bool = False
+    group_size: int = 0
 
 
 class GroupFinished(Event):

@@ -91,7 +91,9 @@ class Batching(Protocol):
 
 
 class Provisioning(Protocol):
-    """Optional, too: `joins_resting(kind) -> bool`: a worker of this kind begins as resting."""
+    """Optional, too: `joins_resting(kind) -> bool`: a worker of this kind begins as resting;
+    `rolls_hybrids() -> bool`: whether a hybrid worker would be used now if it joined, so that it is
+    worth a start; true by default."""
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         """Called on every tick."""

@@ -140,6 +140,10 @@ class Cluster:
     group_home: dict[str, str] = field(default_factory=dict)
     # trajectory -> group, from its first turn to its end
     group_of: dict[str, str] = field(default_factory=dict)
+    # training group from its admission until it is finished or dropped -> how many of its
+    # trajectories have ended
+    admitted: dict[str, int] = field(default_factory=dict)
+    group_size: int = 0  # trajectories of a training group; 0: unknown
     version: int = -1  # the newest published
     step: int = 0  # the newest begun
     training: bool = False  # from StartTraining to VersionPublished

@@ -155,8 +155,9 @@ class Simulation:
         self._waiting.clear()
         self._ahead.clear()
         self._ahead_s = 0.0
-        stream, groups = self._spec.stream, self._spec.batch.groups
-        self.feed(ev.StepBegun(at=self._loop.now, step=step, groups=groups, stream=stream))
+        stream, batch = self._spec.stream, self._spec.batch
+        wanted = {"groups": batch.groups, "group_size": batch.group_size}
+        self.feed(ev.StepBegun(at=self._loop.now, step=step, stream=stream, **wanted))
 
     def _train_group(self, action: ev.TrainGroup) -> None:
         self._waiting.append(self._groups.finished[action.group])

@@ -14,7 +14,6 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from rose import heap
 from rose.files import refusal
+from rose.memory import control_groups
 from rose.trainer import checkpoint
 from rose.transfer.store import sync
 
 SPARE = 1.25  # times the copy's bytes must be free: engines and page cache go on growing
-CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class CheckpointWriter(CheckpointEngine):
@@ -136,23 +135,7 @@ def available_bytes() -> int:
     """Host memory that this process may still take: the machine's, or the least that one of its
     control groups leaves. Slurm limits a job and its steps, which are the groups above that of a
     task."""
-    return min([psutil.virtual_memory().available, *(_left(*place) for place in _groups())])
-
-
-def _groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, names of the files of limit and usage) of this group and those above, v1 and v2."""
-    for line in PROCESS.read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            home, names = CGROUP, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            home, names = CGROUP / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        group = home / path.strip("/")
-        while group != home.parent:
-            yield (group, *names)
-            group = group.parent
+    return min([psutil.virtual_memory().available, *(_left(*place) for place in control_groups())])
 
 
 def _left(group: Path, limit: str, usage: str) -> float:

@@ -35,7 +35,7 @@ class World:
     """The hub and everything around it; `sent` are (rank, message), `actions` those about groups
     and batches."""
 
-    def __init__(self, folder, routing="least_loaded", resumed_at=0, siblings=False):
+    def __init__(self, folder, routing="least_loaded", resumed_at=0, siblings=False, hybrids=()):
         self.sent, self.actions, self.faults = [], [], []
         self.journal_path = folder / "journal" / "attempt-001.jsonl"
         self.scheduler = scheduler(routing)
@@ -50,6 +50,7 @@ class World:
             world_size=100,
             log=TurnLog(folder / "turns", resumed_at, 0),
             siblings=siblings,
+            hybrids=hybrids,
         )
 
     def ready(self, worker, incarnation=1, version=0, sequences=4):

@@ -103,8 +103,36 @@ def test_the_tail_of_a_step_moves_before_its_batch_is_complete(config, tmp_path)
 def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
     made = config(*DEVICES["gpus"], provisioning=("scheduler/provisioning=rlboost",))
     coordinator, peer = peers.run(made, tmp_path)
-    assert len(peer.trained) == STEPS and peer.of_hybrids["turns"] > 0
+    assert len(peer.trained) == STEPS
     whole(peer)
+    rows = rows_of(read_metrics(tmp_path), "step")
+    assert any(row["hybrid_token_share"] > 0 for row in rows[1:]), "they wake after a step, too"
+    [path] = (tmp_path / "journal").iterdir()
+    actions = [a for e in list(journal.read(path))[1:] for a in e.actions]
+    about = [type(a) for a in actions if getattr(a, "worker", "") == "rollout-1"]
+    assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
+
+
+def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
+    config, tmp_path
+):
+    died = []
+
+    def die(coordinator):
+        peer, rank = hybrid_of(coordinator)
+        if not died and coordinator.step == 0 and peer.training and peer.asleep(rank):
+            died.append(peer.dies(rank))
+        return False
+
+    made = config(*DEVICES["gpus"], "scheduler.provisioning.args.hybrid_wait_s=1e9")
+    _, peer = peers.run(made, tmp_path, stop_when=die)
+    assert died and len(peer.trained) == STEPS
+    assert peer.orders == [
+        (p.Role.TRAINER, "sleep"),
+        (p.Role.ROLLOUT, "wake"),
+        (p.Role.ROLLOUT, "sleep"),
+        (p.Role.TRAINER, "wake"),
+    ], "after the first step, in which all engines start, the trainer waits for none"
 
 
 def hybrid_of(coordinator):
@@ -155,6 +183,34 @@ def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(con
     assert list(peer.trained) == [4]
 
 
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
+    devices, config, tmp_path, monkeypatch
+):
+    """On GPUs its engine dies, and another is up before it is asleep; on CPUs it says nothing."""
+    sleep = peers.Peers._Sleep
+
+    def told_to_sleep(peer, rank, order):
+        if rank not in peer.hybrids or peer.step < 3:
+            sleep(peer, rank, order)
+        elif devices == "gpus":
+            peer.dies(rank)
+            sleep(peer, rank, order)
+
+    def rolling_out(coordinator):
+        worker = coordinator.hub.workers.get("rollout-1")
+        return coordinator.step == 3 and worker is not None and worker.tokens > 0
+
+    monkeypatch.setattr(peers.Peers, "_Sleep", told_to_sleep)
+    with pytest.raises(Stopped):
+        peers.run(
+            config(*DEVICES[devices], "trainer.checkpoint_every=100"),
+            tmp_path,
+            stop_when=rolling_out,
+        )
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 3
+
+
 def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
     sent = []
 
@@ -175,8 +231,12 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         await asyncio.sleep(0)
         turning = asyncio.create_task(turns.to(p.Role.TRAINER))
         await answer()
+        turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
         await answer()
         await turning
+        turns.close()
+        turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
+        await asyncio.sleep(0)
         assert turns.holder is p.Role.TRAINER
         [hybrid] = made_ranks(made)
         assert [(rank, type(m)) for rank, m in sent] == [

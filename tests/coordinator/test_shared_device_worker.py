@@ -193,6 +193,7 @@ def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_
 
 
 HYBRID = ("rollout.hybrid=1", "scheduler/provisioning=all_idle")
+ON_GPUS = (*HYBRID, "cluster=gpus", "cluster.gpus=2", "trainer.ranks=1")
 
 
 def test_a_hybrid_engine_on_cpus_starts_beside_the_trainer_and_never_holds_its_turn_up(play):
@@ -220,10 +221,47 @@ def test_a_hybrid_engine_on_gpus_is_started_in_its_turn_with_sleep_mode(play):
         await settle()
         assert FakeEngine.log == [], "the trainer has the device first"
         world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
+        await world.told(p.WorkerReady)
         assert FakeEngine.last.args == {"enable_sleep_mode": True}
 
-    play(scene, *HYBRID, "cluster=gpus", "cluster.gpus=2", "trainer.ranks=1")
+    play(scene, *ON_GPUS)
+
+
+def test_a_hybrid_engine_on_gpus_that_is_being_started_gives_way_to_the_trainer(play):
+    async def scene(world):
+        FakeEngine.starting = asyncio.Event()
+        world.tell(p.Wake)
+        while not FakeEngine.log:
+            await asyncio.sleep(0.001)
+        world.tell(p.Sleep)
+        assert not (await world.told(p.DeviceChanged, 2)).awake
+        await settle()
+        assert FakeEngine.log == ["start"], "it comes again in its turn, and not before"
+        FakeEngine.starting.set()
+        world.tell(p.Wake)
+        assert (await world.told(p.WorkerReady)).incarnation == 1
+
+    assert play(scene, *ON_GPUS) == ["start", "start", "up"]
+
+
+def test_a_version_that_is_there_after_its_turn_is_loaded_in_the_next(play):
+    async def scene(world):
+        mirrored = asyncio.Event()
+        world.worker._mirrored = lambda edge: mirrored.wait()  # as a node's mirror fills
+        world.tell(p.Wake)
+        await world.told(p.WorkerReady)
+        world.tell(p.LoadVersion, 5, "store")
+        await settle()
+        world.tell(p.Sleep)
+        await world.told(p.DeviceChanged, 2)
+        mirrored.set()
+        await settle()
+        assert FakeEngine.log[-1] == "sleep", "its weights are not on the device"
+        world.tell(p.Wake)
+        assert (await world.told(p.VersionLoaded)).version == 5
+        await world.told(p.DeviceChanged, 3)
+
+    assert play(scene, *ON_GPUS) == ["start", "up", "sleep", "weights", "load 5", "kv_cache"]
 
 
 def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):

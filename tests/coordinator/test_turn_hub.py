@@ -315,6 +315,16 @@ def test_a_worker_that_could_not_load_a_version_is_given_the_newer_one_that_is_t
     assert [type(action) for action in world.actions] == [ev.GiveUp]
 
 
+def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version(tmp_path):
+    world = World(tmp_path, hybrids=(10,))
+    world.ready("rollout-0")
+    world.hub.publish(1, "store")
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
+    world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "the route took too long"))
+    assert world.actions == []
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
+
+
 def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
     world.down("rollout-0", restarting=False)
     [action] = world.actions

@@ -511,3 +511,26 @@ def test_a_model_that_cannot_be_served_leaves_no_process(
         loop.run_until_complete(Engine.start(tmp_path, rollout, model_config))
     left = set(processes.children(recursive=True)) - before
     assert [p for p in left if "resource_tracker" not in str(processes.words(p))] == []
+
+
+def test_a_start_that_is_broken_off_leaves_no_process(
+    warm, loop, folders, rollout, model_config, monkeypatch
+):
+    """Neither one that was not there yet: a trainer takes the device as soon as it hears of it."""
+    warm("Qwen3")  # what is imported needs no process
+    begun, before = [], set(processes.children(recursive=True))
+    build = vllm_engine.build
+    monkeypatch.setattr(vllm_engine, "build", lambda *args: (begun.append(True), build(*args))[1])
+
+    async def scenario() -> set:
+        start = vllm_engine.Engine.start(folders["Qwen3"], rollout, model_config)
+        starting = asyncio.create_task(start)
+        while not begun:
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        return set(processes.children(recursive=True)) - before
+
+    left = loop.run_until_complete(asyncio.wait_for(scenario(), DEADLINE_S))
+    assert [p for p in left if "resource_tracker" not in str(processes.words(p))] == []

@@ -92,6 +92,20 @@ def test_training_ahead_needs_advantages_of_groups(tmp_path):
         front.check(compose_tree("trainer.stream=true", "algorithm=reinforce_pp"))
 
 
+def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_others(tmp_path):
+    from tests.conftest import compose_tree
+
+    tree = compose_tree("rollout.hybrid=1", f"output_dir={tmp_path}")
+    tree["scheduler"]["provisioning"] = {"name": "rose.policies.plain:Fixed", "args": {}}
+    with pytest.raises(ConfigError, match=r"plain:Fixed'.*rollout\.hybrid=1.*joins_resting"):
+        front.check(tree)
+    tree["scheduler"]["provisioning"] |= {
+        "name": "rose.policies.rlboost:RlBoost",
+        "args": {"initial_s": 1.0, "minimum_s": 0.0},
+    }
+    front.check(tree)
+
+
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
     """launch("a=b", ...) -> (exit code, stdout, stderr), run in an empty folder."""

@@ -113,12 +113,26 @@ def test_a_machine_has_memory_for_the_trainer_and_hybrid_engines_at_once(make_co
     c = make_config("rollout.hybrid=1", "scheduler/provisioning=all_idle")
     shape = make_config(*QWEN3_8B).model.shape
     trainer, engine = memory.trainer(c, shape), memory.rollout(c, shape)
-    both = c.trainer.ranks * trainer.total + 3 * engine.total
+    states, staged = memory.host_gib(c, trainer, engine)
+    states += c.trainer.ranks * trainer.total
+    engines = 3 * engine.total + staged
+    both = states + engines
     plan.make(c, shape, host_gib=both + 1)
-    with pytest.raises(
-        ConfigError, match=rf"rollout.hybrid=1: {trainer.total:.1f} GiB .* {3 * engine.total:.1f}"
-    ):
+    with pytest.raises(ConfigError, match=rf"rollout.hybrid=1: {states:.1f} GiB .* {engines:.1f}"):
         plan.make(c, shape, host_gib=both - 1)
+
+
+def test_host_memory_has_to_hold_what_is_offloaded_while_hybrid_engines_roll_out(make_config):
+    c = make_config(
+        *QWEN3_8B,
+        *("trainer.ranks=4", "trainer.offload_optimizer=true"),
+        *("rollout.hybrid=2", "scheduler/provisioning=all_idle"),
+    )
+    each = memory.trainer(c, c.model.shape).host
+    assert each["offloaded optimizer"] > 30
+    with pytest.raises(ConfigError, match="rollout.hybrid=2: .* 64.0 GiB of memory"):
+        plan.make(c, c.model.shape, host_gib=64.0)
+    plan.make(c, c.model.shape, host_gib=400.0)
 
 
 def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):

@@ -413,9 +413,9 @@ def end(s, trajectory, at):
 
 def test_all_idle_moves_the_tail_to_other_workers_before_the_batch_is_complete():
     s = all_idle(hybrid_tail=2.0)
-    s.handle(ev.StepBegun(at=0.0, step=0, groups=2))
-    work(s, 4, prefix="g0"), work(s, 5, prefix="g1")
-    for i in range(4):
+    s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=5))
+    work(s, 5, prefix="g0"), work(s, 5, prefix="g1")
+    for i in range(5):
         end(s, f"g0.{i}", 10.0)
     assert used(s, "hybrid") == ["h"], "no group is in, so few trajectories are no tail"
     s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
@@ -430,6 +430,19 @@ def test_all_idle_moves_the_tail_to_other_workers_before_the_batch_is_complete()
     actions = end(s, "g1.3", 14.0) + end(s, "g1.4", 15.0)
     actions += s.handle(ev.GroupFinished(at=15.0, group="g1", accepted=True))
     assert [type(a) for a in actions if not isinstance(a, ev.AssignTurn)] == [ev.StartTraining]
+
+
+def test_the_tail_is_of_trajectories_that_are_admitted_and_of_no_evaluation():
+    s = all_idle(hybrid_tail=2.0)
+    s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=4))
+    work(s, 4, prefix="g0"), work(s, 2, prefix="g1"), work(s, 9, prefix="eval-0")
+    for i in range(4):
+        end(s, f"g0.{i}", 10.0)
+    s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
+    end(s, "g1.0", 11.0)
+    assert used(s, "hybrid") == ["h"], "two more have not asked for a turn yet"
+    end(s, "g1.1", 12.0)
+    assert used(s, "hybrid") == [] and len(s.cluster.group_of) == 9
 
 
 def test_all_idle_uses_a_hybrid_worker_that_joins_while_the_trainer_waits():

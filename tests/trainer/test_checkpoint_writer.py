@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose import files
+from rose import files, memory
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint, checkpoint_writer
 from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
@@ -154,8 +154,8 @@ def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, m
 
 
 def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "CGROUP", tmp_path)
-    monkeypatch.setattr(checkpoint_writer, "PROCESS", tmp_path / "self")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "PROCESS", tmp_path / "self")
     (tmp_path / "self").write_text("0::/job\n")
     free = checkpoint_writer.available_bytes()
     (tmp_path / "job").mkdir()
@@ -163,8 +163,9 @@ def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch
     (tmp_path / "job" / "memory.max").write_text("3000\n")
     (tmp_path / "job" / "memory.current").write_text("1000\n")
     assert checkpoint_writer.available_bytes() == 2000 < free
+    assert memory.host_bytes() == 3000
     (tmp_path / "job" / "memory.max").write_text("max\n")
-    assert checkpoint_writer.available_bytes() > 2000
+    assert checkpoint_writer.available_bytes() > 2000 and memory.host_bytes() > 3000
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,6 @@ def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group
             f"{prefix}active_file 1000\n{prefix}inactive_file 500\nanon 4500\n"
         )
     (tmp_path / "self").write_text(line.format(path))
-    monkeypatch.setattr(checkpoint_writer, "CGROUP", tmp_path)
-    monkeypatch.setattr(checkpoint_writer, "PROCESS", tmp_path / "self")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "PROCESS", tmp_path / "self")
     assert checkpoint_writer.available_bytes() == 9000 - 6000 + 1500
