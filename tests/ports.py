@@ -13,8 +13,11 @@ def free_port() -> int:
     """One of loopback that nobody has, below those that the system gives to whoever connects or
     binds port 0: nothing but a call of this takes it before its program does."""
     first = int(RANGE.read_text().split()[0])
+    # below 18500, where slurm/dev_cluster.sh has its own; where the system gives all ports away,
+    # any of the upper ones is as good as another
+    low, high = (10_000, min(first, 18_000)) if first > 11_000 else (20_000, 60_000)
     while True:
-        port = _draw.randrange(10_000, first)
+        port = _draw.randrange(low, high)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -288,7 +288,8 @@ class TurnHub:
             case ev.UseWorker(worker) | ev.RestWorker(worker):
                 rests = isinstance(action, ev.RestWorker)
                 (self._resting.add if rests else self._resting.discard)(worker)
-                if self.workers[worker].pool == "hybrid":
+                known = self.workers.get(worker)  # a policy may name one that has left
+                if known is not None and known.pool == "hybrid":
                     self._on_action(action)
             case _:
                 self._on_action(action)
@@ -564,6 +565,8 @@ class TurnHub:
         worker = self.workers.get(m.worker)
         # one that nobody waits for was too slow, or a newer version is there: the next one, then
         if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
+            if worker.pool == "hybrid":
+                self._on_fault("version not loaded", f"{m.worker}: {m.error}; again")
             self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=worker.version))
             return
         self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))

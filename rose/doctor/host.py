@@ -22,7 +22,7 @@ from rose.config import Config
 from rose.coordinator.borrowed import Borrowed
 from rose.doctor.finding import emit
 
-HOST_S = 50.0
+HOST_S = 150.0
 FIRST_ADDRESS = 1  # this process's own world has rank 0
 
 

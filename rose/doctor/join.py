@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from rose import config as configuration
 from rose.config import Config, ConfigError
-from rose.doctor.finding import DEADLINE_S, END_S, Child, Ended, Finding, srun, task
+from rose.doctor.finding import END_S, Child, Ended, Finding, srun, task
 from rose.launch import container
 from rose.launch import local as launcher
 
 PART = "join and survive a killed peer"
 QUEUE_S = 15  # of each job; plain ones start as soon as there is room
-OPEN_S = 20.0
+OPEN_S = 60.0
+JOIN_S = 150.0  # for two ranks to join and one to be noticed as lost, on nodes that are busy
 LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is slow is not lost
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false borrows no ranks"
 STAGES = (
@@ -75,7 +76,7 @@ def _join(
         configuration.save(patient, Path(run_dir) / "config.json")
         env = launcher.environment(c)
         with Child([*host, *python, "rose.doctor.host", run_dir], env) as coordinator:
-            end = time.monotonic() + DEADLINE_S - END_S
+            end = time.monotonic() + JOIN_S - END_S
             opened = coordinator.until(lambda so_far: _nodes(so_far, "open"), OPEN_S)
             members = Ended(1, "", "")
             for starter in joiners(_nodes(coordinator.so_far(), "open")[0]) if opened else ():

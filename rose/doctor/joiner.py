@@ -20,9 +20,9 @@ from rose.comm import join, mpi_process
 from rose.comm.wire import decode, encode
 from rose.doctor.finding import emit
 
-FOUND_S = 10.0  # until the host's endpoint is seen
-ANSWER_S = 15.0
-STAY_S = 15.0
+FOUND_S = 30.0  # until the host's endpoint is seen
+ANSWER_S = 45.0
+STAY_S = 45.0
 BEATS = 2  # of the host, until it is killed or leaves
 
 

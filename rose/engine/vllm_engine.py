@@ -23,12 +23,15 @@ end. Every token carries the version that made it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from rose.config import ConfigError, Lora, Model, Rollout, Transfer
 from rose.engine import plugin
@@ -384,11 +387,18 @@ class Engine(Activation, Generation, Staging):
 
 
 async def _end(building: asyncio.Future, before: set) -> None:
-    """End the processes that a start has made beside those `before`, or makes until it is over."""
-    deadline = time.monotonic() + BROKEN_OFF_S
+    """End the processes that a start has made beside those `before`, or makes until it is over.
+    Returns when they and their workers, which die with them, have given their memory back."""
+    deadline, killed, workers = time.monotonic() + BROKEN_OFF_S, set(), []
     while True:
-        for process in set(multiprocessing.active_children()) - before:
+        for process in set(multiprocessing.active_children()) - before - killed:
+            with contextlib.suppress(psutil.Error):
+                workers += psutil.Process(process.pid).children(recursive=True)
             process.kill()
+            killed.add(process)
         if building.done() or time.monotonic() > deadline:
-            return
+            break
         await asyncio.wait([building], timeout=END_LOOK_S)
+    for process in killed:
+        await asyncio.to_thread(process.join, STOP_TIMEOUT_S)
+    await asyncio.to_thread(psutil.wait_procs, workers, STOP_TIMEOUT_S)

@@ -15,6 +15,7 @@ from typing import Any
 from rose import config as configuration
 from rose import files, models
 from rose.config import Cluster, Config, ConfigError, Slurm
+from rose.policies import registry
 from rose.trainer import checkpoint
 
 # What leaves the trajectories and updates of the remaining steps what they are, or was asked for to
@@ -90,6 +91,9 @@ def check(stored: Path, new: Config) -> None:
     for flat in (before, now):  # earlier launchers stored it as it was given
         if replayed := flat.get("rollout.replay"):
             flat["rollout.replay"] = str(Path(replayed).resolve())
+        for kind in registry.POLICIES:  # arguments that came later are at their defaults
+            for key, value in registry.defaults(kind, flat[f"scheduler.{kind}.name"]).items():
+                flat.setdefault(f"scheduler.{kind}.args.{key}", value)
     changed = [
         key
         for key in sorted(before.keys() | now.keys())

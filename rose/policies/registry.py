@@ -95,6 +95,13 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
     )
 
 
+def defaults(kind: str, name: str) -> dict[str, Any]:
+    """The arguments of a policy of ours that have a default; {} of another's."""
+    policy = POLICIES[kind].get(name)
+    takes = inspect.signature(policy).parameters if policy else {}
+    return {key: p.default for key, p in takes.items() if p.default is not p.empty}
+
+
 def _policy(kind: str, chosen: cfg.Policy) -> Any:
     policy = POLICIES[kind].get(chosen.name) or outside.find(
         f"scheduler.{kind}.name",

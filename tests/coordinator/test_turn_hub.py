@@ -321,8 +321,14 @@ def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version
     world.hub.publish(1, "store")
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "the route took too long"))
-    assert world.actions == []
+    assert world.actions == [] and [what for what, _ in world.faults] == ["version not loaded"]
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
+
+
+def test_a_policy_may_rest_a_worker_that_has_left(world):
+    world.scheduler._provisioning.decide = lambda at, cluster: [ev.RestWorker("gone")]
+    world.hub.feed(ev.Tick(at=time.time()))
+    assert world.actions == []
 
 
 def test_the_last_worker_that_is_not_restarted_ends_the_run(world):

@@ -17,7 +17,8 @@ def hosts(job: Job) -> list[psutil.Process]:
     for process in processes.bearing("rose.agent.process", str(job.run)):
         words = processes.words(process)
         if "--rank" in words:
-            found[int(words[words.index("--rank") + 1])] = process
+            # a child that it has just forked has its words, too
+            found.setdefault(int(words[words.index("--rank") + 1]), process)
     return [found[rank] for rank in sorted(found)]
 
 

@@ -153,9 +153,9 @@ class Job:
         ]
         return [s for s in found if s["role"] == role][-1]
 
-    def engine(self) -> psutil.Process:
-        """The engine process of the last rollout rank."""
-        rank = self.rank("rollout")["pid"]
+    def engine(self, rank: int | None = None) -> psutil.Process:
+        """The engine process of a rollout rank's process; of the last one's."""
+        rank = rank or self.rank("rollout")["pid"]
         found = self.until(
             lambda: [
                 each

@@ -13,7 +13,7 @@ from rose.observe.metrics import read_metrics, rows_of
 from tests.job.hosts import HOSTS, kill_hosts
 from tests.job.job import Job, trained_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from rose.coordinator.control import first_name, train_task
 from rose.scheduler import events as ev
 from tests.job.job import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS, GROUPS, SIZE = 2, 4, 4
 SEEDS = [
@@ -35,6 +35,7 @@ class Scene:
             f"+env.args.held={SEEDS}",
             "env.name=tests.job.held:GatedLake",
             "env.step_timeout_s=450",
+            "rollout.turn_timeout_s=450",
             "eval.episodes=0",
             "rollout.hybrid=1",
             "rollout.max_sequences=4",  # so that a step's turns don't all find room in one engine
@@ -47,9 +48,7 @@ class Scene:
         found = self.job.run.glob("status/attempt-*/rank-*.json")
         ranks = [json.loads(path.read_text()) for path in found]
         pid = next(r["pid"] for r in ranks if (r["role"], r["index"]) == ("rollout", index))
-        return self.job.until(
-            lambda: next(iter(psutil.Process(pid).children()), None), f"engine {index}"
-        )
+        return self.job.engine(pid)
 
     def until_all_wait(self, step: int) -> None:
         self.job.until(

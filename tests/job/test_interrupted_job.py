@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS = 4
 EXACT = ("deterministic=true", f"trainer.steps={STEPS}")
-SHARED = ("colocate=true", "trainer.checkpoint_every=100")
+SHARED = ("colocate=true", "trainer.checkpoint_every=100", "cluster.stop_timeout_s=180")
 TIMELESS = (
     "reward_mean",
     "success",

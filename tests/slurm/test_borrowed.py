@@ -92,13 +92,16 @@ def lending(cluster, tmp_path_factory):
         "eval.episodes=0",
         "trainer.checkpoint_every=20",
         "transfer.keep_versions=4",
+        "serving.lost_after_s=8",  # silence of a busy machine is no loss
     )
-    job.until(lambda: job.steps(), "the first step")
-    yield job
-    newest = job.steps()[-1]
-    job.until(lambda: job.steps()[-1] >= newest + 2, "the training to go on")
-    subprocess.run(["scancel", job.id], check=True, timeout=120)
-    job.until(lambda: not state.is_active(job.id), "its end")
+    try:
+        job.until(lambda: job.steps(), "the first step")
+        yield job
+        newest = job.steps()[-1]
+        job.until(lambda: job.steps()[-1] >= newest + 2, "the training to go on")
+    finally:
+        subprocess.run(["scancel", job.id], check=True, timeout=120)
+        job.until(lambda: not state.is_active(job.id), "its end")
     assert storm.check(job.run) == []
 
 

@@ -112,7 +112,8 @@ def goes_on(job, attempt):
     job.until(lambda: len(ranks(job, attempt)) == 4, f"the ranks of attempt {attempt}")
     before = job.steps()[-1]
     job.until(lambda: job.steps()[-1] > before, f"a step of attempt {attempt}")
-    assert job.steps() == list(range(1, job.steps()[-1] + 1))
+    steps = job.steps()
+    assert steps == list(range(1, steps[-1] + 1))
 
 
 def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):

@@ -1,8 +1,6 @@
 """Ranks that share each row's sequence (DeepSpeed's Ulysses, on gloo) equal one that has it
 whole."""
 
-import socket
-
 import numpy as np
 import pytest
 from safetensors.torch import load_file
@@ -13,6 +11,7 @@ from rose.transfer.blocks import size
 from rose.transfer.edge import read_plan
 from rose.transfer.receive import materialise
 from rose.transfer.relay_client import open_source
+from tests.ports import free_port
 from tests.trainer import tiny_world
 from tests.trainer.test_stream import DAPO, GRPO, ROUNDS, WHOLE
 
@@ -132,9 +131,7 @@ def lonely(port, rank, said):
 
 
 def test_ranks_that_cannot_connect_to_share_rows_say_so_before_the_first_step():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = tiny_world.server()
     said = server.SimpleQueue()
     ranks = [server.Process(target=lonely, args=(port, rank, said)) for rank in range(2)]
