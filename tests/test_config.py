@@ -354,6 +354,14 @@ def test_threads_that_nobody_set_are_a_share_of_the_cores(
     assert from_dict(to_dict(chosen)) == chosen
 
 
+@pytest.mark.parametrize("name", ["best", "best_sync"])
+def test_a_composition_goes_beside_an_experiment(make_config, name):
+    both = make_config(f"+experiment=[qwen7b,{name}]")
+    assert both.model.name == "qwen2_5_7b" and both.trainer.stream == (name == "best_sync")
+    with pytest.raises(ConfigError, match="colocate=true|colocate=false"):  # one GPU
+        make_config(f"+experiment=[qwen3_0_6b,{name}]")
+
+
 PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())
 
 

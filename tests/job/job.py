@@ -166,6 +166,19 @@ class Job:
         )
         return found[0]
 
+    def suspended_engine(self) -> psutil.Process:
+        """That of the second worker; it keeps what it has and what it is given."""
+        engine = self.engine()
+        engine.suspend()
+        self._suspended_at = time.time()
+        return engine
+
+    def holds_a_turn(self) -> bool:
+        """Whether the suspended engine has one: at any moment it may have nothing."""
+        live = self.live()
+        last = live["workers"]["rollout-1"]
+        return live["time"] > self._suspended_at + 2 and last["running"] + last["waiting"] > 0
+
     @contextlib.contextmanager
     def trainer_stopped(self) -> Iterator[None]:
         """Meanwhile the trainer does nothing, so that no step ends."""

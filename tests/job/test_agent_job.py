@@ -3,7 +3,6 @@ prompts with a reward file. (Its package is installed and trained on by tests/ou
 
 import subprocess
 import sys
-import time
 
 import printed
 import pytest
@@ -45,17 +44,8 @@ def test_an_unchanged_agent_is_trained_and_does_not_notice_that_hosts_and_an_eng
         *HOSTS,
     )
     job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
-    engine = job.engine()
-    # a suspended engine keeps what it has and what it is given: at any moment it may have nothing
-    engine.suspend()
-    suspended = time.time()
-
-    def holds_a_turn() -> bool:
-        live = job.live()
-        last = live["workers"]["rollout-1"]
-        return live["time"] > suspended + 2 and last["running"] + last["waiting"] > 0
-
-    job.until(holds_a_turn, "a turn at the suspended engine")
+    engine = job.suspended_engine()
+    job.until(job.holds_a_turn, "a turn at the suspended engine")
     engine.kill()
     job.until(lambda: job.faults(), "the engine's fault")
     assert kill_hosts(job, 2) == 2

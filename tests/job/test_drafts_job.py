@@ -1,8 +1,6 @@
 """A run whose engines draft from what groups say, with real MPI, vLLM and DeepSpeed, and whose turns
 are rewarded one by one: an engine dies."""
 
-import time
-
 import pytest
 
 from rose.coordinator import replay
@@ -28,17 +26,9 @@ def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tm
         *held.overrides,
     )
     held.until(job, 2)
-    engine = job.engine()
-    engine.suspend()  # it keeps what it is given
-    suspended = time.time()
+    engine = job.suspended_engine()
     held.release(2)
-
-    def holds_a_turn() -> bool:
-        live = job.live()
-        last = live["workers"]["rollout-1"]
-        return live["time"] > suspended + 2 and last["running"] + last["waiting"] > 0
-
-    job.until(holds_a_turn, "a turn at the suspended engine")
+    job.until(job.holds_a_turn, "a turn at the suspended engine")
     engine.kill()
     assert job.wait() == 0, job.said + job.logs()
     assert [fault["what"] for fault in job.faults()] == ["engine died"]

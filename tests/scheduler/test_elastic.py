@@ -2,32 +2,18 @@
 
 import pytest
 
-from rose.config import ConfigError, Policy
-from rose.config import Scheduler as SchedulerConfig
-from rose.policies import build
+from rose.config import ConfigError
 from rose.scheduler import events as ev
+from tests.scheduler import test_rival_provisioning as rivals
 
-ARGS = {
-    **{"n_serving": 0, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0},
-    **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0},
-}
+ARGS = {**rivals.ROSE | {"n_serving": 0}, **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0}}
 # alone in a step a wide engine is three times as fast as a narrow one; eight in it slow it down
 NARROW, WIDE = (1, 0.006, 0.0), (4, 0.002, 0.002)
 
 
 def make(**changed):
     """A group of eight trajectories of 1,000 tokens each has ended, so lengths are known."""
-    s = build(
-        SchedulerConfig(
-            provisioning=Policy(name="elastic", args=ARGS | changed),
-            routing=Policy(name="least_loaded", args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=0.0,
-        ),
-        1e9,
-    )
-    s.handle(ev.VersionPublished(at=0.0, version=0))
+    s = rivals.make("elastic", **ARGS | changed)
     for i in range(4):
         join(s, f"n{i}", i, *NARROW)
     join(s, "w", 0, *WIDE)
