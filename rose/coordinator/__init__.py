@@ -5,6 +5,7 @@
     groups.py        TrajectoryFinished | TrajectoryFailed  -> groups; the scheduler takes batches
     turns.py         TurnRequest -> scheduler -> worker; TurnProgress ... TurnFinished -> host
     training.py      the batch -> trainer ranks; with trainer.stream group by group
+    checkpoints.py   every rank's part on disk -> committed, beside the next steps
     borrowed.py      ranks that join, fall silent and leave; device_turns.py, hybrid_turns.py: whose
                      turn a GPU is
     provisioner.py   jobs that the scheduler asks for, and reward_jobs.py

@@ -23,6 +23,7 @@ from rose.comm.tasks import Tasks
 from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
+from rose.coordinator.checkpoints import Checkpoints
 from rose.coordinator.device_turns import ANSWER_S, DeviceTurns
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
@@ -47,7 +48,6 @@ from rose.policies import build
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 
-SAVED_S = 0.25  # between two looks at whether the trainer ranks have written a checkpoint
 TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
 
 
@@ -121,8 +121,15 @@ class Coordinator:
         self.trainers: dict[int, p.TrainerReady] = {}
         self.training = Training(config, self.ranks[p.Role.TRAINER], mailbox.send, recorder)
         self.trained: dict[int, p.TrainDone] = {}
-        self.saving: checkpoint.Save | None = None  # what the trainer ranks were ordered to write
-        self._committing: asyncio.Task | None = None  # waits until it is on disk
+        self.checkpoints = Checkpoints(
+            config,
+            self.run_dir,
+            self.ranks[p.Role.TRAINER],
+            mailbox.send,
+            recorder,
+            self.evaluations.kept,
+            log.saved,
+        )
         self.gone: set[int] = set()
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
         self.hub.engine_restarts = state.get("engine_restarts", 0)
@@ -172,8 +179,7 @@ class Coordinator:
                 ) from None
             raise
         finally:
-            if self._committing is not None:
-                self._committing.cancel()
+            self.checkpoints.cancel()
             if self.hybrids:
                 self.hybrids.cancel()
             await self.exports.close()
@@ -203,15 +209,16 @@ class Coordinator:
             rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
-            if self.config.trainer_sleeps and self._checkpoint_due(self.step + 1):
-                await self._save(self.step + 1, self.config.trainer.step_timeout_s)
+            if self.config.trainer_sleeps and self.checkpoints.due(self.step + 1):
+                await self.checkpoints.order(self.step + 1)
             await self._sync(done)
             self.exports.offer(self.step, done[0].store)
             self._record(groups, done, began, rolled_out, busy_s, trained, time.time())
-            if self._checkpoint_due(self.step):
-                await self._checkpoint(self.config.trainer.step_timeout_s)
-            elif self._committing is not None and self._committing.done():
-                await self._committed()
+            if self.checkpoints.due(self.step):
+                deadline_s = self.config.trainer.step_timeout_s
+                await self.checkpoints.finish(self.step, self.boundary, deadline_s)
+            else:
+                await self.checkpoints.collect()
         self.live.update(phase="saving", waiting_for="the last checkpoint")
         await self._save_if_idle(self.config.trainer.step_timeout_s)
         self.live.update(waiting_for="the last export")
@@ -365,56 +372,6 @@ class Coordinator:
             self.rollouts.end()
         return bool(self.stopped_early)
 
-    def _checkpoint_due(self, step: int) -> bool:
-        c = self.config
-        evaluated = c.eval.keep_best and c.eval.due(step, c.trainer.steps)
-        return evaluated or step % c.trainer.checkpoint_every == 0 or step == c.trainer.steps
-
-    async def _checkpoint(self, deadline_s: float) -> None:
-        """Begin the checkpoint of the last step, if that isn't done, and leave it to be committed
-        beside what comes next. Where devices are shared the ranks have begun it in their turn,
-        before the step's end."""
-        await self._save(self.step, deadline_s)
-        saving, self.saving = self.saving, None
-        self._committing = asyncio.create_task(self._commit(saving, self.boundary, deadline_s))
-
-    async def _save(self, step: int, deadline_s: float) -> None:
-        """Tell every trainer rank to save; each copies its state before it takes the next message.
-        There is one checkpoint at a time."""
-        if self.saving is not None:
-            return
-        await self._committed()
-        self.saving = checkpoint.Save(step, checkpoint.begin(self.run_dir, step), time.monotonic())
-        for rank in self.ranks[p.Role.TRAINER].values():
-            self.mailbox.send(rank, p.SaveCheckpoint(step, str(self.saving.folder)))
-
-    async def _commit(
-        self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float
-    ) -> None:
-        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after
-        `deadline_s`."""
-        wanted = self.config.trainer.ranks
-        with self.recorder.timed("checkpoint", step=saving.step):
-            while (found := checkpoint.saved(saving.folder)) < wanted:
-                if time.monotonic() - saving.began > deadline_s:
-                    raise RunFailed(
-                        f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
-                        f"{found} of {wanted} saved"
-                    )
-                await asyncio.sleep(SAVED_S)
-            keep, spared = self.config.trainer.checkpoint_keep, self.evaluations.kept()
-            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep, spared)
-            self.hub.log.saved(saving.step)
-        resume.note_save(self.run_dir, time.monotonic() - saving.began)
-
-    async def _committed(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from
-        the disk."""
-        while (task := self._committing) is not None:
-            await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
-            if self._committing is task:  # the steps and a stop may both wait here
-                self._committing = None
-
     def _record(
         self,
         groups: list[list[p.Trajectory]],
@@ -509,18 +466,13 @@ class Coordinator:
     async def _save_if_idle(self, deadline_s: float) -> None:
         """Between training steps the trainer can still save the last one, within half of the time
         to stop."""
-        await self._committed()
-        newest = checkpoint.latest(self.run_dir)
-        saved = checkpoint.step_of(newest) if newest else 0
-        if (
-            self.at_boundary
-            and self.step > saved
-            and len(self.trainers) == self.config.trainer.ranks
-        ):
-            if self.saving is None and self.config.trainer_sleeps:
+        await self.checkpoints.committed()
+        whole = len(self.trainers) == self.config.trainer.ranks
+        if self.at_boundary and self.step > self.checkpoints.newest() and whole:
+            if not self.checkpoints.ordered and self.config.trainer_sleeps:
                 await self.device.to(p.Role.TRAINER)
-            await self._checkpoint(deadline_s)
-            await self._committed()
+            await self.checkpoints.finish(self.step, self.boundary, deadline_s)
+            await self.checkpoints.committed()
 
     # ----------------------------------------------------------------- messages and actions
 

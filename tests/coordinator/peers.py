@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from rose import protocol as p
-from rose.coordinator import coordinator as coordinators
+from rose.coordinator import checkpoints
 from rose.coordinator.coordinator import Coordinator
 from rose.launch.layout import hybrid_ranks, layout
 from rose.observe.recorder import NullRecorder
@@ -396,5 +396,5 @@ def run(
             watcher.cancel()
         return coordinator, peers
 
-    with mock.patch.object(coordinators, "SAVED_S", 0.001):  # these trainer ranks save at once
+    with mock.patch.object(checkpoints, "LOOK_S", 0.001):  # these trainer ranks save at once
         return asyncio.run(scene())

@@ -110,7 +110,7 @@ def test_stopped_anywhere_and_resumed_no_prompt_is_lost_or_trained_twice(policy,
     places = [
         lambda c: c.step == 3 and c.rollouts.groups.running > 2,  # in a rollout
         lambda c: c.step == 3 and not c.at_boundary,  # while it trains
-        lambda c: c.step == 3 and c._committing is not None,
+        lambda c: c.step == 3 and c.checkpoints.committing,
     ]  # while it saves
     for number, place in enumerate(places):
         first, second, coordinator, step = stopped_and_resumed(made, tmp_path / str(number), place)

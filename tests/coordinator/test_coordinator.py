@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import coordinator as coordinators
+from rose.coordinator import checkpoints
 from rose.coordinator.coordinator import Coordinator
 from rose.coordinator.waiting import RunFailed
 from rose.launch import resume
@@ -23,7 +23,7 @@ LOOK_S = 0.02
 
 @pytest.fixture
 def coordinator(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(coordinators, "SAVED_S", LOOK_S)
+    monkeypatch.setattr(checkpoints, "LOOK_S", LOOK_S)
     config = make_config("trainer.ranks=2", "cluster.stop_timeout_s=4")
     sent = []
     mailbox = SimpleNamespace(
@@ -46,9 +46,13 @@ def written(coordinator, index):
     checkpoint.mark(folder, index, "")
 
 
+async def save(coordinator, deadline_s):
+    await coordinator.checkpoints.finish(coordinator.step, coordinator.boundary, deadline_s)
+
+
 def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordinator, tmp_path):
     async def scene():
-        await coordinator._checkpoint(60.0)
+        await save(coordinator, 60.0)
         last = asyncio.create_task(coordinator._save_if_idle(60.0))
         written(coordinator, 0)
         await asyncio.sleep(2 * LOOK_S)
@@ -92,10 +96,10 @@ def test_what_a_host_says_of_its_machine_is_a_row_for_the_report(coordinator, tm
 
 def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coordinator, tmp_path):
     async def scene():
-        await coordinator._checkpoint(60.0)  # returns though no rank has written anything
+        await save(coordinator, 60.0)  # returns though no rank has written anything
         assert checkpoint.latest(tmp_path) is None
         coordinator.step = 8
-        second = asyncio.create_task(coordinator._checkpoint(60.0))
+        second = asyncio.create_task(save(coordinator, 60.0))
         await asyncio.sleep(2 * LOOK_S)
         assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
         for index in range(2):
@@ -105,7 +109,7 @@ def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coord
         del coordinator.sent[:2]
         for index in range(2):
             written(coordinator, index)
-        await coordinator._committed()
+        await coordinator.checkpoints.committed()
 
     asyncio.run(scene())
     assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
@@ -114,11 +118,11 @@ def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coord
 def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coordinator, tmp_path):
     async def scene():
         coordinator.boundary = {"step": 7}
-        await coordinator._checkpoint(60.0)
+        await save(coordinator, 60.0)
         coordinator.step, coordinator.boundary = 9, {"step": 9}
         for index in range(2):
             written(coordinator, index)
-        await coordinator._committed()
+        await coordinator.checkpoints.committed()
 
     asyncio.run(scene())
     assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 7}
@@ -128,10 +132,10 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
     coordinator, tmp_path
 ):
     async def scene():
-        await coordinator._checkpoint(60.0)
+        await save(coordinator, 60.0)
         written(coordinator, 0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
-        await coordinator._committed()
+        await coordinator.checkpoints.committed()
 
     with pytest.raises(
         checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
@@ -142,9 +146,9 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
 
 def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
     async def scene():
-        await coordinator._checkpoint(0.1)
+        await save(coordinator, 0.1)
         written(coordinator, 1)
-        await coordinator._committed()
+        await coordinator.checkpoints.committed()
 
     with pytest.raises(
         RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"

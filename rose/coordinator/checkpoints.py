@@ -1,0 +1,120 @@
+"""Checkpoints of a run: every trainer rank writes its part, and when the last part is on disk the
+coordinator's state joins it and the folder is committed, beside the steps that follow.
+
+There is one at a time. Left out: what is in it (rose/trainer/checkpoint.py, rose/trainer/saving.py)
+and when a stop leaves time for one (the coordinator).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from rose import protocol as p
+from rose.config import Config
+from rose.coordinator.waiting import RunFailed
+from rose.launch import resume
+from rose.observe.recorder import NullRecorder
+from rose.trainer import checkpoint
+
+LOOK_S = 0.25  # between two looks at whether the trainer ranks have written theirs
+
+
+class Checkpoints:
+    """`trainers`: index -> rank of the trainer ranks. `spared()`: steps whose checkpoints stay,
+    however old. `on_saved(step)` is called when a step's is committed."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        trainers: dict[int, int],
+        send: Callable[[int, p.Message], None],
+        recorder: NullRecorder,
+        spared: Callable[[], Collection[int]],
+        on_saved: Callable[[int], None],
+    ) -> None:
+        self._config, self._run_dir, self._trainers = config, run_dir, trainers
+        self._send, self._recorder = send, recorder
+        self._spared, self._on_saved = spared, on_saved
+        self._saving: checkpoint.Save | None = None  # what the ranks were ordered to write
+        self._committing: asyncio.Task | None = None  # waits until it is on disk
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the ranks were told to write one that `finish` has not been asked for."""
+        return self._saving is not None
+
+    @property
+    def committing(self) -> bool:
+        return self._committing is not None
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is one after which there is a checkpoint."""
+        c = self._config
+        evaluated = c.eval.keep_best and c.eval.due(step, c.trainer.steps)
+        return evaluated or step % c.trainer.checkpoint_every == 0 or step == c.trainer.steps
+
+    async def order(self, step: int) -> None:
+        """Tell every trainer rank to write `step`, if that isn't done; each copies its state before
+        it takes the next message. Waits for the checkpoint before it."""
+        if self.ordered:
+            return
+        await self.committed()
+        folder = checkpoint.begin(self._run_dir, step)
+        self._saving = checkpoint.Save(step, folder, time.monotonic())
+        for rank in self._trainers.values():
+            self._send(rank, p.SaveCheckpoint(step, str(folder)))
+
+    async def finish(self, step: int, state: dict[str, Any], deadline_s: float) -> None:
+        """Leave the checkpoint of `step`, with the coordinator's `state` at its end, to be
+        committed beside what comes next. It is ordered here, unless the ranks have begun it in
+        their turn on shared devices, before the step's end."""
+        await self.order(step)
+        saving, self._saving = self._saving, None
+        self._committing = asyncio.create_task(self._commit(saving, state, deadline_s))
+
+    async def _commit(
+        self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float
+    ) -> None:
+        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after
+        `deadline_s`."""
+        wanted = self._config.trainer.ranks
+        with self._recorder.timed("checkpoint", step=saving.step):
+            while (found := checkpoint.saved(saving.folder)) < wanted:
+                if time.monotonic() - saving.began > deadline_s:
+                    raise RunFailed(
+                        f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
+                        f"{found} of {wanted} saved"
+                    )
+                await asyncio.sleep(LOOK_S)
+            keep, spared = self._config.trainer.checkpoint_keep, self._spared()
+            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep, spared)
+            self._on_saved(saving.step)
+        resume.note_save(self._run_dir, time.monotonic() - saving.began)
+
+    async def collect(self) -> None:
+        """Raise what kept a checkpoint from the disk, if that is known by now."""
+        if self._committing is not None and self._committing.done():
+            await self.committed()
+
+    async def committed(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from
+        the disk."""
+        while (task := self._committing) is not None:
+            await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
+            if self._committing is task:  # the steps and a stop may both wait here
+                self._committing = None
+
+    def newest(self) -> int:
+        """Step of the newest checkpoint on disk, 0 without one."""
+        found = checkpoint.latest(self._run_dir)
+        return checkpoint.step_of(found) if found else 0
+
+    def cancel(self) -> None:
+        """The run ends: what is not on disk by now stays half."""
+        if self._committing is not None:
+            self._committing.cancel()
