@@ -398,7 +398,7 @@ def twins(tmp_path_factory):
         ],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=2.5 * DEADLINE_S,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     found = json.loads((folder / "figures.json").read_text())["checks"]
@@ -406,6 +406,7 @@ def twins(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # of all of them
 @pytest.mark.parametrize("name", TWINS)
 def test_the_twin_of_each_check_is_ok_on_a_cpu(twins, name):
     found, ran = twins

@@ -32,7 +32,7 @@ SETTINGS = [
     "deterministic=true",
     "rollout.workers=1",
     "trainer.optimizer.grad_clip=0.05",
-    "trainer.step_timeout_s=60",
+    "trainer.step_timeout_s=200",
 ]
 
 
