@@ -50,11 +50,13 @@ def test_rollouts_go_on_while_the_trainer_trains_and_a_pool_scores_each_once(tmp
         "reward=function",
         f"reward.args.path={tmp_path / 'mine.py'}:score",
     )
-    job.until(lambda: job.phase() == ("train", 1), "the first step's training")
+    job.until(lambda: job.phase() == ("rollout", 1), "the first rollout")
     with job.trainer_stopped():
-        # all of that step, the one that fails, and some of the groups that run besides: when it
-        # begins, at least seven of their trajectories have no score yet
-        job.until(lambda: len(list(tmp_path.glob("g*.tries"))) >= 17 + 6, "scores of other groups")
+        job.until(lambda: job.phase() == ("train", 1), "the first step's training")
+        # 33 are scored if it doesn't end: its four groups, the four that run then, and one for the
+        # trajectory that fails. Of these four groups one has just begun, so at least seven were
+        # without a score then, and now one that had no turn then has one.
+        job.until(lambda: len(list(tmp_path.glob("g*.tries"))) >= 30, "scores of other groups")
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert [row["version"] for row in steps] == list(range(1, STEPS + 1))
