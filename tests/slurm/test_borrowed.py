@@ -274,12 +274,21 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     subprocess.run(["scancel", "--signal=USR1", job.id], check=True, timeout=120)
     job.saying("lending stopped by SIGUSR1")
     complete(url, str(model))  # it serves on
+
+    def finished() -> float:
+        return sum(
+            told["attained"][kind][1]
+            for _, told in lenders.read(lending.run)
+            for kind in ("with", "without")
+        )
+
+    # told every 15 s, and once more at its end, if a busy machine lets it before Slurm kills it
+    lending.until(lambda: finished() == 21, "a report of all requests")
     subprocess.run(["scancel", job.id], check=True, timeout=120)
     lending.until(lambda: not state.is_active(job.id), "its end")
     [(folder, told)] = lenders.read(lending.run)
-    finished = sum(told["attained"][kind][1] for kind in ("with", "without"))
     assert (
-        finished == 21
+        finished() == 21
         and told["made_tokens"] > 0
         and (folder / "report.html").stat().st_size > 10_000
     )
