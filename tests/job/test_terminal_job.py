@@ -51,7 +51,7 @@ REBALANCE = (
     "scheduler/placement=rebalance",
     "scheduler.placement.args.margin=1.0",
     "scheduler.placement.args.move_s=0.0",
-    "scheduler.placement.args.patience_s=3.0",
+    "scheduler.placement.args.patience_s=6.0",  # of silence, too: hosts tell their load every 2 s
 )
 
 
