@@ -33,10 +33,10 @@ LARGEST_FILE = GIB  # that it may write
 PROBE_S = 10.0
 SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 REFUSED = "unshare: "  # how its own failures begin
-# The first process in the namespaces waits for a word of the worker. unshare(1) up to 2.38 asks for
-# the signal of its death only after its fork: if the worker, and unshare with it, is killed before
-# that, nothing would end the program; so nothing begins unless the worker lives afterwards. The last
-# word is its name: what it can't execute is refused as by unshare.
+# The first process in the namespaces waits for a word of the worker. That of unshare(1) up to 2.38
+# asks only after its fork to be killed with unshare: where the worker, and unshare with it, was
+# killed before that, nothing would end the program; so it begins only if the worker lives
+# afterwards. The last word is that process's name: what it can't execute is refused as by unshare.
 BEGIN = ("sh", "-c", 'echo; read -r begin && exec "$@" < /dev/null', REFUSED.rstrip(": "))
 # the last block of Python, or of any language, that an answer shows
 CODE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)

@@ -142,9 +142,8 @@ def test_a_command_does_not_begin_once_nobody_waits_for_it(tmp_path):
 
 
 def test_a_program_that_cannot_be_executed_is_no_score():
-    run = scorers.build("command", {"argv": ["./answer.py"], "extract": "text"})
-    with pytest.raises(ScoringFailed, match="answer.py: Permission denied"):
-        scored(run, episode("print(1)"))
+    with pytest.raises(OSError, match="answer.py: Permission denied"):
+        asyncio.run(command.run(["./answer.py"], {"answer.py": "print(1)"}, 120.0, 1.0))
 
 
 def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):
