@@ -7,6 +7,8 @@ tests/trainer/allocated.py (without an adapter).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
+- second weights: with trainer.hpz=H ranks b P / H more, from a pass to the update; of frozen ones
+  always
 - gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
   the update but at stage 3; on the host with offload_optimizer, from stage 2
 - optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO makes of
@@ -84,7 +86,8 @@ class Estimate:
 
 
 def trainer(c: Config, shape: ModelShape) -> Estimate:
-    resting, states = _resting(c, shape), ("weights", "gradients", "optimizer", "reference")
+    resting = _resting(c, shape)
+    states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
@@ -106,7 +109,9 @@ def moments(c: Config, shape: ModelShape) -> Items:
     """Bytes on a trainer rank's device at each of the moments, without CUDA's context."""
     items = _resting(c, shape)
     resting = sum(items.values())
-    freed = items["gradients"] if c.trainer.zero_stage < 3 else 0.0
+    freed = items["gradients"] if c.trainer.zero_stage < 3 else items["second weights"]
+    if c.trainer.lora is not None:
+        freed -= items["second weights"]
     return {
         "forward and backward": resting + sum(_in_a_pass(c, shape).values()),
         "update": resting + sum(_at_the_update(c, shape).values()),
@@ -132,6 +137,7 @@ def _resting(c: Config, shape: ModelShape) -> Items:
     gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
     return {
         "weights": size * held / _shared(c, 3),
+        "second weights": size * held / t.hpz if t.hpz else 0.0,
         "gradients": 0.0 if t.offload_optimizer and t.zero_stage > 1 else gradients,
         "optimizer": 0.0 if t.offload_optimizer else state / _shared(c, 1),
         "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS))

@@ -235,6 +235,29 @@ def test_ranks_that_share_rows_have_their_part_of_the_activations(make_config):
     assert found[8]["activations"] / 2 < less < found[8]["activations"]
 
 
+def test_the_second_copy_of_the_weights_is_within_a_node_and_estimated(make_config):
+    c = make_config(*TWELVE, "trainer.hpz=node")
+    assert c.trainer.hpz == 6
+    gib = 2 * c.model.shape.parameters / GIB
+    found = memory.trainer(c, c.model.shape)
+    assert found.items["second weights"] == pytest.approx(gib / 6)
+    alone = make_config(*TWELVE)
+    without = memory.trainer(alone, alone.model.shape)
+    assert found.total == pytest.approx(without.total + gib / 6)
+    between = memory.moments(c, c.model.shape)["between steps"]
+    assert between == memory.moments(alone, alone.model.shape)["between steps"]
+    assert make_config(*TWELVE, "trainer.hpz=3").trainer.hpz == 3
+    with pytest.raises(ConfigError, match="trainer.hpz=4: must divide the 6 trainer ranks of each"):
+        make_config(*TWELVE, "trainer.hpz=4")
+    one = make_config(
+        *TWELVE,
+        "cluster.slurm.trainer.nodes=1",
+        "trainer.hpz=node",
+        "cluster.slurm.trainer.gpus_per_node=12",
+    )
+    assert one.trainer.hpz is None
+
+
 def test_offloaded_activations_wait_on_the_host(make_config):
     there = memory.trainer(make_config(*QWEN3_8B), make_config(*QWEN3_8B).model.shape)
     c = make_config(*QWEN3_8B, "trainer.offload_activations=true")

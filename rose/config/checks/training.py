@@ -17,6 +17,7 @@ def check(c: Config, need: Need) -> None:
     _check_lora(c, need)
     _check_draft(c, need)
     _check_router_replay(c, need)
+    _check_kernels(c, need)
 
 
 def _check_batch(c: Config, need: Need) -> None:
@@ -216,4 +217,26 @@ def _check_router_replay(c: Config, need: Need) -> None:
         c.rollout.draft.method == "none",
         key,
         f"not tried with rollout/draft={c.rollout.draft.method}: rollout/draft=none",
+    )
+
+
+def _check_kernels(c: Config, need: Need) -> None:
+    """What compiled layers and Liger's kernels were not tried with, or can't be."""
+    t, both = c.trainer, "trainer.kernels"
+    need(t.kernels == "none" or c.cluster.gpus > 0, both, "Triton's need GPUs: none")
+    need(
+        t.kernels == "none" or not t.compile,
+        both,
+        "trainer.compile=true fuses the same operations: none, or trainer.compile=false",
+    )
+    need(
+        t.kernels == "none" or not c.deterministic, both, "not tried with deterministic=true: none"
+    )
+    if not t.compile:
+        return
+    key = "trainer.compile"
+    need(
+        not c.deterministic,
+        key,
+        "deterministic=true needs false: what torch compiles depends on the lengths that it met",
     )
