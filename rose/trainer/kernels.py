@@ -28,8 +28,7 @@ from rose.trainer.prefix_tree import build_from_rows
 
 MOST_FORMS = 16  # of one function that are compiled; more run uncompiled, with a warning of torch's
 SLOW_S = 60.0  # after so long it is said once more what is being waited for
-# shared and own tokens of the rows that everything is compiled for: 3 rows, 13 and 23 tokens, which
-# are no sizes of a model's, or torch would take them for these
+# shared and own tokens of the rows that everything is compiled for: 3 rows, 13 and 23 tokens
 PROBE = ((7, 6), (7, 6), (7, 4))
 
 
@@ -42,6 +41,9 @@ def compile_layers(policy: Policy) -> None:
     # The variable TORCH_COMPILE_DISABLE is for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
+    torch.fx.experimental._config.use_duck_shape = (
+        False  # lengths that are alike once aren't always
+    )
     for layer in policy.hf.base_model.layers:
         layer.compile(dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)

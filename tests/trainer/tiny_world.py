@@ -19,7 +19,7 @@ import numpy as np
 from tests.ports import free_port
 
 VOCABULARY = 97
-DEADLINE_S = 240
+DEADLINE_S = 900
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
 SETTINGS = [
@@ -363,6 +363,41 @@ def settings(job: dict):
     )
 
 
+def watch_second_copies(trainer, found: list[int]) -> None:
+    """Bytes of this rank's second copy of the weights (trainer.hpz) before each update."""
+    update = trainer.engine._update
+
+    def watched(stepped):
+        parts = (
+            getattr(p, "ds_secondary_tensor", None) for p in trainer.engine.policy.parameters()
+        )
+        found.append(sum(part.nbytes for part in parts if part is not None))
+        return update(stepped)
+
+    trainer.engine._update = watched
+
+
+def keep_nothing_gathered() -> None:
+    """ZeRO-3 gathers small parameters in every pass, too; it keeps them from one to the next."""
+    from rose.trainer import deepspeed_engine
+
+    make = deepspeed_engine.zero_config
+
+    def made(*args):
+        config = make(*args)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    deepspeed_engine.zero_config = made
+
+
+def compilations() -> int:
+    """Functions that torch has compiled in this process, each form once."""
+    import torch._dynamo
+
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def stop_in_backward(trainer) -> None:
     """This process stops before its next backward pass, which the others go through."""
     backward = trainer.engine.backward
@@ -413,6 +448,8 @@ def main(job: dict, rank: int) -> None:
     folder = Path(job["folder"])
     merged: list[int] = []
     watch_merging(merged)
+    if job.get("gathers_all"):
+        keep_nothing_gathered()
     trainer = Trainer(
         settings(job),
         rank,
@@ -433,6 +470,8 @@ def main(job: dict, rank: int) -> None:
         "limits_s": limits_s(),
         "merged": sum(merged),
     }
+    watch_second_copies(trainer, report.setdefault("second", []))
+    compiled = report.setdefault("compiled", [compilations()])
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
     watch = nullcontext
@@ -458,6 +497,7 @@ def main(job: dict, rank: int) -> None:
                     report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
+            compiled.append(compilations())
         elif action in ("split", "forked"):
             seed, limit = args
             whole, summary = make_batch(seed) if action == "split" else make_forked(seed)

@@ -1,0 +1,50 @@
+"""torch.compile of the trainer's layers and head changes nothing but rounding, and compiles before
+the first step all that any step needs: the real compilers, DeepSpeed and gloo."""
+
+import numpy as np
+import pytest
+
+from tests.trainer import tiny_world
+from tests.trainer.test_lora import LORA
+
+pytestmark = pytest.mark.slow
+
+# seeds of the batch (even: prefix trees), tokens of a micro-batch, updates: rows of other numbers and
+# lengths in each
+STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 64, 1, 1], [4, 80, 1, 1], [5, 50, 1, 1]]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Of what is compiled, so that the second world reads what the first has written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+def run(folder, name, ranks, more):
+    settings = ["deterministic=false", f"trainer.zero_stage={2 if ranks > 1 else 1}", *more]
+    actions = [action for step in STEPS for action in (["train", *step], ["states", f"{name}"])]
+    job = {"name": name, "settings": settings, "actions": actions}
+    return tiny_world.run_world(job, folder, ranks)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(1, ["trainer.gradient_checkpointing=true"]), (2, [LORA])],
+    ids=["checkpointing", "lora"],
+)
+def test_compiled_layers_train_what_others_do_and_none_is_compiled_later(
+    tmp_path, kept, ranks, more
+):
+    tiny_world.save_model(tmp_path / "model")
+    plain = run(tmp_path, "plain", ranks, more)
+    compiled = run(tmp_path, "compiled", ranks, [*more, "trainer.compile=true"])
+    assert plain["compiled"] == [0] * (1 + len(STEPS))
+    assert compiled["compiled"][0] >= 3 and len(set(compiled["compiled"])) == 1
+    for found, exact in zip(compiled["metrics"], plain["metrics"], strict=True):
+        for key in ("loss", "grad_norm", "entropy", "mismatch_kl"):
+            assert found[key] == pytest.approx(exact[key], rel=1e-5, abs=1e-5), key
+    states = [np.load(tmp_path / f"{name}-0.npz") for name in ("compiled", "plain")]
+    for key in states[0].files:
+        np.testing.assert_allclose(states[0][key], states[1][key], rtol=0, atol=1e-5, err_msg=key)
