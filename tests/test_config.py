@@ -237,6 +237,14 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.compile=true deterministic=true rollout.workers=1",
             ["trainer.compile=True", "the lengths that it met"],
         ),
+        (
+            "trainer.compile=true trainer.zero_stage=3",
+            ["trainer.compile=True", "trainer.zero_stage=3 needs false", "trainer.kernels=liger"],
+        ),
+        (
+            "trainer.compile=true trainer.ranks=2 trainer.sequence_parallel=2",
+            ["trainer.compile=True", "not tried with trainer.sequence_parallel=2"],
+        ),
         ("trainer.kernels=liger", ["trainer.kernels='liger'", "need GPUs"]),
         (
             "trainer.kernels=liger cluster=gpus cluster.gpus=4 trainer.compile=true",
@@ -477,6 +485,7 @@ MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
             "trainer.lora=.* is a mixture of 6 experts",
         ),
         (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
+        (["trainer.compile=true"], MIXTURE, "trainer.compile=True: .* has 6 experts"),
     ],
 )
 def test_what_a_mixture_cannot_do_is_refused(make_config, overrides, changes, says):

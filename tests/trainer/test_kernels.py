@@ -24,7 +24,7 @@ def kept(tmp_path_factory):
 
 def run(folder, name, ranks, more):
     settings = ["deterministic=false", f"trainer.zero_stage={2 if ranks > 1 else 1}", *more]
-    actions = [action for step in STEPS for action in (["train", *step], ["states", f"{name}"])]
+    actions = [*(["train", *step] for step in STEPS), ["states", name]]
     job = {"name": name, "settings": settings, "actions": actions}
     return tiny_world.run_world(job, folder, ranks)[0]
 
