@@ -285,7 +285,8 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
     """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or
     hangs."""
     processes, words = world_of(job, folder, ranks)
-    end = time.monotonic() + DEADLINE_S
+    deadline_s = job.get("deadline_s", DEADLINE_S)
+    end = time.monotonic() + deadline_s
     try:
         for process in processes:
             process.start()
@@ -298,7 +299,7 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
                 process.kill()
                 process.join()
     failed = [
-        f"rank {rank}: exit code {code} (None: not within {DEADLINE_S} s)\n{text.read_text()[-4000:]}"
+        f"rank {rank}: exit code {code} (None: not within {deadline_s} s)\n{text.read_text()[-4000:]}"
         for rank, (code, text) in enumerate(zip(codes, words, strict=True))
         if code != 0
     ]
@@ -448,6 +449,8 @@ def main(job: dict, rank: int) -> None:
     folder = Path(job["folder"])
     merged: list[int] = []
     watch_merging(merged)
+    if "compiled_in" in job:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["compiled_in"]
     if job.get("gathers_all"):
         keep_nothing_gathered()
     trainer = Trainer(
