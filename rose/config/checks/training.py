@@ -247,6 +247,7 @@ def _check_kernels(c: Config, need: Need) -> None:
         "compiled in pieces, for minutes; trainer.kernels=liger goes with it, on GPUs",
     )
     for with_it, value in (
+        (t.lora is not None, "lora"),
         (t.sequence_parallel > 1, f"sequence_parallel={t.sequence_parallel}"),
         (t.offload_activations, "offload_activations=true"),
         (t.router_replay, "router_replay=true"),
