@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 STEPS = [[1, 4000, 1, 1], [2, 40, 1, 1], [3, 64, 1, 1], [4, 80, 1, 1], [5, 50, 1, 1]]
 
 
-COMPILE_S = 600  # of a busy machine
+COMPILE_S = 1500  # of a busy machine
 
 
 def run(folder, name, more):

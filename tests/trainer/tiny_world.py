@@ -19,7 +19,7 @@ import numpy as np
 from tests.ports import free_port
 
 VOCABULARY = 97
-DEADLINE_S = 240
+DEADLINE_S = 600
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
 SETTINGS = [
