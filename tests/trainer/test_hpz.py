@@ -7,7 +7,7 @@ import pytest
 from rose.transfer.receive import materialise
 from tests.trainer import tiny_world
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 RANKS, GROUP, STEP_S = 4, 2, 150.0
 LAST = [4, 64, 1, 1]

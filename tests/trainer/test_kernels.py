@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer import tiny_world
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 # seeds of the batch (even: prefix trees), tokens of a micro-batch: rows of other numbers and lengths
 # in each
