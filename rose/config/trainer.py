@@ -116,6 +116,8 @@ class Trainer(Section):
     # both absent there, too: ranks that compute a row together; the layers' inputs in host memory
     sequence_parallel: Count = 1
     offload_activations: bool = False
+    # dedicated engines on whose devices a replica trains while the trainer does; absent there, too
+    elastic_replicas: Natural = 0
 
     @property
     def replicas(self) -> int:
