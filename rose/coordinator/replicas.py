@@ -69,7 +69,7 @@ class Replicas(DeviceTurns):
             return
         await self._put_away(list(chosen.values()))
         began = time.monotonic()
-        asked = self._order(step, groups, chosen)
+        asked = self._deal(step, groups, chosen)
         timeout_s = self._config.trainer.step_timeout_s
         await self._changes.until(
             lambda: self._training.ahead,
@@ -111,14 +111,15 @@ class Replicas(DeviceTurns):
                 self._rows.pop(worker, None)
 
     def take_row(self) -> dict[str, float]:
-        """For the step's row of metrics. `replica_token_share`: of the batch's tokens those that
+        """For the row of a step that is over: nobody needs its gradients' files. `replica_token_share`: of the batch's tokens those that
         replicas computed; `seconds_replica`: from the order to the gradient, of the slowest;
         `seconds_replica_wait`: what the ranks waited for it."""
+        self._clear()
         row, self._row = self._row, {}
         return row
 
-    def clear(self) -> None:
-        """The step is applied: nobody needs its gradients any more."""
+    def _clear(self) -> None:
+        """Also of what a run that was stopped has left."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _choose(self, groups: list[Group]) -> dict[str, int]:
@@ -135,11 +136,9 @@ class Replicas(DeviceTurns):
         self._ranks[p.Role.ROLLOUT] = dict(enumerate(ranks))
         await self.to(p.Role.TRAINER)
 
-    def _order(
-        self, step: int, groups: list[Group], chosen: dict[str, int]
-    ) -> dict[str, list[int]]:
+    def _deal(self, step: int, groups: list[Group], chosen: dict[str, int]) -> dict[str, list[int]]:
         """The rows of each, also of one that has died meanwhile."""
-        self.clear()
+        self._clear()
         self._folder.mkdir()
         self._step, self._rows, self._found = step, {}, {}
         shares = self._training.share(step, groups, len(chosen))

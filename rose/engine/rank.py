@@ -98,7 +98,7 @@ class RolloutWorker:
         self._in_turn = config.trainer_sleeps and (
             hybrid or self.dedicated and config.shares_devices
         )
-        self._replica = run_dir and Replica(config, run_dir, name, self._send)
+        self._replica = run_dir and Replica(config, run_dir, self.folder, name, self._send)
         # whether it gives memory of a GPU back
         self._moves = config.cluster.gpus > 0 and (self._in_turn or self._replica is not None)
         # nobody waits for its start

@@ -27,12 +27,18 @@ READ_BYTES = 2**20  # at once from the channel
 
 
 class Replica:
-    """`send` is to the coordinator."""
+    """`model`: the model's folder; `send` is to the coordinator."""
 
     def __init__(
-        self, config: Config, run_dir: Path, worker: str, send: Callable[[p.Message], None]
+        self,
+        config: Config,
+        run_dir: Path,
+        model: Path,
+        worker: str,
+        send: Callable[[p.Message], None],
     ) -> None:
-        self._config, self._run_dir, self._worker, self._send = config, run_dir, worker, send
+        self._config, self._worker, self._send = config, worker, send
+        self._arguments = ["--config", str(run_dir / "config.json"), "--model", str(model)]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready = False
@@ -71,7 +77,7 @@ class Replica:
         ours, theirs = socket.socketpair()
         here = os.getpid()
         command = [sys.executable, "-m", "rose.trainer.replica_process"]
-        command += ["--config", str(self._run_dir / "config.json"), "--worker", self._worker]
+        command += [*self._arguments, "--worker", self._worker]
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *command,

@@ -1,6 +1,6 @@
 """The process of an elastic replica, started by a rollout rank (rose/engine/replica.py):
 
-    python -m rose.trainer.replica_process --config FILE --worker NAME --channel FD
+    python -m rose.trainer.replica_process --config FILE --model FOLDER --worker NAME --channel FD
 
 It may be killed at any instruction: what it computed is lost then, and its rows go elsewhere. On
 the channel, a stream socket, go messages in frames (`rose.comm.frames`): `ComputeGradient`,
@@ -24,18 +24,17 @@ from rose import config as cfg
 from rose import protocol as p
 from rose.comm import frames
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
-from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.processes import importing
 
 FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
 
 
-def serve(config: cfg.Config, name: str, channel: socket.socket) -> None:
+def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) -> None:
     """Until the rank closes the channel."""
     with importing():
         from rose.trainer.replica import Replica
-    replica = Replica(config, resolve(config.model), NullRecorder())
+    replica = Replica(config, model, NullRecorder())
 
     def send(message: p.Message) -> None:
         channel.sendall(frames.frame(encode(message)))
@@ -67,6 +66,7 @@ def serve(config: cfg.Config, name: str, channel: socket.socket) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="a replica's process; see rose/engine/replica.py")
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--worker", required=True)
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = socket.socket(fileno=args.channel)
     try:
-        serve(cfg.load(args.config), args.worker, channel)
+        serve(cfg.load(args.config), args.model, args.worker, channel)
     except Exception as error:
         traceback.print_exc()
         failed = p.RankFailed(-1, f"{type(error).__name__}: {error}")
