@@ -114,9 +114,7 @@ class Replicas(DeviceTurns):
         """For the row of a step that is over: nobody needs its gradients' files any more.
         `replica_token_share`: of the batch's tokens those that replicas computed;
         `seconds_replica`: from the order to the gradient, of the slowest; `seconds_replica_wait`:
-        what the ranks waited for it."""For the row of a step that is over: nobody needs its gradients' files. `replica_token_share`: of the batch's tokens those that
-        replicas computed; `seconds_replica`: from the order to the gradient, of the slowest;
-        `seconds_replica_wait`: what the ranks waited for it."""
+        what the ranks waited for it."""
         self._clear()
         row, self._row = self._row, {}
         return row
