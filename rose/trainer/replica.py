@@ -28,6 +28,7 @@ from rose.trainer.experts import parts
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree, obstacle
 from rose.trainer.step import NEVER, Step, TrainingDiverged
+from rose.transfer import codec
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
 from rose.transfer.store import INITIAL
@@ -117,6 +118,7 @@ class Replica:
         self.device = torch.device("cuda" if config.cluster.gpus else "cpu")
         if self.device.type == "cpu":
             heap.keep_all()
+        codec.compile_all()  # seconds to a minute, where it never ran before
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = ReplicaEngine(config, folder, self.device)
         self._live = Live(self._tensors())

@@ -59,10 +59,9 @@ def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, 
 
 def test_in_bfloat16_a_replica_has_the_trainers_weights_and_adds_up_in_float32(tmp_path):
     settings = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
-    metrics = run(tmp_path, [(1, 1, 0), (2, 1, 0)], 2, 2, *settings)
+    metrics = run(tmp_path, [(1, 1, 0), (3, 1, 0)], 2, 2, *settings)
     for step, (alone, shared) in enumerate(metrics):
-        found = apart(tmp_path, step, 0)
-        print(found)
-        assert found < 0.01, step
-        # of the same weights each row has the same log-probabilities, up to its micro-batch
-        assert shared["entropy"] == pytest.approx(alone["entropy"], rel=1e-3)
+        # a micro-batch of other rows is rounded otherwise, by a percent
+        assert apart(tmp_path, step, 0) < 0.03, step
+        assert shared["entropy"] == pytest.approx(alone["entropy"], rel=1e-4)
+        assert shared["mismatch_abs"] == pytest.approx(alone["mismatch_abs"], rel=1e-3)
