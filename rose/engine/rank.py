@@ -303,9 +303,13 @@ class RolloutWorker:
                     task = self._tasks.spawn(self._load(message))
                     self._load_tasks.add(task)
                     task.add_done_callback(self._load_tasks.discard)
+                    if self._replica is not None:  # which has it by the time it works
+                        self._order_replica(message)
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
-                case p.ComputeGradient() | p.TrainStep() | p.TrainPart():
+                case p.ComputeGradient():
+                    self._order_replica(message)
+                case p.TrainStep() | p.TrainPart():
                     self._replica.order(message)
                 case p.SiblingTurns():
                     self._hints.append(message.turns)
@@ -316,6 +320,10 @@ class RolloutWorker:
                     return
                 case _:
                     self._handle(message)
+
+    def _order_replica(self, message: p.LoadVersion | p.ComputeGradient) -> None:
+        here = self._store(message.store)
+        self._replica.order(msgspec.structs.replace(message, store=here))
 
     def _handle(self, message: p.Message) -> None:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")

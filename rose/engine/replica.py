@@ -60,7 +60,7 @@ class Replica:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             self._send(p.ReplicaLost(self._worker, why or how, restarts_left > 0))
 
-    def order(self, message: p.ComputeGradient | p.TrainStep | p.TrainPart) -> None:
+    def order(self, message: p.LoadVersion | p.ComputeGradient | p.TrainStep | p.TrainPart) -> None:
         """What is for a dead one goes nowhere: the coordinator has word of its death."""
         if self._ready and not self._writer.is_closing():
             self._computes |= isinstance(message, p.ComputeGradient)

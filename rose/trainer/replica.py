@@ -134,7 +134,7 @@ class Replica:
         """Raises `TransferError` where the version can't be had, and `ValueError` as `Trainer`. A
         loss that is not finite is told by the statistics, as the trainer ranks have to end."""
         with self.recorder.timed("replica_weights", version=order.version):
-            self._receive(order.version, order.store)
+            self.receive(order.version, order.store)
         with self.recorder.timed("replica_gradient", step=order.step):
             self.engine.take_device()
             try:
@@ -158,8 +158,8 @@ class Replica:
         statistics = {name: float(value) for name, value in current.sums.items()}
         return protocol.GradientSum(order.file, statistics, float(current.ratio_max))
 
-    def _receive(self, version: int, store: str) -> None:
-        """Weights of `version` to the host."""
+    def receive(self, version: int, store: str) -> None:
+        """Weights of `version` to the host, unless they are there. Raises `TransferError`."""
         t = self.config.transfer
         if self._receiver is None or self._receiver.where[0] != store:
             if self._receiver is not None:
@@ -168,6 +168,8 @@ class Replica:
             self._receiver = Receiver(store, None, t.relay_token_file, whole, self._live)
         threads = t.threads or self.config.rollout.threads or usable_threads()
         dense = int(t.stage_gib * 2**30)
+        if self._held == version:
+            return
         staged = self._receiver.stage(self._held, version, threads, dense, t.load_timeout_s)
         self._held = None
         staged.flip()

@@ -3,9 +3,9 @@
     python -m rose.trainer.replica_process --config FILE --model FOLDER --worker NAME --channel FD
 
 It may be killed at any instruction: what it computed is lost then, and its rows go elsewhere. On
-the channel, a stream socket, go messages in frames (`rose.comm.frames`): `ComputeGradient`,
-`TrainStep` and `TrainPart` to it, `ReplicaReady` and `GradientComputed` from it, and as its last
-word `RankFailed`, whose rank is nobody's.
+the channel, a stream socket, go messages in frames (`rose.comm.frames`): `LoadVersion`,
+`ComputeGradient`, `TrainStep` and `TrainPart` to it, `ReplicaReady` and `GradientComputed` from it,
+and as its last word `RankFailed`, whose rank is nobody's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from rose import config as cfg
@@ -26,6 +27,7 @@ from rose.comm import frames
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
 from rose.observe.recorder import NullRecorder
 from rose.processes import importing
+from rose.transfer.errors import TransferError
 
 FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
 
@@ -48,6 +50,9 @@ def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) ->
     while (whole := received.take()) is not None:
         for message in map(decode, whole):
             match message:
+                case p.LoadVersion(version, store):
+                    with suppress(TransferError):  # raised where a step needs it
+                        replica.receive(version, store)
                 case p.ComputeGradient():
                     order, step, rows, parts, began = message, None, {}, 0, time.time()
                 case p.TrainStep():

@@ -298,6 +298,8 @@ class Helpers:
         channel = self._channels[number]
         file = self._folder / f"gradient{number}-{step.step}.h5"
         order = p.ComputeGradient(step.step, version, self._store, str(file))
+        if version % 2:  # the order finds it there
+            channel[0].sendall(frames.frame(encode(p.LoadVersion(version, self._store))))
         for message in (order, step, p.TrainPart(step.step, 0, list(rows), [*rows.values()])):
             channel[0].sendall(frames.frame(encode(message)))
         answer = self._hear(channel)
