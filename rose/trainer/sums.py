@@ -23,7 +23,7 @@ CHUNK = 2**20  # values that have a checksum of their own
 
 def write(file: str | Path, gradients: Iterable[tuple[str, Tensor]]) -> None:
     """(name, float32 gradient) of every parameter. Raises OSError that names the file."""
-    with whole(Path(file)) as part, h5py.File(part, "w") as found:
+    with whole(Path(file)) as part, h5py.File(part, "w", locking=False) as found:
         for name, gradient in gradients:
             values = gradient.reshape(-1).cpu().numpy()
             chunk = (min(CHUNK, len(values)),)
@@ -34,7 +34,7 @@ class Sum:
     """A file that `write` has written. Raises OSError for one that is not there or is damaged."""
 
     def __init__(self, file: str | Path) -> None:
-        self._file = h5py.File(file, "r")
+        self._file = h5py.File(file, "r", locking=False)
 
     def __enter__(self) -> Sum:
         return self
