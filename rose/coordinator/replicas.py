@@ -27,8 +27,9 @@ from rose.coordinator.waiting import Changes
 from rose.observe.recorder import NullRecorder
 
 FOLDER = "gradients"  # in the run's
-# that the ranks wait for a replica, at least; beyond it as long as they worked themselves
-PATIENCE_S = 60.0
+# of trainer.step_timeout_s, that the ranks wait for a replica which says nothing; or as long as
+# they worked themselves. The death of one is known at once.
+PATIENCE = 0.1
 
 
 class Replicas(DeviceTurns):
@@ -79,7 +80,7 @@ class Replicas(DeviceTurns):
         own_s = time.monotonic() - began
         await self._changes.within(
             lambda: not self._rows,
-            min(max(PATIENCE_S, own_s), timeout_s),
+            max(PATIENCE * timeout_s, own_s),
             lambda: f"replicas to compute their part of step {step}: {', '.join(self._rows)}",
         )
         for worker in list(self._rows):

@@ -254,6 +254,7 @@ def show(plan: Plan, console: Console) -> None:
     hybrid = f"and {c.hybrids} on the trainer's devices " if c.hybrids else ""
     source = (
         f"{c.rollout.workers} engines {hybrid}with tensor parallel {c.rollout.tensor_parallel}"
+        f"{_replicas(plan)}"
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
@@ -284,6 +285,14 @@ def show(plan: Plan, console: Console) -> None:
         echo(console, "; ".join(_nodes(plan)))
     for warning in plan.warnings:
         echo(console, warning, label="[yellow]warning:[/]")
+
+
+def _replicas(plan: Plan) -> str:
+    c = plan.config
+    if not c.elastic_replicas:
+        return ""
+    needs = "" if plan.shape is None else f", {memory.replica(c, plan.shape).total:.1f} GiB each"
+    return f", replicas that train beside {c.elastic_replicas} of them{needs}"
 
 
 def _span(members: list[Rank]) -> str:

@@ -390,7 +390,7 @@ class Peers:
         self.rows |= rows
         step = self.order.step
         if self.order.more:
-            self.say(rank, p.TrainedAhead(step, 0))
+            self.say(rank, lambda: self.ahead_of_shared(rank, step))
             return
         for gradient in self.order.sums:
             others = self.gradients.pop(gradient.file)
@@ -404,6 +404,10 @@ class Peers:
             return p.TrainDone(step, 0, step, {"loss": 0.5}, "store")
 
         self.say(rank, done)
+
+    def ahead_of_shared(self, rank, step):
+        """The trainer's word of its own part, when it is heard."""
+        return p.TrainedAhead(step, 0)
 
     def computed(self, rank, rows):
         """A replica's word, when it is heard."""

@@ -150,7 +150,8 @@ def test_memory_for_replicas_is_there_beside_engines_on_cpus_and_instead_of_them
     gpus = ("cluster.gpus=8", "trainer.ranks=4", "rollout.workers=4", "trainer.elastic_replicas=4")
     c = make_config(*QWEN3_8B, *gpus, "trainer.offload_optimizer=false")
     assert [r.gpus for r in layout(c) if r.role is Role.ROLLOUT] == [(4,), (5,), (6,), (7,)]
-    plan.make(c, shape, host_gib=500.0)
+    said = " ".join(printed(plan.make(c, shape, host_gib=500.0)).split())
+    assert "1, replicas that train beside 4 of them, " in said
     with pytest.raises(ConfigError, match=r"elastic_replicas=4: .* 40.0 GiB of memory"):
         plan.make(c, shape, host_gib=40.0)
     small = make_config(*QWEN3_8B, *gpus, "cluster.gpu_memory_gib=48")
