@@ -165,7 +165,9 @@ def run_role(
                 from rose.engine.rank import RolloutWorker
 
                 hybrid = me.index >= config.rollout.workers
-                asyncio.run(RolloutWorker(config, name, mailbox, recorder, broadcast, hybrid).run())
+                folder = run_dir if me.index < config.elastic_replicas else None
+                worker = RolloutWorker(config, name, mailbox, recorder, broadcast, hybrid, folder)
+                asyncio.run(worker.run())
     finally:
         recorder.close()
 

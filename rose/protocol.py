@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 def seed_of(*parts: object) -> int:
@@ -591,6 +591,15 @@ class BatchSummary(Record):
     segments: list[list[int]] = []
 
 
+class GradientSum(Record):
+    """The gradient of a replica's rows of a step, in a file of rose/trainer/sums.py, and sums over
+    their tokens; `ratio_max` as rose/trainer/importance.py's."""
+
+    file: str
+    statistics: dict[str, float]
+    ratio_max: float
+
+
 class TrainStep(Message):
     """Coordinator -> every trainer rank: the step begins. The batch's rows are the samples of its
     trajectories, one for each leaf; `owners` names each row's trajectory. The rank's own rows
@@ -609,6 +618,8 @@ class TrainStep(Message):
     # are those of all groups so far, `micro_batches` of the new ones; the gradient is kept, and
     # nothing is applied.
     more: bool = False
+    # with `trainer.elastic_replicas`: gradients of the step's other rows, to be added to this one's
+    sums: list[GradientSum] = []
 
 
 class TrainPart(Message):
@@ -634,6 +645,41 @@ class TrainDone(Message):
     metrics: dict[str, float]
     store: str
     energy_j: dict[str, float] = {}  # rose.energy.counters
+
+
+class ComputeGradient(Message):
+    """Coordinator -> rollout rank with an elastic replica, whose engine sleeps: the gradient of the
+    rows of the `TrainStep` that follows, by the weights of `version`, goes to `file`."""
+
+    step: int
+    version: int
+    store: str  # folder of the versions
+    file: str
+
+
+class ReplicaReady(Message):
+    """Rollout rank -> coordinator: its replica's process is up (again)."""
+
+    worker: str
+    pid: int
+
+
+class GradientComputed(Message):
+    """Rollout rank -> coordinator: the whole gradient is in the file."""
+
+    worker: str
+    step: int
+    gradient: GradientSum
+    seconds: float
+
+
+class ReplicaLost(Message):
+    """Rollout rank -> coordinator: its replica's process died, or failed; what it was computing
+    won't come."""
+
+    worker: str
+    error: str
+    restarting: bool
 
 
 class SaveCheckpoint(Message):
@@ -737,6 +783,10 @@ AnyMessage = (
     | TrainPart
     | TrainedAhead
     | TrainDone
+    | ComputeGradient
+    | ReplicaReady
+    | GradientComputed
+    | ReplicaLost
     | SaveCheckpoint
     | TrainerReady
     | Sleep

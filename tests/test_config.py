@@ -260,6 +260,30 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.hpz=4 trainer.ranks=4 trainer.zero_stage=3",
             ["trainer.hpz=4", "into two groups or more"],
         ),
+        (
+            "trainer.elastic_replicas=3 rollout.workers=2",
+            ["trainer.elastic_replicas=3", "at most rollout.workers=2"],
+        ),
+        (
+            "trainer.elastic_replicas=1 rollout.hybrid=1 scheduler/provisioning=all_idle",
+            ["trainer.elastic_replicas=1", "0 with", "rollout.hybrid"],
+        ),
+        (
+            "trainer.elastic_replicas=1 scheduler/batching=tail_batching",
+            ["scheduler.batching.name='tail_batching'", "synchronous"],
+        ),
+        (
+            "trainer.elastic_replicas=1 trainer.updates_per_step=2",
+            ["trainer.updates_per_step=2", "need 1: they get weights once a step"],
+        ),
+        (
+            "trainer.elastic_replicas=1 algorithm.kl_coef=0.1",
+            ["algorithm.kl_coef=0.1", "they hold no reference"],
+        ),
+        (
+            "trainer.elastic_replicas=1 model.dtype=bfloat16",
+            ["model.dtype='bfloat16'", "trainer.dtype=float32"],
+        ),
         ("rollout.hybrid=1", ["scheduler.provisioning.name='fixed'", "all_idle or rlboost"]),
         (
             "rollout.hybrid=2 scheduler/provisioning=all_idle",

@@ -123,6 +123,8 @@ class Trainer(Section):
     # neighbours that keep all weights a second time among them, and gather there in the backward
     # pass (hpZ of ZeRO++, arXiv 2306.10209); node: each node's; null: none; absent as above
     hpz: Count | Literal["node"] | None = None
+    # dedicated engines on whose devices a replica trains while the trainer does; absent there, too
+    elastic_replicas: Natural = 0
 
     @property
     def replicas(self) -> int:

@@ -115,6 +115,12 @@ class Config(Section):
         return ranks // nodes
 
     @property
+    def elastic_replicas(self) -> int:
+        """Dedicated engines beside which a replica of the model trains while the engine would
+        idle."""
+        return self.trainer.elastic_replicas if self.rollout.replay is None else 0
+
+    @property
     def trainer_sleeps(self) -> bool:
         """Whether the trainer gives its devices' memory to engines between its steps. On CPUs it
         and hybrid engines have room beside each other."""

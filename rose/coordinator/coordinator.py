@@ -31,6 +31,7 @@ from rose.coordinator.groups import Rollouts
 from rose.coordinator.hybrid_turns import HybridTurns
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
+from rose.coordinator.replicas import Replicas
 from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
 from rose.coordinator.training import Training
@@ -140,8 +141,26 @@ class Coordinator:
         self.hybrids = (
             HybridTurns(config, self.ranks, mailbox.send, recorder) if config.hybrids else None
         )
-        self.device = self.hybrids or DeviceTurns(
-            config, self.ranks, mailbox.send, self._changed.until, recorder
+        self.replicas = (
+            Replicas(
+                config,
+                self.run_dir,
+                self.ranks[p.Role.ROLLOUT],
+                self.training,
+                self.hub,
+                mailbox.send,
+                self._changed,
+                recorder,
+                self._fault,
+                self._change,
+            )
+            if config.elastic_replicas
+            else None
+        )
+        self.device = (
+            self.hybrids
+            or self.replicas
+            or DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
         )
         self._stop = asyncio.Event()
 
@@ -317,9 +336,13 @@ class Coordinator:
         self.at_boundary = False
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
-        await self.device.to(p.Role.TRAINER)
+        if self.replicas is None:
+            await self.device.to(p.Role.TRAINER)
         with self.recorder.timed("train", step=self.step + 1):
-            self.training.complete(self.step + 1, groups)
+            if self.replicas is None:
+                self.training.complete(self.step + 1, groups)
+            else:
+                await self.replicas.train(self.step + 1, groups)
             await self._changed.until(
                 lambda: len(self.trained) == c.ranks,
                 c.step_timeout_s,
@@ -336,7 +359,7 @@ class Coordinator:
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             self.hub.publish(done[0].version, done[0].store)
-            if self.config.shares_devices:
+            if self.config.shares_devices or self.replicas:
                 # an engine that wakes loads it before its KV cache is there
                 await self.device.to(p.Role.ROLLOUT)
             await self._workers_loaded()
@@ -404,6 +427,7 @@ class Coordinator:
             | (self._reward_row(groups, times) if rewarded else {})
             | self.training.take_figures(times["train"])
             | self._hybrid_row(times, synced)
+            | (self.replicas.take_row() if self.replicas else {})
             | checkpoint_row(groups)
             | by_member(self.members, [t for group in groups for t in group]),
         )
@@ -505,6 +529,8 @@ class Coordinator:
                 self.trained[message.index] = message
             case p.DeviceChanged():
                 self.device.received(message)
+            case p.ReplicaReady() | p.GradientComputed() | p.ReplicaLost() if self.replicas:
+                self.replicas.handle(message)
             case p.RewardDemand():
                 self.reward_jobs.demand(message)
             case p.Goodbye():

@@ -6,12 +6,15 @@ follow as one round, planned over the ranks like a batch. So the trainer has wor
 is any, and rounds grow while it is the slower side. What is left when the batch is complete
 is the last round; only then anything is applied (rose/trainer/growing.py). Left out: waiting for
 fuller micro-batches, whose tokens would then be computed when everybody waits for them.
+
+Where replicas take a part of the batch (rose/coordinator/replicas.py) the ranks' own part is a
+round ahead, too. The last has what replicas failed to compute, and names the gradients to be added.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rose import protocol as p
 from rose.config import Config
@@ -19,7 +22,7 @@ from rose.coordinator import replay
 from rose.coordinator.waiting import RunFailed
 from rose.observe.recorder import NullRecorder
 from rose.trainer import algorithms, segments
-from rose.trainer.batching import plan_batch, train_messages
+from rose.trainer.batching import Plan, plan_batch, train_messages
 
 Group = list[p.Trajectory]
 # Micro-batches of a rank in a round, about: a stop saves the last step, and waits for the round
@@ -88,6 +91,38 @@ class Training:
                 )
         self._round(left, more=False)
 
+    def share(self, step: int, groups: list[Group], replicas: int) -> list[list[p.Message]]:
+        """As `complete` of a whole batch, of which each of `replicas` gets a part: the messages for
+        each, none where its part is empty. Nothing is applied before `finish`."""
+        self.begin_step(step)
+        self._take({group[0].group: group for group in groups})
+        plan, trees = self._planned(range(self._samples), True, replicas)
+        count = self._config.trainer.replicas
+        self._at_work = set(self._ranks)
+        self._send_round(plan[:count], trees, True)
+        return [
+            self._messages(own, trees, True) if any(map(any, own)) else [] for own in plan[count:]
+        ]
+
+    @property
+    def ahead(self) -> bool:
+        """Whether every rank has done what it was sent."""
+        return not self._at_work
+
+    def finish(self, rows: list[int], sums: list[p.GradientSum]) -> None:
+        """The last round of a batch that was shared: `rows` that nobody has computed, and the
+        gradients of the others."""
+        if rows:
+            plan, trees = self._planned(rows, True)
+        else:
+            plan, trees = [[[[]]]] * self._config.trainer.replicas, False
+        self._send_round(plan, trees, False, sums)
+
+    def tokens(self, rows: Sequence[int] | None = None) -> int:
+        """Of these rows of the step, or of all."""
+        chosen = self._rows if rows is None else [self._rows[row] for row in rows]
+        return sum(len(row.mask) for row in chosen)
+
     def take_figures(self, train_s: float) -> dict[str, float]:
         """For the step's row, empty without `trainer.stream`. `stream_hidden`: of the time that the
         trainer worked on the step, the share before the batch was complete; `train_s` is the
@@ -126,24 +161,53 @@ class Training:
 
     def _round(self, groups: dict[str, Group], more: bool) -> None:
         part = more or bool(self._sent)
+        first = self._samples
+        self._take(groups)
+        plan, trees = self._planned(range(first, self._samples), part)
+        self._send_round(plan, trees, more)
+
+    def _take(self, groups: dict[str, Group]) -> None:
+        """They are of the step."""
         self._sent |= groups
-        summary = replay.summarise(list(self._sent.values()))
-        shared = summary.segments if self._once else []
+        self._summary = replay.summarise(list(self._sent.values()))
+        shared = self._summary.segments if self._once else []
         trajectories = [t for group in self._sent.values() for t in group]
-        samples, owners = map(list, zip(*segments.samples(trajectories, shared), strict=True))
-        first, self._samples = self._samples, len(samples)
+        found = segments.samples(trajectories, shared)
+        self._rows, self._owners = map(list, zip(*found, strict=True))
+        self._samples = len(self._rows)
+
+    def _planned(self, rows: Sequence[int], part: bool, replicas: int = 0) -> tuple[Plan, bool]:
+        """Of these rows over the ranks, and so many replicas behind them."""
         c = self._config.trainer
         plan, trees = plan_batch(
-            [p.unpack_tokens(s.tokens) for s in samples[first:]],
-            c.replicas,
+            [p.unpack_tokens(self._rows[row].tokens) for row in rows],
+            c.replicas + replicas,
             c.micro_batch_tokens,
             c.updates_per_step,
             self.costs,
             part,
         )
+        numbered = [
+            [[[rows[at] for at in batch] for batch in update] for update in own] for own in plan
+        ]
+        return numbered, trees
+
+    def _messages(
+        self,
+        own: list[list[list[int]]],
+        trees: bool,
+        more: bool,
+        sums: Sequence[p.GradientSum] = (),
+    ) -> list[p.Message]:
+        batch = (self._summary, own, trees, self._rows, self._owners)
+        return train_messages(self._step, *batch, more, sums)
+
+    def _send_round(
+        self, plan: Plan, trees: bool, more: bool, sums: Sequence[p.GradientSum] = ()
+    ) -> None:
+        parts = self._config.trainer.sequence_parallel
         for index, own in enumerate(plan):
-            rows = [[[first + row for row in batch] for batch in update] for update in own]
-            messages = train_messages(self._step, summary, rows, trees, samples, owners, more)
-            for rank in range(index * c.sequence_parallel, (index + 1) * c.sequence_parallel):
+            messages = self._messages(own, trees, more, sums)
+            for rank in range(index * parts, (index + 1) * parts):
                 for message in messages:
                     self._send(self._ranks[rank], message)

@@ -29,13 +29,21 @@ class Changes:
         self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]
     ) -> None:
         """Raises `RunFailed` with what it waited for."""
+        if not await self.within(ready, deadline_s, what):
+            raise RunFailed(f"waited {deadline_s:g} s for {what()}")
+
+    async def within(
+        self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]
+    ) -> bool:
+        """Whether it became so within the deadline."""
         end = time.monotonic() + deadline_s
         while not ready():
             left = end - time.monotonic()
             self._show(what())
             if left <= 0:
-                raise RunFailed(f"waited {deadline_s:g} s for {what()}")
+                return False
             await self._next(left)
+        return True
 
     async def while_progressing(
         self,

@@ -3,7 +3,8 @@
 Tokens go to the coordinator as they are made. When the engine process dies the worker reports it at
 once, starts another with the newest weights, and is ready again; the coordinator has sent the turns
 elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true, rollout.hybrid)
-the engine is started, woken and put to sleep at the coordinator's orders.
+the engine is started, woken and put to sleep at the coordinator's orders. The device of an engine
+with a replica (trainer.elastic_replicas) is the replica's while that engine sleeps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.engine.activation import NOTHING, Moved
 from rose.engine.generation import Chunk
+from rose.engine.replica import Replica
 from rose.engine.vllm_engine import Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -63,7 +65,8 @@ class _Word:
 class RolloutWorker:
     """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that.
     `broadcast`, where the rank is part of one, fills its node's mirror. `hybrid`: on a device of
-    the trainer's, beside engines that have their own (rollout.hybrid)."""
+    the trainer's, beside engines that have their own (rollout.hybrid). `run_dir`: of a rank that
+    has a replica (trainer.elastic_replicas)."""
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -76,6 +79,7 @@ class RolloutWorker:
         recorder: NullRecorder,
         broadcast: Broadcast | None = None,
         hybrid: bool = False,
+        run_dir: Path | None = None,
     ) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
         self._broadcast = broadcast
@@ -94,7 +98,11 @@ class RolloutWorker:
         self._in_turn = config.trainer_sleeps and (
             hybrid or self.dedicated and config.shares_devices
         )
-        self._gives_way = self._in_turn and hybrid  # the trainer waits for no start of it
+        self._replica = run_dir and Replica(config, run_dir, self.folder, name, self._send)
+        # whether it gives memory of a GPU back
+        self._moves = config.cluster.gpus > 0 and (self._in_turn or self._replica is not None)
+        # nobody waits for its start
+        self._gives_way = self._in_turn and hybrid or self._moves and self._replica is not None
         self._starting: asyncio.Timeout | None = None
         if not self._in_turn:
             self._has_device.set()
@@ -124,6 +132,7 @@ class RolloutWorker:
     def _services(self) -> list[Coroutine]:
         own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
         own.append(self._pass_hints_on())
+        own += [self._keep_replica()] if self._replica else []
         return own + ([self._broadcast.receive()] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
@@ -137,7 +146,7 @@ class RolloutWorker:
                 "runner (V1)",
                 flush=True,
             )
-        if self._in_turn and self.config.cluster.gpus:
+        if self._moves:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
         self.engine = await Engine.start(
@@ -169,6 +178,11 @@ class RolloutWorker:
             f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
             "rollout.engine_restarts allows no more"
         )
+
+    async def _keep_replica(self) -> None:
+        await self._up.wait()
+        await self._replica.keep()
+        await asyncio.Event().wait()  # the rank goes on without one
 
     async def _bring_engine_up(self) -> None:
         """Unless it is up: in its turn."""
@@ -211,7 +225,7 @@ class RolloutWorker:
         """An engine that is being started gets up first, unless the trainer has room beside it; a
         hybrid one's start ends, and comes again in its turn. A dead one has given everything
         back."""
-        if self._device.locked() and not self._in_turn:
+        if self._device.locked() and not (self._in_turn or self._moves):
             self._has_device.clear()
             return NOTHING
         if self._gives_way and self._starting is not None:
@@ -231,6 +245,8 @@ class RolloutWorker:
         """Weights, the version that came meanwhile, then the KV cache: staging needs the room. An
         engine that has to be started is up then, but a hybrid one, which may be told to sleep
         meanwhile."""
+        if self._replica is not None:
+            await self._replica.leave_device()
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -287,8 +303,14 @@ class RolloutWorker:
                     task = self._tasks.spawn(self._load(message))
                     self._load_tasks.add(task)
                     task.add_done_callback(self._load_tasks.discard)
+                    if self._replica is not None:  # which has it by the time it works
+                        self._order_replica(message)
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
+                case p.ComputeGradient():
+                    self._order_replica(message)
+                case p.TrainStep() | p.TrainPart():
+                    self._replica.order(message)
                 case p.SiblingTurns():
                     self._hints.append(message.turns)
                     self._groups_ended += message.ended
@@ -298,6 +320,10 @@ class RolloutWorker:
                     return
                 case _:
                     self._handle(message)
+
+    def _order_replica(self, message: p.LoadVersion | p.ComputeGradient) -> None:
+        here = self._store(message.store)
+        self._replica.order(msgspec.structs.replace(message, store=here))
 
     def _handle(self, message: p.Message) -> None:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")

@@ -52,6 +52,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rose.config import Config, ModelShape
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 
@@ -304,6 +306,18 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     return Estimate(
         items, firm, int(cache * GIB / per_token), {name: gib for name, gib in host.items() if gib}
     )
+
+
+def replica(c: Config, shape: ModelShape) -> Estimate:
+    """Of an elastic replica at work: as a trainer rank alone, with gradients in fp32 and no
+    optimizer."""
+    t = msgspec.structs.replace(c.trainer, ranks=1, zero_stage=0)
+    alone = msgspec.structs.replace(c, trainer=t)
+    weights = float(BYTES[t.dtype] * shape.parameters)
+    items = {"weights": weights, "gradients": 4.0 * shape.parameters}
+    firm = sum(items.values()) / GIB
+    host = {"weights between steps": weights / GIB} if c.cluster.gpus else {}
+    return Estimate(_gib(c, items | _in_a_pass(alone, shape)), firm, host=host)
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:

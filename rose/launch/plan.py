@@ -54,6 +54,8 @@ def make(
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
     if c.hybrids and host_gib is not None:
         _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
+    if c.elastic_replicas:
+        _check_replicas(c, shape, estimates, host_gib)
     return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)), doubts)
 
 
@@ -106,7 +108,7 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         return
     if c.trainer_sleeps:
         limit -= memory.ASLEEP_GIB
-        _check_share(c)
+        _check_share(c, c.cluster.gpu_memory_gib)
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
@@ -146,6 +148,37 @@ def _check_host(
         )
 
 
+def _check_replicas(
+    c: Config, shape: ModelShape, estimates: dict[Role, memory.Estimate], host_gib: float | None
+) -> None:
+    """On a GPU a replica has what an engine leaves that sleeps there, and leaves it its share; on
+    CPUs all are there at once."""
+    each, key = memory.replica(c, shape), f"trainer.elastic_replicas={c.elastic_replicas}"
+    if shape.experts:
+        raise ConfigError(f"{key}: not tried with a mixture of experts; set it to 0")
+    trainer, rollout = estimates[Role.TRAINER], estimates[Role.ROLLOUT]
+    offloaded, staged = memory.host_gib(c, trainer, rollout)
+    wanted = offloaded + staged + c.elastic_replicas * sum(each.host.values())
+    if c.cluster.gpus:
+        wanted += c.elastic_replicas * rollout.firm  # of the engines, while they sleep
+        if (limit := c.cluster.gpu_memory_gib) is not None:
+            _check_share(c, limit)
+            if each.total > limit - memory.ASLEEP_GIB:
+                raise ConfigError(
+                    f"{key}: a replica may need {each.total:.1f} GiB ({each.firm:.1f} of them for "
+                    f"weights and gradients) beside an engine that sleeps, of {limit:g}; lower "
+                    f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens}, or set it to 0"
+                )
+    else:
+        wanted += c.trainer.ranks * trainer.total + c.rollout.workers * rollout.total
+        wanted += c.elastic_replicas * each.total
+    if host_gib is not None and wanted > host_gib:
+        raise ConfigError(
+            f"{key}: {wanted:.1f} GiB of trainer, engines and replicas don't fit into the "
+            f"{host_gib:.1f} GiB of memory that the run may take here; set it to 0"
+        )
+
+
 def _less_memory(c: Config) -> Iterator[str]:
     """What lowers the trainer's need and is not so yet."""
     t = c.trainer
@@ -169,15 +202,20 @@ def _less_memory(c: Config) -> Iterator[str]:
     )
 
 
-def _check_share(c: Config) -> None:
-    """vLLM starts if its share is free, beside what the trainer's process keeps asleep."""
-    most = 1 - memory.ASLEEP_GIB / c.cluster.gpu_memory_gib
-    shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
+def _check_share(c: Config, limit: float) -> None:
+    """vLLM starts if its share of a GPU's `limit` GiB is free, beside what the trainer's or a
+    replica's process keeps asleep."""
+    most = 1 - memory.ASLEEP_GIB / limit
+    shared, whose = (
+        (f"trainer.elastic_replicas={c.elastic_replicas}", "replica's")
+        if c.elastic_replicas
+        else (f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true", "trainer's")
+    )
     if c.rollout.gpu_memory_utilization > most:
         raise ConfigError(
             f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: {shared} "
-            f"leaves an engine {most:.3g} of a GPU's {c.cluster.gpu_memory_gib:g} GiB: the "
-            f"trainer's process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
+            f"leaves an engine {most:.3g} of a GPU's {limit:g} GiB: the "
+            f"{whose} process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
         )
 
 
@@ -216,6 +254,7 @@ def show(plan: Plan, console: Console) -> None:
     hybrid = f"and {c.hybrids} on the trainer's devices " if c.hybrids else ""
     source = (
         f"{c.rollout.workers} engines {hybrid}with tensor parallel {c.rollout.tensor_parallel}"
+        f"{_replicas(plan)}"
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
@@ -246,6 +285,14 @@ def show(plan: Plan, console: Console) -> None:
         echo(console, "; ".join(_nodes(plan)))
     for warning in plan.warnings:
         echo(console, warning, label="[yellow]warning:[/]")
+
+
+def _replicas(plan: Plan) -> str:
+    c = plan.config
+    if not c.elastic_replicas:
+        return ""
+    needs = "" if plan.shape is None else f", {memory.replica(c, plan.shape).total:.1f} GiB each"
+    return f", replicas that train beside {c.elastic_replicas} of them{needs}"
 
 
 def _span(members: list[Rank]) -> str:

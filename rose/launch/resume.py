@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",
+    "trainer.elastic_replicas",
     "transfer.*",
     "serving.*",
     "reward.ranks",

@@ -64,6 +64,7 @@ def build_report(run_dir: Path | str) -> Path:
         figure("phases")
         + _hidden(steps)
         + _hybrid(steps)
+        + _replicas(steps)
         + figure("timeline")
         + figure("throughput")
     )
@@ -137,6 +138,20 @@ def _hybrid(steps: list[dict[str, Any]]) -> str:
         f"<p>Engines on the trainer's devices (rollout.hybrid) had turns for {used:.0%} of the "
         f"time in which these had nothing to train, and made {tokens:.0%} of the tokens. The "
         f"trainer waited for its devices for {delay:.1%} of a step.</p>"
+    )
+
+
+def _replicas(steps: list[dict[str, Any]]) -> str:
+    """A line where engines' devices train."""
+    share = series.mean_of(steps, "replica_token_share")
+    if share is None:
+        return ""
+    waited = series.mean_of(steps, "seconds_replica_wait") or 0.0
+    lost = sum(row.get("replicas_lost") or 0 for row in steps)
+    return (
+        f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {share:.0%} of the "
+        f"batches' tokens; the trainer waited {waited:.2g} s a step for them. Parts of the batch "
+        f"that it computed instead of one that was lost: {lost}.</p>"
     )
 
 

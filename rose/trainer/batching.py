@@ -243,6 +243,7 @@ def train_messages(
     samples: list[p.Trajectory],
     owners: Sequence[int] = (),
     more: bool = False,
+    sums: Sequence[p.GradientSum] = (),
 ) -> list[p.Message]:
     """`TrainStep`, then the samples of the rank's rows in `TrainPart`s of bounded size."""
     rows = [row for update in micro_batches for batch in update for row in batch]
@@ -256,7 +257,7 @@ def train_messages(
         parts[-1].append(row)
         size += nbytes
     messages: list[p.Message] = [
-        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners), more)
+        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners), more, list(sums))
     ]
     for at, part in enumerate(parts):
         messages.append(p.TrainPart(step, at, part, [samples[row] for row in part]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from rose import config as configuration
 from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
-from rose.trainer import kernels, mixture
+from rose.trainer import kernels, mixture, sums
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
@@ -32,16 +32,13 @@ from rose.trainer.reference import BelowAdapter, Reference
 from rose.trainer.saving import Saving
 from rose.trainer.schedule import learning_rates
 from rose.trainer.sequence import SequenceGroup
+from rose.trainer.step import NEVER, NonFiniteGradient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
 LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
 PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
 REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names
-
-
-class NonFiniteGradient(ArithmeticError):
-    """The gradient is infinite or NaN; nothing was applied."""
 
 
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
@@ -217,6 +214,21 @@ class DeepSpeedEngine(Saving):
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of `loss`; an update's is the sum over micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
+
+    def first_bad(self, number: torch.Tensor) -> int | None:
+        """The least of all ranks' numbers, () int64; None if that is `NEVER`."""
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)
+        return None if int(number) == NEVER else int(number)
+
+    def add(self, files: Sequence[str]) -> None:
+        """Add gradients that others computed to this rank's share, between the update's last
+        backward pass and `update`. Raises as `sums.Sum`."""
+        for file in files:
+            with sums.Sum(file) as found:
+                for name, held, begin in sums.held(
+                    self.engine.optimizer, self.policy.named_weights(), self.settings.zero_stage
+                ):
+                    found.add(name, held, begin)
 
     def update(
         self, stepped: Callable[[], None] | None = None, scale: float = 1.0

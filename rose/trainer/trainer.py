@@ -11,15 +11,10 @@ is the same is said in rose/trainer/growing.py.
 
 from __future__ import annotations
 
-import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rose import heap, protocol
 from rose.comm.address import Place
@@ -29,36 +24,24 @@ from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
 from rose.trainer import adapter, kernels, watch
 from rose.trainer.algorithms import build
-from rose.trainer.algorithms.base import Summary, TokenBatch
 from rose.trainer.batching import flops
-from rose.trainer.collate import MicroBatch, collate
 from rose.trainer.costs import measure
 from rose.trainer.deepspeed_engine import (
     DTYPES,
     DeepSpeedEngine,
-    NonFiniteGradient,
     join_world,
     make_deterministic,
     use_device,
 )
-from rose.trainer.growing import Growing
-from rose.trainer.importance import importance_weights, mismatch
 from rose.trainer.offload import Offload
 from rose.trainer.prefix_tree import obstacle
-from rose.trainer.reference import penalty
 from rose.trainer.shards import ShardReader
+from rose.trainer.step import Step
 from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.transfer import codec
 from rose.transfer.blocks import cut
 from rose.transfer.publish import Published, Publisher
 from rose.transfer.store import FORMAT, Plan
-
-PHASES = ("proximal", "forward_backward", "optimizer")
-NEVER = 2**62  # number of a micro-batch that does not exist
-
-
-class TrainingDiverged(ArithmeticError):
-    """Loss or gradient is infinite or NaN. The weights are those of the last good update."""
 
 
 class Trainer:
@@ -90,7 +73,7 @@ class Trainer:
         if config.algorithm.kl_coef:
             self.engine.hold_reference(folder)
         self._publisher: Publisher | None = None
-        self._ahead: _Step | None = None  # whose gradient is not whole yet
+        self._ahead: Step | None = None  # whose gradient is not whole yet
         self.no_trees, self.costs = self._prepare_trees(folder)
         if config.trainer.compile:
             self._compile()
@@ -157,7 +140,7 @@ class Trainer:
         """
         with self.recorder.timed("train_step", step=step.step):
             stepped = None if publish_as is None else lambda: self._publisher.ahead(publish_as)
-            current, self._ahead = self._ahead or _Step(self, step.step), None
+            current, self._ahead = self._ahead or Step(self, step.step), None
             current.extend(step, trajectories)
             return current.run(stepped)
 
@@ -167,7 +150,7 @@ class Trainer:
         """Gradient of a part of the step's groups, kept until `train` gets the last of them; no
         weight changes before, and a rank that ends before leaves nothing. Raises as `train`."""
         with self.recorder.timed("train_ahead", step=step.step):
-            self._ahead = self._ahead or _Step(self, step.step)
+            self._ahead = self._ahead or Step(self, step.step)
             self._ahead.extend(step, trajectories)
             self._ahead.run_ahead()
 
@@ -267,184 +250,3 @@ class _Peers:
         total = torch.tensor(int(value))  # a sum of truth values would be one
         torch.distributed.all_reduce(total, group=self._group)
         return int(total)
-
-
-class _Step:
-    """One training step's data and running sums."""
-
-    def __init__(self, trainer: Trainer, number: int):
-        self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number
-        self.device, self.recorder = trainer.device, trainer.recorder
-        self.cap = trainer.config.algorithm.importance_cap
-        self.kl_coef = trainer.config.algorithm.kl_coef
-        self.growing = Growing(self.algorithm)
-        self.updates: list[list[MicroBatch]] = []
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
-        self.ratio_max = torch.zeros((), device=self.device)
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    def extend(
-        self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]
-    ) -> None:
-        """The batch so far, and what of it is to be trained now."""
-        summary = Summary(
-            torch.tensor(step.summary.rewards, dtype=torch.float32),
-            torch.tensor(step.summary.groups),
-            torch.tensor(step.summary.response_tokens),
-            torch.tensor(step.summary.truncated),
-            _padded(step.summary.turn_rewards, torch.float64, math.nan),
-            _padded(step.summary.segments, torch.int64, -1),
-        )
-        # each (N,), or (N, turns)
-        self.advantages, self.weights = self.growing.extend(summary)
-        self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
-        policy = self.engine.policy
-        known = policy.vocabulary, step.trees, policy.replay
-        self.updates = [
-            [collate(rows, trajectories, *known) for rows in update]
-            for update in step.micro_batches
-        ]
-
-    def run_ahead(self) -> None:
-        with self._phase("forward_backward"):
-            for micro_batches in self.updates:
-                self._accumulate(0, micro_batches, {}, more=True)
-
-    def run(self, stepped: Callable[[], None] | None) -> dict[str, float]:
-        """`stepped` is called after the last update."""
-        proximal = self._proximal()
-        norms, lr = [], 0.0
-        for number, micro_batches in enumerate(self.updates):
-            with self._phase("forward_backward"):
-                self._accumulate(number, micro_batches, proximal)
-            with self._phase("optimizer"):
-                norm, lr = self._apply(number, stepped if number == len(self.updates) - 1 else None)
-            norms.append(norm)
-        return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
-
-    def _proximal(self) -> dict[tuple[int, int], Tensor]:
-        """(update, micro-batch) -> (B, T) log-probabilities before the step. The first update's
-        forward passes run with just these weights, so theirs needs no extra pass."""
-        if not self.algorithm.recompute_proximal or len(self.updates) == 1:
-            return {}
-        with self._phase("proximal"), torch.no_grad():
-            return {
-                (u, m): self._forward(batch)[0]
-                for u, update in enumerate(self.updates)
-                if u
-                for m, batch in enumerate(update)
-            }
-
-    def _accumulate(
-        self,
-        update: int,
-        micro_batches: list[MicroBatch],
-        proximal: dict[tuple[int, int], Tensor],
-        more: bool = False,
-    ) -> None:
-        """Gradient of one update, or of a part to which `more` will be added. Raises
-        `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
-        bad = torch.tensor(NEVER, device=self.device)
-        for m, batch in enumerate(micro_batches):
-            self.engine.begin_micro_batch(last=m == len(micro_batches) - 1 and not more)
-            loss = self._loss(batch, proximal.get((update, m)))
-            bad = torch.where(loss.detach().isfinite(), bad, bad.clamp(max=m))
-            self.engine.backward(loss * len(self.updates))
-            self.sums["loss"] += loss.detach()
-        torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MIN)
-        if int(bad) != NEVER:
-            raise TrainingDiverged(
-                f"step {self.number}, update {update}, micro-batch {int(bad)}: the loss is not "
-                "finite; nothing of this update was applied"
-            )
-
-    def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
-        """This micro-batch's part of the batch's loss; adds its statistics to the sums."""
-        logprobs, entropy = self._forward(batch)
-        mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
-        policy = logprobs.detach() if proximal is None else proximal
-        proximal = policy if self.algorithm.recompute_proximal else behaviour
-        advantages = self._of(self.advantages, batch)
-        tokens = TokenBatch(logprobs, proximal, behaviour, advantages, mask)
-        losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
-        cap = None if self.algorithm.corrects_mismatch else self.cap
-        importance = importance_weights(proximal, behaviour, mask, cap)
-        statistics |= {"entropy": entropy.detach(), "tokens": mask.sum()}
-        if (replay := self.engine.policy.replay) is not None:
-            statistics["routing_differs"] = replay.differs
-        self._count(statistics, mismatch(policy, behaviour, mask, cap))
-        losses = importance * losses
-        if self.kl_coef:
-            losses = losses + self.kl_coef * self._penalty(logprobs, mask, batch)
-        return (self._of(self.weights, batch).view(len(mask), -1) * losses).sum()
-
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return self.engine(batch.inputs, batch.targets, batch.mask, batch.tree, batch.experts)
-
-    def _penalty(self, logprobs: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
-        """(B, T) KL to the reference, which is counted, too."""
-        frozen = self.engine.reference.logprobs(batch.inputs, batch.targets, batch.mask, batch.tree)
-        kl = penalty(logprobs, frozen, mask)
-        self.sums["reference_kl"] += kl.detach().sum()
-        return kl
-
-    def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """(N,) -> (B,), each row its trajectory's; (N, turns) -> (B, T), each token its turn's. The
-        padding row of an empty micro-batch gets 0."""
-        if not len(batch.rows):
-            return values.new_zeros(len(batch.inputs), device=self.device)
-        own = values[self.owners[batch.rows]]
-        return (own if own.dim() == 1 else own.gather(1, batch.turns)).to(self.device)
-
-    def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
-        self.ratio_max = torch.maximum(self.ratio_max, gap["ratio_max"])
-        named = {
-            "mismatch_kl": gap["kl_k3"],
-            "mismatch_abs": gap["abs_diff"],
-            "importance_capped": gap["capped"],
-        }
-        for name, value in (statistics | named).items():
-            self.sums[name] += value
-
-    def _apply(self, update: int, stepped: Callable[[], None] | None) -> tuple[float, float]:
-        try:
-            return self.engine.update(stepped, self.growing.scale)
-        except NonFiniteGradient as error:
-            raise TrainingDiverged(
-                f"step {self.number}, update {update}, after its last micro-batch: {error}; "
-                "nothing of this update was applied"
-            ) from None
-
-    def _reduced(self) -> dict[str, float]:
-        """Sums over ranks, per response token but for the loss; times of the slowest rank."""
-        names = sorted(self.sums)
-        sums = torch.stack([self.sums[name] for name in names]).double()
-        largest = [float(self.ratio_max), *self.seconds.values()]
-        maxima = torch.tensor(largest, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(sums)
-        sums /= self.engine.settings.sequence_parallel  # ranks that counted the same rows
-        torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
-        ratio_max, *seconds = maxima.tolist()
-        totals = dict(zip(names, sums.tolist(), strict=True))
-        tokens = totals.pop("tokens")
-        per_token = {
-            name: value * self.growing.scale if name == "loss" else value / max(1, tokens)
-            for name, value in totals.items()
-        }
-        times = {f"seconds_{phase}": s for phase, s in zip(self.seconds, seconds, strict=True)}
-        return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": tokens}
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.time()
-        with self.recorder.timed(name, step=self.number):
-            yield
-        self.seconds[name] += time.time() - start
-
-
-def _padded(of_turns: list[list[float]], dtype: torch.dtype, behind: float) -> Tensor | None:
-    """N lists -> (N, K), `behind` each list's end; None if nobody gives any."""
-    if not any(of_turns):
-        return None
-    rows = [torch.tensor(each, dtype=dtype) for each in of_turns]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=behind)

@@ -141,6 +141,19 @@ def test_the_report_tells_what_drafts_did(tmp_path):
     assert "2,000 tokens, 20% of them accepted; 3.00 tokens in a step of an engine" in html
 
 
+def test_the_report_tells_what_replicas_did(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    assert "elastic_replicas" not in build_report(run).read_text()
+    metrics = MetricsWriter(run, tensorboard=False)
+    for step, share, lost in ((1, 0.5, 0), (2, 0.0, 2)):
+        row = {"replica_token_share": share, "seconds_replica_wait": 1.5, "replicas_lost": lost}
+        metrics.write(step, row)
+    metrics.close()
+    html = build_report(run).read_text()
+    assert "computed 25% of the batches' tokens; the trainer waited 1.5 s a step for them" in html
+    assert "instead of one that was lost: 2." in html
+
+
 def test_text_of_the_run_cannot_become_markup(tmp_path):
     html = build_report(write_run(tmp_path / "a<b>&run", steps=4)).read_text()
     assert "<img" not in html and "&lt;img src=x" in html and "<b>lost" not in html

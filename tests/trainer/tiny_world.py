@@ -8,8 +8,9 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -241,6 +242,122 @@ def watch_gradients(trainer, found: list) -> None:
     trainer.engine._update = watched
 
 
+def keep_gradient(trainer, file: Path, step) -> None:
+    """The gradient of the update that `step()` applies, and the weights after it, in a file."""
+    gradients: list = []
+    watch_gradients(trainer, gradients)
+    step()
+    del trainer.engine._update
+    gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
+    np.savez(file, **gradients[0])
+
+
+def run_replica(job: dict, number: int, words: Path) -> None:
+    """A replica's process; as quick to start as a rank's."""
+    from rose import config
+    from rose.trainer import replica_process
+
+    say_to(words)
+    folder, end = Path(job["folder"]), time.monotonic() + DEADLINE_S
+    while True:
+        with suppress(ConnectionRefusedError):
+            channel = socket.create_connection(("127.0.0.1", job["replica_port"]))
+            break
+        assert time.monotonic() < end, "rank 0 does not listen"
+        time.sleep(0.1)
+    config.save(settings(job), folder / f"replica{number}.json")
+    read = config.load(folder / f"replica{number}.json")
+    replica_process.serve(read, folder / "model", str(number), channel)
+
+
+class Helpers:
+    """The replicas, as rank 0 knows them."""
+
+    def __init__(self, job: dict) -> None:
+        from rose import protocol as p
+        from rose.comm import frames
+
+        self._store, self._folder = str(Path(job["folder"]) / job["name"]), Path(job["folder"])
+        self._channels: dict[int, tuple[socket.socket, frames.Frames]] = {}
+        with socket.create_server(("127.0.0.1", job["replica_port"])) as server:
+            server.settimeout(DEADLINE_S)
+            for _ in range(job["replicas"]):
+                channel, _ = server.accept()
+                channel.settimeout(DEADLINE_S)
+                found = channel, frames.Frames(channel, 2**30)
+                ready = self._hear(found)
+                assert isinstance(ready, p.ReplicaReady)
+                self._channels[int(ready.worker)] = found
+
+    def compute(self, number: int, version: int, step, rows):
+        """Its `GradientSum` of the rows by the weights of `version`."""
+        from rose import protocol as p
+        from rose.comm import frames
+        from rose.comm.wire import encode
+
+        channel = self._channels[number]
+        file = self._folder / f"gradient{number}-{step.step}.h5"
+        order = p.ComputeGradient(step.step, version, self._store, str(file))
+        if version % 2:  # the order finds it there
+            channel[0].sendall(frames.frame(encode(p.LoadVersion(version, self._store))))
+        for message in (order, step, p.TrainPart(step.step, 0, list(rows), [*rows.values()])):
+            channel[0].sendall(frames.frame(encode(message)))
+        answer = self._hear(channel)
+        assert isinstance(answer, p.GradientComputed), answer
+        return answer.gradient
+
+    def close(self) -> None:
+        """They end."""
+        for channel, _ in self._channels.values():
+            channel.close()
+
+    @staticmethod
+    def _hear(found):
+        from rose.comm.wire import decode
+
+        while not (whole := found[1].take()):
+            assert whole is not None, "a replica has ended"
+        [data] = whole
+        return decode(data)
+
+
+def share_step(trainer, job: dict, helpers: Helpers | None, version: int, args: list) -> dict:
+    """A step in which the ranks compute their part beside `replicas`, and then the part of those
+    that are `lost`; its metrics. `helpers`: of rank 0."""
+    import msgspec
+
+    from rose import protocol as p
+
+    seed, limit, replicas, lost = args
+    rows, summary = make_batch(seed)
+    rank, ranks = trainer.index, job["ranks"]
+    everyone, trees = plan(seed, rows, ranks + replicas, limit, 1)
+
+    def step(own, **more):
+        mine = {row: rows[row] for update in own for micro in update for row in micro}
+        return p.TrainStep(version + 1, summary, own, trees, 1, **more), mine
+
+    file = Path(job["folder"]) / "sums.json"
+    if rank == 0:
+        found = []
+        for n in range(lost, replicas):
+            found.append(helpers.compute(n, version, *step(everyone[ranks + n], more=True)))
+        file.write_bytes(msgspec.json.encode(found))
+    trainer._peers.barrier()
+    sums = msgspec.json.decode(file.read_bytes(), type=list[p.GradientSum])
+    missing = {row for own in everyone[ranks : ranks + lost] for u in own for m in u for row in m}
+    last = [[[]]]
+    if missing:
+        numbers = sorted(missing)
+        given = {at: rows[row] for at, row in enumerate(numbers)}
+        last = [
+            [[numbers[at] for at in micro] for micro in update]
+            for update in plan(seed, given, ranks, limit, 1, part=True)[0][rank]
+        ]
+    trainer.train_ahead(*step(everyone[rank], more=True))
+    return trainer.train(*step(last, sums=sums))
+
+
 def in_halves(t):
     """The trajectory as two branches with the same tokens, each of which trains half of them."""
     import msgspec
@@ -273,11 +390,15 @@ def in_halves(t):
 
 
 def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
-    """(`ranks` processes to be started, the files of their words)."""
+    """(`ranks` processes, and replicas behind them, to be started, the files of their words)."""
     job = job | {"ranks": ranks, "port": free_port(), "folder": str(folder)}
-    words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
+    job |= {"replica_port": free_port()} if job.get("replicas") else {}
+    roles = [(run_rank, rank) for rank in range(ranks)]
+    roles += [(run_replica, number) for number in range(job.get("replicas", 0))]
+    words = [folder / f"{job['name']}-{at}.log" for at in range(len(roles))]
     return [
-        server().Process(target=run_rank, args=(job, rank, words[rank])) for rank in range(ranks)
+        server().Process(target=role, args=(job, number, file))
+        for (role, number), file in zip(roles, words, strict=True)
     ], words
 
 
@@ -315,7 +436,13 @@ def server():
     otherwise."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["tests.trainer.tiny_world", "deepspeed", "transformers", "rose.trainer.trainer"]
+        [
+            "tests.trainer.tiny_world",
+            "deepspeed",
+            "transformers",
+            "rose.trainer.trainer",
+            "rose.trainer.replica",
+        ]
     )
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is loaded
         forkserver.ensure_running()
@@ -323,10 +450,14 @@ def server():
 
 
 def run_rank(job: dict, rank: int, words: Path) -> None:
+    say_to(words)
+    main(job, rank)
+
+
+def say_to(words: Path) -> None:
     with open(words, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    main(job, rank)
 
 
 def limits_s() -> list[float]:
@@ -436,7 +567,9 @@ def main(job: dict, rank: int) -> None:
     ["publish", version], ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
     is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
     the next step. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
-    gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
+    gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds. ["shared", seed, limit,
+    replicas, lost, version, gradient]: a step on the weights of the published `version`, of whose
+    replicas the first `lost` ones give no gradient."""
     from rose import protocol as p
     from rose.comm.address import local_place
     from rose.config import read_shape
@@ -444,7 +577,8 @@ def main(job: dict, rank: int) -> None:
     from rose.observe.recorder import NullRecorder
     from rose.trainer import segments
     from rose.trainer.algorithms import build
-    from rose.trainer.trainer import Trainer, TrainingDiverged
+    from rose.trainer.step import TrainingDiverged
+    from rose.trainer.trainer import Trainer
 
     folder = Path(job["folder"])
     merged: list[int] = []
@@ -478,6 +612,7 @@ def main(job: dict, rank: int) -> None:
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
     watch = nullcontext
+    helpers = Helpers(job) if job.get("replicas") and rank == 0 else None
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
@@ -525,6 +660,15 @@ def main(job: dict, rank: int) -> None:
             del trainer.engine._update
             gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
             np.savez(folder / f"{kept}-{rank}.npz", **gradients[0])
+        elif action == "shared":
+            *arguments, version, kept = args
+            keep_gradient(
+                trainer,
+                folder / f"{kept}-{rank}.npz",
+                lambda given=arguments, of=version: report["metrics"].append(
+                    share_step(trainer, job, helpers, of, given)
+                ),
+            )
         elif action == "publish":
             trainer.publish(args[0])
             trainer.tidy()
@@ -544,5 +688,7 @@ def main(job: dict, rank: int) -> None:
             np.savez(folder / f"{args[0]}-{rank}.npz", **states(trainer))
         elif action == "load":
             trainer.load(folder / (args[0] if args else "checkpoint"))
+    if helpers is not None:
+        helpers.close()
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()

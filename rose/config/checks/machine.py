@@ -51,6 +51,7 @@ def check(c: Config, need: Need) -> None:
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
     _check_hybrid(c, need)
+    _check_replicas(c, need)
     pools = c.reward.pools if rolls else 0
     engines += c.hybrids
     ranks = 1 + hosts + pools + c.trainer.ranks + engines
@@ -217,6 +218,63 @@ def _check_hybrid(c: Config, need: Need) -> None:
         "transfer.broadcast",
         "NCCL refuses two ranks on one GPU, and rollout.hybrid has them: auto or mpi",
     )
+
+
+def _check_replicas(c: Config, need: Need) -> None:
+    """Replicas have engines' devices while nothing rolls out, and compute what the trainer's ranks
+    would."""
+    if not c.elastic_replicas:
+        return
+    key, t, asked = "trainer.elastic_replicas", c.trainer, f"{c.elastic_replicas} replicas"
+    need(
+        c.elastic_replicas <= c.rollout.workers,
+        key,
+        f"at most rollout.workers={c.rollout.workers}: each has the device of a dedicated engine",
+    )
+    need(
+        not c.shares_devices and not c.hybrids,
+        key,
+        "0 with one GPU, colocate=true or rollout.hybrid: devices have one way to change sides",
+    )
+    need(
+        c.scheduler.batching.name == "synchronous",
+        "scheduler.batching.name",
+        f"{asked} compute while nothing rolls out: synchronous, or trainer.elastic_replicas=0",
+    )
+    need(
+        c.cluster.kind == "local",
+        "cluster.kind",
+        f"{asked} are tried on one machine: cluster=gpus or local, or trainer.elastic_replicas=0",
+    )
+    for wrong, other, right in (
+        (c.eval.beside, "eval.beside", "false: engines that evaluate can't sleep"),
+        (c.deterministic, "deterministic", "false: gradients are summed in another order"),
+        (t.stream, "trainer.stream", "false: the trainer works while trajectories run"),
+        (t.updates_per_step > 1, "trainer.updates_per_step", "1: they get weights once a step"),
+        (t.lora is not None, "trainer.lora", "null: not tried with an adapter"),
+        (t.router_replay, "trainer.router_replay", "false: not tried"),
+        (t.sequence_parallel > 1, "trainer.sequence_parallel", "1: each computes whole rows"),
+        (t.compile, "trainer.compile", "false: not tried"),
+        (t.kernels != "none", "trainer.kernels", "none: not tried"),
+        (
+            t.offload_optimizer,
+            "trainer.offload_optimizer",
+            "false: DeepSpeed counts its norm early",
+        ),
+        (c.algorithm.kl_coef > 0, "algorithm.kl_coef", "0: they hold no reference"),
+        (c.rollout.tensor_parallel > 1, "rollout.tensor_parallel", "1: each has one device"),
+        (
+            t.dtype != c.model.dtype,
+            "model.dtype",
+            f"trainer.dtype={t.dtype}: they compute with published weights",
+        ),
+        (
+            t.zero_stage == 0 and t.dtype != "float32",
+            "trainer.zero_stage",
+            "2 or 3, which add gradients up in float32",
+        ),
+    ):
+        need(not wrong, other, f"{asked} (trainer.elastic_replicas) need {right}")
 
 
 def _check_mpi(mpi: Mpi, need: Need) -> None:

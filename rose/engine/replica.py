@@ -1,0 +1,115 @@
+"""The elastic replica beside an engine, as the rollout rank sees it: a process of its own
+(rose/trainer/replica_process.py), because MPI can't lose a rank and a replica may die at any time.
+
+It is started once the engine is up. One that dies is started again, `rollout.engine_restarts`
+times; after that the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rose import processes
+from rose import protocol as p
+from rose.comm import frames, mpi_process
+from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
+from rose.config import Config
+
+FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
+READ_BYTES = 2**20  # at once from the channel
+
+
+class Replica:
+    """`model`: the model's folder; `send` is to the coordinator."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        model: Path,
+        worker: str,
+        send: Callable[[p.Message], None],
+    ) -> None:
+        self._config, self._worker, self._send = config, worker, send
+        self._arguments = ["--config", str(run_dir / "config.json"), "--model", str(model)]
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._ready = False
+        self._computes = False
+        self._gone = asyncio.Event()  # nobody is on the device
+
+    async def keep(self) -> None:
+        """Until it is cancelled, or the last one has died."""
+        for restarts_left in range(self._config.rollout.engine_restarts, -1, -1):
+            reader = await self._start()
+            try:
+                why = await self._pass_on(reader)
+            finally:
+                self._kill()
+                code = await asyncio.shield(self._process.wait())
+                self._writer.close()
+                self._ready = self._computes = False
+                self._gone.set()
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            self._send(p.ReplicaLost(self._worker, why or how, restarts_left > 0))
+
+    def order(self, message: p.LoadVersion | p.ComputeGradient | p.TrainStep | p.TrainPart) -> None:
+        """What is for a dead one goes nowhere: the coordinator has word of its death."""
+        if self._ready and not self._writer.is_closing():
+            self._computes |= isinstance(message, p.ComputeGradient)
+            self._writer.write(frames.frame(encode(message)))
+
+    async def leave_device(self) -> None:
+        """Returns when it computes nothing: one that does is killed, whose sum comes too late."""
+        if self._computes:
+            self._gone.clear()
+            self._kill()
+            await self._gone.wait()
+
+    async def _start(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        here = os.getpid()
+        command = [sys.executable, "-m", "rose.trainer.replica_process"]
+        command += [*self._arguments, "--worker", self._worker]
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                "--channel",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                env=mpi_process.environment(self._config.cluster.mpi.env),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=lambda: processes.die_with_parent(here),
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
+        return reader
+
+    async def _pass_on(self, reader: asyncio.StreamReader) -> str:
+        """Its messages to the coordinator, while it lives; its own word of why it ends."""
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                match decode(await frames.read(reader, FRAME_BYTES)):
+                    case p.RankFailed(error=error):
+                        return error
+                    case p.GradientComputed() as message:
+                        self._computes = False
+                        self._send(message)
+                    case message:
+                        self._ready = True
+                        self._send(message)
+        return ""
+
+    def _kill(self) -> None:
+        """By the system call: asyncio's kill polls first, and may take the exit code from who waits
+        for it."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,186 @@
+"""An elastic replica: the model beside an engine, which computes the gradient of a part of a step's
+rows while that engine sleeps, and is in no group of torch.distributed's.
+
+It has no optimizer. The step's weights come from the store of versions, as an engine's do, so they
+are the trainer's own where trainer.dtype is model.dtype. Its rows' gradient is the sum that a
+trainer rank would have of them: the same `Step`, which knows the whole batch's summary and so
+scales each row by the whole batch. Between steps weights are in host memory alone. Left out:
+several updates per step, adapters, a reference model, sequence parallelism, router replay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rose import heap, protocol
+from rose.config import Config
+from rose.observe.recorder import NullRecorder
+from rose.processes import usable_threads
+from rose.trainer import sums
+from rose.trainer.algorithms import build
+from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.experts import parts
+from rose.trainer.model import Policy, load
+from rose.trainer.prefix_tree import PrefixTree, obstacle
+from rose.trainer.step import NEVER, Step, TrainingDiverged
+from rose.transfer import codec
+from rose.transfer.live import Live
+from rose.transfer.receive import Receiver, whole
+from rose.transfer.store import INITIAL
+
+
+class ReplicaEngine:
+    """What `Step` needs of a `DeepSpeedEngine`: gradients are added up in float32, here alone."""
+
+    reference = None
+    rank, world = 0, 1
+
+    def __init__(self, config: Config, folder: Path | str, device: torch.device) -> None:
+        self.settings, self.device, self.micro_batches = config.trainer, device, 0
+        on_gpu = device.type == "cuda"
+        self.policy: Policy = load(
+            folder,
+            getattr(torch, config.trainer.dtype),
+            config.trainer.gradient_checkpointing,
+            LOGIT_ELEMENTS_GPU if on_gpu else LOGIT_ELEMENTS,
+        )
+        self.policy.offloads = config.trainer.offload_activations
+        self.policy.train()
+        self._weights = self.policy.named_weights()
+        # where versions are received; on a CPU what the model computes with, too
+        self.host = {name: parameter.detach() for name, parameter in self._weights}
+        self._sums: dict[str, Tensor] = {}
+        for name, parameter in self._weights:
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._add(name, p))
+        if config.trainer.share_prefixes and not obstacle(self.policy.hf.config):
+            if not on_gpu:
+                self.policy.use_stretches()
+            elif not self.policy.why_not_flex(device):
+                self.policy.use_flex()
+
+    def take_device(self) -> None:
+        for name, parameter in self._weights:
+            parameter.data = self.host[name].to(self.device)
+
+    def give_device_back(self) -> None:
+        """On a GPU all but CUDA's context."""
+        self._sums.clear()
+        for name, parameter in self._weights:
+            parameter.data = self.host[name]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        tree: PrefixTree | None = None,
+        experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
+        return self.policy(inputs, targets, mask, tree and tree.to(self.device), experts)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self.micro_batches += 1
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def first_bad(self, number: Tensor) -> int | None:
+        return None if int(number) == NEVER else int(number)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter, the sum of all micro-batches since `take_device`)."""
+        for name, parameter in self._weights:
+            found = self._sums.get(name)
+            yield name, torch.zeros_like(parameter, dtype=torch.float32) if found is None else found
+
+    def _add(self, name: str, parameter: torch.nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if name in self._sums:
+            self._sums[name] += gradient
+        else:
+            self._sums[name] = gradient.float()
+
+
+class Replica:
+    def __init__(self, config: Config, folder: Path | str, recorder: NullRecorder) -> None:
+        self.config, self.recorder = config, recorder
+        threads = config.rollout.threads or config.trainer.threads
+        if threads:
+            torch.set_num_threads(threads)
+        self.device = torch.device("cuda" if config.cluster.gpus else "cpu")
+        if self.device.type == "cpu":
+            heap.keep_all()
+        codec.compile_all()  # seconds to a minute, where it never ran before
+        self.algorithm = build(config.algorithm.name, config.algorithm.args)
+        self.engine = ReplicaEngine(config, folder, self.device)
+        self._live = Live(self._tensors())
+        self._receiver: Receiver | None = None
+        self._held: int | None = INITIAL  # None: a mixture
+
+    def compute(
+        self,
+        order: protocol.ComputeGradient,
+        step: protocol.TrainStep,
+        rows: dict[int, protocol.Trajectory],
+    ) -> protocol.GradientSum:
+        """Raises `TransferError` where the version can't be had, and `ValueError` as `Trainer`. A
+        loss that is not finite is told by the statistics, as the trainer ranks have to end."""
+        with self.recorder.timed("replica_weights", version=order.version):
+            self.receive(order.version, order.store)
+        with self.recorder.timed("replica_gradient", step=order.step):
+            self.engine.take_device()
+            try:
+                return self._compute(order, step, rows)
+            finally:
+                self.engine.give_device_back()
+
+    def _compute(
+        self,
+        order: protocol.ComputeGradient,
+        step: protocol.TrainStep,
+        rows: dict[int, protocol.Trajectory],
+    ) -> protocol.GradientSum:
+        current = Step(self, order.step)
+        current.extend(step, rows)
+        try:
+            current.run_ahead()
+        except TrainingDiverged:
+            return protocol.GradientSum("", {"loss": float("nan")}, 0.0)
+        sums.write(order.file, self.engine.gradients())
+        statistics = {name: float(value) for name, value in current.sums.items()}
+        return protocol.GradientSum(order.file, statistics, float(current.ratio_max))
+
+    def receive(self, version: int, store: str) -> None:
+        """Weights of `version` to the host, unless they are there. Raises `TransferError`."""
+        t = self.config.transfer
+        if self._receiver is None or self._receiver.where[0] != store:
+            if self._receiver is not None:
+                self._receiver.close()
+                self._held = None  # numbers mean nothing in another store
+            self._receiver = Receiver(store, None, t.relay_token_file, whole, self._live)
+        threads = t.threads or self.config.rollout.threads or usable_threads()
+        dense = int(t.stage_gib * 2**30)
+        if self._held == version:
+            return
+        staged = self._receiver.stage(self._held, version, threads, dense, t.load_timeout_s)
+        self._held = None
+        staged.flip()
+        staged.check()
+        staged.release()
+        self._held = version
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """As the store names them: a layer's experts one by one."""
+        return {
+            part.name: tensor.view(-1)[part.start :][: math.prod(part.shape)].view(part.shape)
+            for name, tensor in self.engine.host.items()
+            for part in parts(name, tuple(tensor.shape))
+        }

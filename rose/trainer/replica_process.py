@@ -1,0 +1,93 @@
+"""The process of an elastic replica, started by a rollout rank (rose/engine/replica.py):
+
+    python -m rose.trainer.replica_process --config FILE --model FOLDER --worker NAME --channel FD
+
+It may be killed at any instruction: what it computed is lost then, and its rows go elsewhere. On
+the channel, a stream socket, go messages in frames (`rose.comm.frames`): `LoadVersion`,
+`ComputeGradient`, `TrainStep` and `TrainPart` to it, `ReplicaReady` and `GradientComputed` from it,
+and as its last word `RankFailed`, whose rank is nobody's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from rose import config as cfg
+from rose import protocol as p
+from rose.comm import frames
+from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
+from rose.observe.recorder import NullRecorder
+from rose.processes import importing
+from rose.transfer.errors import TransferError
+
+FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
+
+
+def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) -> None:
+    """Until the rank closes the channel."""
+    with importing():
+        from rose.trainer.replica import Replica
+    replica = Replica(config, model, NullRecorder())
+
+    def send(message: p.Message) -> None:
+        channel.sendall(frames.frame(encode(message)))
+
+    send(p.ReplicaReady(name, os.getpid()))
+    received = frames.Frames(channel, FRAME_BYTES)
+    order: p.ComputeGradient | None = None
+    step: p.TrainStep | None = None
+    rows: dict[int, p.Trajectory] = {}
+    parts, began = 0, 0.0
+    while (whole := received.take()) is not None:
+        for message in map(decode, whole):
+            match message:
+                case p.LoadVersion(version, store):
+                    with suppress(TransferError):  # raised where a step needs it
+                        replica.receive(version, store)
+                case p.ComputeGradient():
+                    order, step, rows, parts, began = message, None, {}, 0, time.time()
+                case p.TrainStep():
+                    step = message
+                case p.TrainPart():
+                    rows.update(zip(message.indices, message.trajectories, strict=True))
+                    parts += 1
+                case _:
+                    raise ValueError(f"a replica has no use for {type(message).__name__}")
+            if order is not None and step is not None and parts == step.parts:
+                found = replica.compute(order, step, rows)
+                send(p.GradientComputed(name, order.step, found, time.time() - began))
+                order = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="a replica's process; see rose/engine/replica.py")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--worker", required=True)
+    parser.add_argument("--channel", type=int, required=True)
+    args = parser.parse_args()
+    faulthandler.enable()
+    # Slurm sends it to all of a job's processes; the rank ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = socket.socket(fileno=args.channel)
+    try:
+        serve(cfg.load(args.config), args.model, args.worker, channel)
+    except Exception as error:
+        traceback.print_exc()
+        failed = p.RankFailed(-1, f"{type(error).__name__}: {error}")
+        channel.sendall(frames.frame(encode(failed)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

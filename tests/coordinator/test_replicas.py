@@ -1,0 +1,119 @@
+"""Replicas on engines' devices take a part of every batch: each row is trained once, whoever dies,
+and engines are asleep as long as a replica has their device."""
+
+import pytest
+
+from rose import protocol as p
+from rose.coordinator import replicas
+from rose.coordinator.coordinator import Stopped
+from rose.launch.layout import layout
+from rose.observe.metrics import read_metrics, rows_of
+from rose.trainer import checkpoint
+from tests.coordinator import peers
+
+STEPS = 4
+
+
+@pytest.fixture
+def config(make_config):
+    return lambda *overrides: make_config(
+        f"trainer.steps={STEPS}",
+        "eval.episodes=2",
+        "trainer.batch_size=16",
+        "rollout.group_size=2",
+        "rollout.workers=2",
+        "trainer.elastic_replicas=2",
+        "serving.borrow=false",
+        "observe.tensorboard=false",
+        "observe.save_trajectories=false",
+        "trainer.checkpoint_every=2",
+        *overrides,
+    )
+
+
+def ranks_of(made):
+    return [rank.rank for rank in layout(made) if rank.role is p.Role.ROLLOUT]
+
+
+def trained(peer):
+    return {step: sorted(t.id for t in rows) for step, rows in peer.trained.items()}
+
+
+@pytest.mark.parametrize("devices", ["cpu", "gpus"])
+def test_replicas_compute_a_part_of_each_step_and_the_same_groups_are_trained(
+    devices, config, tmp_path
+):
+    gpus = () if devices == "cpu" else ("cluster=gpus", "cluster.gpus=3", "trainer.zero_stage=0")
+    coordinator, peer = peers.run(config(*gpus), tmp_path / "shared")
+    _, alone = peers.run(config("trainer.elastic_replicas=0", *gpus), tmp_path / "alone")
+    assert trained(peer) == trained(alone) and len(peer.trained) == STEPS
+    rows = rows_of(read_metrics(tmp_path / "shared"), "step")
+    assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["replicas"] == 2 and row["replicas_lost"] == 0 for row in rows)
+    assert all(0.3 < row["replica_token_share"] < 1 for row in rows)
+    assert peer.rounds == STEPS and peer.awake == set(ranks_of(config(*gpus)))
+    assert not (tmp_path / "shared" / replicas.FOLDER).exists()
+    assert peer.turns_asleep == 0
+
+
+def test_the_rows_of_a_replica_that_dies_at_work_are_the_trainers_and_it_comes_back(
+    config, tmp_path
+):
+    made = config()
+    first, second = ranks_of(made)
+
+    def watch(coordinator):
+        coordinator.mailbox.lost = {(first, 2), (first, 3), (second, 3)}
+
+    _, peer = peers.run(made, tmp_path, watch=watch)
+    _, alone = peers.run(config("trainer.elastic_replicas=0"), tmp_path / "alone")
+    assert trained(peer) == trained(alone) and len(peer.trained) == STEPS
+    rows = rows_of(read_metrics(tmp_path), "step")
+    assert [row["replicas_lost"] for row in rows] == [0, 1, 2, 0]
+    assert [row["replica_token_share"] > 0 for row in rows] == [True, True, False, True]
+    faults = [row["detail"] for row in read_metrics(tmp_path) if row["kind"] == "fault"]
+    assert len(faults) == 3 and all("killed by SIGKILL" in fault for fault in faults)
+
+
+def test_one_that_hangs_is_given_up_and_its_late_gradient_is_not_applied(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(replicas, "PATIENCE", 1e-4)
+    made, said = config(), []
+
+    class Slow(peers.Peers):
+        """That of the second comes when the step is over, all others before the trainer's own
+        part."""
+
+        def computed(self, rank, rows):
+            if self.orders_of[rank].step == 2 and rank == ranks_of(made)[1] and self.step < 2:
+                self.say(rank, lambda: self.computed(rank, rows))
+                return None
+            said.append(self.orders_of[rank].step)
+            return super().computed(rank, rows)
+
+        def ahead_of_shared(self, rank, step):
+            if said.count(step) < (1 if step == 2 else 2):
+                self.say(rank, lambda: self.ahead_of_shared(rank, step))
+                return None
+            return super().ahead_of_shared(rank, step)
+
+    monkeypatch.setattr(peers, "Peers", Slow)
+    _, peer = peers.run(made, tmp_path)
+    assert len(peer.trained) == STEPS and said.count(2) == 2
+    rows = rows_of(read_metrics(tmp_path), "step")
+    assert rows[1]["replicas_lost"] == 1
+    [fault] = [row["detail"] for row in read_metrics(tmp_path) if row["kind"] == "fault"]
+    assert "no gradient of step 2 in time; the trainer computes its rows" in fault
+
+
+def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(config, tmp_path):
+    def stop(coordinator):
+        return coordinator.step == 2 and bool(coordinator.replicas._rows)
+
+    with pytest.raises(Stopped):
+        peers.run(config(), tmp_path, stop_when=stop)
+    found = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(found) == 2
+    _, peer = peers.run(config(), tmp_path, attempt=2, seed=5, resume_from=found)
+    assert sorted(peer.trained) == [3, 4]

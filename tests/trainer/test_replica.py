@@ -1,0 +1,67 @@
+"""Replicas outside of the trainer's world compute parts of steps: the gradient is that of a step
+without them, with any number of them and every ZeRO stage, on real processes."""
+
+import numpy as np
+import pytest
+
+from tests.trainer import tiny_world
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 64  # several micro-batches for each
+# (seed: of even ones the micro-batches are prefix trees, replicas, those of them that are lost)
+STEPS = [(1, 1, 0), (2, 2, 1), (3, 0, 0), (4, 2, 0)]
+
+
+def actions_of(steps: list) -> list:
+    """Step after step on the weights of the one before, which is also made without replicas, from
+    the same weights."""
+    actions: list = [["publish", 0]]
+    for version, (seed, replicas, lost) in enumerate(steps):
+        actions += [["save"], ["shared", seed, LIMIT, 0, 0, version, f"alone{version}"], ["load"]]
+        actions.append(["shared", seed, LIMIT, replicas, lost, version, f"shared{version}"])
+        actions.append(["publish", version + 1])
+    return actions
+
+
+def run(folder, steps: list, stage: int, ranks: int, *settings: str) -> list[tuple[dict, dict]]:
+    """The metrics of each step: (without replicas, with them)."""
+    job = {
+        "name": "run",
+        "replicas": 2,
+        "settings": [f"trainer.zero_stage={stage}", "deterministic=false", *settings],
+        "actions": actions_of(steps),
+    }
+    tiny_world.save_model(folder / "model")
+    metrics = tiny_world.run_world(job, folder, ranks)[0]["metrics"]
+    return list(zip(metrics[::2], metrics[1::2], strict=True))
+
+
+def apart(folder, step: int, rank: int) -> float:
+    """How far the gradients of the two are apart, of their norm."""
+    alone, shared = (np.load(folder / f"{name}{step}-{rank}.npz") for name in ("alone", "shared"))
+    names = [name for name in alone.files if not name.endswith(" after")]
+    size = np.sqrt(sum(np.square(alone[name]).sum() for name in names))
+    assert size > 1e-3
+    return np.sqrt(sum(np.square(alone[n] - shared[n]).sum() for n in names)) / size
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, ranks, tmp_path):
+    metrics = run(tmp_path, STEPS, stage, ranks)
+    for step, (alone, shared) in enumerate(metrics):
+        for rank in range(ranks):
+            assert apart(tmp_path, step, rank) < 1e-6, (step, rank)
+        for name, value in alone.items():
+            if not name.startswith("seconds_"):
+                assert shared[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
+
+
+def test_in_bfloat16_a_replica_has_the_trainers_weights_and_adds_up_in_float32(tmp_path):
+    settings = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
+    metrics = run(tmp_path, [(1, 1, 0), (3, 1, 0)], 2, 2, *settings)
+    for step, (alone, shared) in enumerate(metrics):
+        # a micro-batch of other rows is rounded otherwise, by a percent
+        assert apart(tmp_path, step, 0) < 0.03, step
+        assert shared["entropy"] == pytest.approx(alone["entropy"], rel=1e-4)
+        assert shared["mismatch_abs"] == pytest.approx(alone["mismatch_abs"], rel=1e-3)

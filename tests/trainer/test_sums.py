@@ -1,0 +1,62 @@
+"""The files of replicas' gradients: whole, checked, and read by parts; and a loss that is not finite
+ends the step on every rank."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rose import protocol as p
+from rose.observe.recorder import NullRecorder
+from rose.trainer import sums
+from rose.trainer.algorithms import build
+from rose.trainer.step import Step, TrainingDiverged
+
+
+def test_every_part_of_a_gradient_is_added_where_it_belongs(tmp_path):
+    values = {"a.weight": torch.randn(3000, 700), "b.bias": torch.randn(5)}
+    sums.write(tmp_path / "sum.h5", values.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["sum.h5"]
+    held = {"a.weight": torch.randn(2_000_000), "b.bias": torch.randn(5)}
+    before = {name: part.clone() for name, part in held.items()}
+    with sums.Sum(tmp_path / "sum.h5") as found:
+        found.add("a.weight", held["a.weight"], 100_000)
+        found.add("b.bias", held["b.bias"], 0)
+        with pytest.raises(OSError, match=r"sum\.h5: b\.bias has fewer values"):
+            found.add("b.bias", torch.zeros(5), 1)
+    part = values["a.weight"].view(-1)[100_000:]
+    torch.testing.assert_close(held["a.weight"], before["a.weight"] + part, rtol=0, atol=0)
+    assert torch.equal(held["b.bias"], before["b.bias"] + values["b.bias"])
+
+
+def test_a_damaged_file_is_found(tmp_path):
+    file = tmp_path / "sum.h5"
+    values = torch.randn(100_000)
+    sums.write(file, [("a", values)])
+    data = bytearray(file.read_bytes())
+    at = bytes(data).index(values[50_000:50_008].numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(bytes(data))
+    with sums.Sum(file) as found, pytest.raises(OSError):
+        found.add("a", torch.zeros(100_000), 0)
+    with pytest.raises(FileNotFoundError):
+        sums.Sum(tmp_path / "none.h5")
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_a_replicas_loss_that_is_not_finite_ends_the_step_before_anything_is_applied(
+    loss, make_config
+):
+    config = make_config()
+    trains = SimpleNamespace(
+        config=config,
+        device=torch.device("cpu"),
+        recorder=NullRecorder(),
+        algorithm=build(config.algorithm.name, config.algorithm.args),
+        engine=None,  # nobody asks it
+    )
+    step = Step(trains, 3)
+    step.others = [p.GradientSum("", {"loss": float(loss)}, 0.0)]
+    with pytest.raises(TrainingDiverged, match="step 3: the loss of a replica's rows is not"):
+        step.run(None)
