@@ -44,6 +44,8 @@ MAY_CHANGE = (
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",
+    "trainer.compile",
+    "trainer.kernels",
     "transfer.*",
     "serving.*",
     "reward.ranks",
