@@ -37,6 +37,7 @@ from rose.trainer.deepspeed_engine import (
     DTYPES,
     DeepSpeedEngine,
     NonFiniteGradient,
+    check_second_copies,
     join_world,
     make_deterministic,
     use_device,
@@ -85,6 +86,7 @@ class Trainer:
             heap.keep_all()
         on_hosts = join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self._peers = _Peers(index, world, on_hosts)
+        check_second_copies(config.trainer.hpz, place)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         if config.algorithm.kl_coef:

@@ -378,15 +378,15 @@ def watch_second_copies(trainer, found: list[int]) -> None:
     trainer.engine._update = watched
 
 
-def keep_nothing_gathered() -> None:
-    """ZeRO-3 gathers small parameters in every pass, too; it keeps them from one to the next."""
+def keep_gathered(below: int) -> None:
+    """Parameters of fewer elements are those that ZeRO-3 keeps from one pass to the next."""
     from rose.trainer import deepspeed_engine
 
     make = deepspeed_engine.zero_config
 
     def made(*args):
         config = make(*args)
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = below
         return config
 
     deepspeed_engine.zero_config = made
@@ -451,8 +451,8 @@ def main(job: dict, rank: int) -> None:
     watch_merging(merged)
     if "compiled_in" in job:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["compiled_in"]
-    if job.get("gathers_all"):
-        keep_nothing_gathered()
+    if "keeps_below" in job:
+        keep_gathered(job["keeps_below"])
     trainer = Trainer(
         settings(job),
         rank,
