@@ -93,6 +93,8 @@ class Trainer:
             self.engine.hold_reference(folder)
         self._publisher: Publisher | None = None
         self._ahead: _Step | None = None  # whose gradient is not whole yet
+        if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
+            kernels.share_cores(place.neighbours)
         self.no_trees, self.costs = self._prepare_trees(folder)
         if config.trainer.compile:
             self._compile()

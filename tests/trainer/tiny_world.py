@@ -399,6 +399,15 @@ def compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def forms(trainer) -> list[int]:
+    """How many forms of a layer's code, and of the head's, torch has compiled in this process."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    policy = trainer.engine.policy
+    functions = (type(policy.hf.base_model.layers[0]).forward, type(policy.head)._chunk)
+    return [len(_debug_get_cache_entry_list(function.__code__)) for function in functions]
+
+
 def stop_in_backward(trainer) -> None:
     """This process stops before its next backward pass, which the others go through."""
     backward = trainer.engine.backward
@@ -544,5 +553,6 @@ def main(job: dict, rank: int) -> None:
             np.savez(folder / f"{args[0]}-{rank}.npz", **states(trainer))
         elif action == "load":
             trainer.load(folder / (args[0] if args else "checkpoint"))
+    report["forms"] = forms(trainer)
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()
