@@ -284,6 +284,10 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.elastic_replicas=1 model.dtype=bfloat16",
             ["model.dtype='bfloat16'", "trainer.dtype=float32"],
         ),
+        (
+            "trainer.hpz=2 trainer.ranks=4 trainer.zero_stage=3 trainer.sequence_parallel=2",
+            ["trainer.hpz=2", "not tried with trainer.sequence_parallel=2: null"],
+        ),
         ("rollout.hybrid=1", ["scheduler.provisioning.name='fixed'", "all_idle or rlboost"]),
         (
             "rollout.hybrid=2 scheduler/provisioning=all_idle",
@@ -510,6 +514,11 @@ MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
         ),
         (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
         (["trainer.compile=true"], MIXTURE, "trainer.compile=True: .* has 6 experts"),
+        (
+            ["trainer.zero_stage=3", "trainer.ranks=4", "trainer.hpz=2"],
+            MIXTURE,
+            "trainer.hpz=2: .* has 6 experts",
+        ),
     ],
 )
 def test_what_a_mixture_cannot_do_is_refused(make_config, overrides, changes, says):

@@ -78,6 +78,12 @@ class Place:
         """Ranks on this host, this one among them."""
         return max(1, sum(host.space == _space() for host in self.hosts))
 
+    def parted(self, size: int) -> bool:
+        """Whether a group of `size` ranks, the first such, the next ones and so on, is on several
+        hosts."""
+        spaces = [host.space for host in self.hosts]
+        return any(len(set(spaces[at : at + size])) > 1 for at in range(0, len(spaces), size))
+
     def listing(self) -> str:
         """A line of each rank's host and addresses."""
         lines = (

@@ -45,6 +45,8 @@ MAY_CHANGE = (
     "trainer.offload_activations",
     "trainer.hpz",
     "trainer.elastic_replicas",
+    "trainer.compile",
+    "trainer.kernels",
     "transfer.*",
     "serving.*",
     "reward.ranks",

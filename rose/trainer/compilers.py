@@ -6,10 +6,22 @@ import importlib.util
 import os
 import shutil
 
-from rose.config import Config, ConfigError
+from rose.config import Config, ConfigError, Trainer
 
 # model_type of a config.json -> Liger 0.8 has norms, rotary positions and the MLP of it
 LIGER_TYPES = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe")
+# whose decoder in transformers has its layers under another name than `layers`, or deeper
+OTHER_LAYERS = (
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "mpt",
+    "opt",
+)
 
 
 def check(c: Config) -> None:
@@ -42,9 +54,15 @@ def why_none(on_gpu: bool) -> str:
     )
 
 
-def check_type(kernels: str, kind: str) -> None:
-    """Raises `ConfigError` for a model that Liger has no kernels for."""
-    if kernels == "liger" and kind not in LIGER_TYPES:
+def check_type(trainer: Trainer, kind: str) -> None:
+    """Raises `ConfigError` for a model that Liger has no kernels for, or whose layers are not where
+    `rose.trainer.kernels.compile_layers` looks for them."""
+    if trainer.compile and kind in OTHER_LAYERS:
+        raise ConfigError(
+            f"trainer.compile=True: models of the type {kind} keep their layers where they are not "
+            "looked for; trainer.compile=false"
+        )
+    if trainer.kernels == "liger" and kind not in LIGER_TYPES:
         raise ConfigError(
             f"trainer.kernels='liger': no kernels for models of the type {kind}; there are for "
             f"{', '.join(LIGER_TYPES)}; trainer.kernels=none"

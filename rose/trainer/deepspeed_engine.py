@@ -134,6 +134,17 @@ def join_world(
     return on_hosts
 
 
+def check_second_copies(hpz: int | None, place: Place) -> None:
+    """Raises `ValueError` where a group of `trainer.hpz` ranks would gather weights over the
+    network: the launcher has put ranks elsewhere than the configuration has them."""
+    if hpz and place.parted(hpz):
+        raise ValueError(
+            f"trainer.hpz={hpz}: ranks 0 to {hpz - 1}, the next {hpz} and so on must each be on "
+            "one host, or the second copy of the weights is gathered over the network, too; "
+            f"another number, or trainer.hpz=null. Trainer ranks:\n{place.listing()}"
+        )
+
+
 def make_deterministic() -> None:
     """Bitwise the same result for the same input, threads and machine."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -14,6 +14,8 @@ pass, but gives no entropy, for which all logits would have to be computed once 
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -22,11 +24,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from rose.processes import cores
 from rose.trainer import compilers
 from rose.trainer.model import Policy
 from rose.trainer.prefix_tree import build_from_rows
 
-MOST_FORMS = 16  # of one function that are compiled; more run uncompiled, with a warning of torch's
+MOST_FORMS = 16  # of one function that are compiled; more run uncompiled
+MOST_WORKERS = 32  # processes that compile for one rank; torch's own limit, whatever the ranks
 SLOW_S = 60.0  # after so long it is said once more what is being waited for
 # shared and own tokens of the rows that everything is compiled for: 3 rows, 13 and 23 tokens
 PROBE = ((7, 6), (7, 6), (7, 4))
@@ -36,15 +40,32 @@ class CannotCompile(RuntimeError):
     """torch.compile fails here, or there is no compiler for what it writes."""
 
 
+def share_cores(neighbours: int) -> None:
+    """Whatever torch compiles here from now on is compiled by a rank's share of the cores of a host
+    with so many ranks, unless the user has set torch's own variable. Before anything is."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config  # which few runs need
+
+        config.compile_threads = min(MOST_WORKERS, max(1, cores() // neighbours))
+
+
 def compile_layers(policy: Policy) -> None:
-    """`policy`'s layers and head are compiled at their next call."""
+    """`policy`'s layers and head are compiled at their next call. Raises `CannotCompile` for a
+    model without such layers."""
+    layers = getattr(policy.hf.base_model, "layers", None)
+    if layers is None:
+        raise CannotCompile(
+            f"trainer.compile=True: a {type(policy.hf).__name__} has no base_model.layers, which "
+            "are what is compiled; trainer.compile=false"
+        )
     # The variable TORCH_COMPILE_DISABLE is for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
     torch.fx.experimental._config.use_duck_shape = (
         False  # lengths that are alike once aren't always
     )
-    for layer in policy.hf.base_model.layers:
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
+    for layer in layers:
         layer.compile(dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
     policy.compiled = True
@@ -55,23 +76,39 @@ def try_compiled(policy: Policy, device: torch.device, trees: bool, without_grad
     prefix trees where there are such. No gradient is kept. Raises `CannotCompile`."""
     if found := compilers.why_none(device.type == "cuda"):
         raise CannotCompile(found)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    with _announced():
+    # The gradient of one parameter of the first layer takes every layer's backward pass, and unlike
+    # that of all of them no memory that steps don't need.
+    below = [*policy.hf.base_model.layers[0].parameters(), *policy.parameters()]
+    first = next(p for p in below if p.requires_grad)
+    with _announced(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for rows, tree in _probes(trees):
             inputs = torch.from_numpy(rows).to(device)
             mask = torch.ones(inputs.shape, device=device)
             known = tree and tree.to(device)
             try:
                 logprobs, _ = policy(inputs, inputs, mask, known)
-                torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
+                torch.autograd.grad(logprobs.sum(), first)
                 if without_gradient:
                     with torch.no_grad():
                         policy(inputs, inputs, mask, known)
             except Exception as error:  # of the compilers, which have no common base
-                first = str(error).strip().partition("\n")[0]
+                said = str(error).strip().partition("\n")[0]
                 raise CannotCompile(
-                    f"trainer.compile=True: {type(error).__name__}: {first}; trainer.compile=false"
+                    f"trainer.compile=True: {type(error).__name__}: {said}; trainer.compile=false"
                 ) from error
+
+
+def _explained(record: logging.LogRecord) -> bool:
+    """Torch's warning that a function has too many forms says nothing of the run. A step goes on
+    then: what it computes is the same."""
+    if str(record.msg).startswith("torch._dynamo hit config."):
+        print(
+            f"trainer.compile=true: a function has {MOST_FORMS} compiled forms (torch's warning "
+            "says which); further forms of it run uncompiled from now on, and slower; if steps "
+            "take too long, trainer.compile=false",
+            flush=True,
+        )
+    return True
 
 
 def _probes(trees: bool) -> Iterator[tuple[np.ndarray, object]]:

@@ -136,8 +136,13 @@ class Policy(nn.Module):
         temperature 1, (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32.
         A `tree` of the inputs changes no value, only the cost. `experts`: of the inputs, as
         `RouterReplay.begin` takes them; there is no tree then."""
-        if self.compiled and mask.shape[1] == 1:  # which torch would compile apart
+        # A single token, of rows or of a tree, is what torch would compile apart.
+        if self.compiled and tree is not None:
+            tree = tree_attention.padded(tree, 1, 2)
+        if self.compiled and mask.shape[1] == 1:
             inputs, targets, mask = (F.pad(x, (0, 1)) for x in (inputs, targets, mask))
+            if tree is not None:
+                tree = tree._replace(nodes=F.pad(tree.nodes, (0, 1)))
             logprobs, entropy = self(inputs, targets, mask, tree)
             return logprobs[:, :1], entropy
         made = mask.bool()

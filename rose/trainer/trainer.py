@@ -29,6 +29,7 @@ from rose.trainer.costs import measure
 from rose.trainer.deepspeed_engine import (
     DTYPES,
     DeepSpeedEngine,
+    check_second_copies,
     join_world,
     make_deterministic,
     use_device,
@@ -68,12 +69,15 @@ class Trainer:
             heap.keep_all()
         on_hosts = join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self._peers = _Peers(index, world, on_hosts)
+        check_second_copies(config.trainer.hpz, place)
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         if config.algorithm.kl_coef:
             self.engine.hold_reference(folder)
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # whose gradient is not whole yet
+        if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
+            kernels.share_cores(place.neighbours)
         self.no_trees, self.costs = self._prepare_trees(folder)
         if config.trainer.compile:
             self._compile()

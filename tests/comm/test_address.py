@@ -287,3 +287,11 @@ def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, ma
         assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0"), (
             "and not bond0.100"
         )
+
+
+def test_a_group_of_ranks_on_two_hosts_is_found():
+    def place(*spaces):
+        return address.Place("", 1, None, None, [address.Host(s, s, []) for s in spaces])
+
+    assert not place("a", "a", "b", "b").parted(2) and not address.local_place(1).parted(2)
+    assert place("a", "b", "a", "b").parted(2) and place("a", "a", "a", "b", "b", "b").parted(2)

@@ -1,6 +1,7 @@
 """`python launch.py`: a bad word on the command line costs nothing, a good one says what will
 run."""
 
+import itertools
 import json
 import os
 import shutil
@@ -306,6 +307,19 @@ def test_what_ranks_read_has_its_whole_path_and_the_run_continues_with_either(
     )
     configuration.save(stored, before)
     resume.check(before, made)
+
+
+def test_fused_operations_may_change_in_a_run_that_continues(make_config, tmp_path):
+    given = ("trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
+    given, path = (*given, f"output_dir={tmp_path}"), tmp_path / "config.json"
+    fused = [
+        make_config(*given, "trainer.zero_stage=2", "trainer.compile=true"),
+        make_config(*given, "trainer.kernels=liger", "trainer.zero_stage=2"),
+        make_config(*given, "trainer.zero_stage=2"),
+    ]
+    for before, now in itertools.permutations(fused, 2):
+        configuration.save(before, path)
+        resume.check(path, now)
 
 
 def test_a_run_continues_where_a_policy_has_got_another_argument_since(make_config, tmp_path):

@@ -40,7 +40,7 @@ def test_liger_has_to_be_installed(make_config, monkeypatch):
     compilers.check(c)
 
 
-def test_a_model_without_kernels_of_ligers_is_refused_by_its_config(make_config, tmp_path):
+def test_a_model_without_fused_operations_is_refused_by_its_config(make_config, tmp_path):
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
     raw = dict.fromkeys((*names, "vocab_size"), 8) | {"max_position_embeddings": 2**20}
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -52,3 +52,6 @@ def test_a_model_without_kernels_of_ligers_is_refused_by_its_config(make_config,
         else:
             with pytest.raises(ConfigError, match="no kernels for models of the type gpt2.*none"):
                 model.shape(c)
+    c = make_config("trainer.compile=true", "model.max_context=64", f"model.path={tmp_path}")
+    with pytest.raises(ConfigError, match="trainer.compile=True: .* the type gpt2 .*compile=false"):
+        model.shape(c)

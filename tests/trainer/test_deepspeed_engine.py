@@ -5,6 +5,7 @@ import fcntl
 import pytest
 import torch
 
+from rose.comm.address import Host, Place
 from rose.config import ConfigError
 from rose.trainer import deepspeed_engine, saving
 from rose.trainer.deepspeed_engine import zero_config
@@ -107,3 +108,12 @@ def test_random_states_come_back(tmp_path):
     torch.rand(7)
     saving._restore_random_states(torch.load(tmp_path / "random.pt", weights_only=True), cpu)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_ranks_of_a_second_copy_on_two_hosts_are_named():
+    hosts = [Host(name, name, []) for name in ("n1", "n2", "n1", "n2")]
+    words = r"(?s)trainer.hpz=2: .*trainer.hpz=null.*rank 0 on n1.*rank 3 on n2"
+    with pytest.raises(ValueError, match=words):
+        deepspeed_engine.check_second_copies(2, Place("", 1, None, None, hosts))
+    deepspeed_engine.check_second_copies(None, Place("", 1, None, None, hosts))
+    deepspeed_engine.check_second_copies(2, Place("", 1, None, None, sorted(hosts, key=str)))

@@ -4,6 +4,7 @@ after the first step: the real compilers, DeepSpeed and gloo."""
 import numpy as np
 import pytest
 
+from rose.trainer.kernels import MOST_FORMS
 from tests.trainer import tiny_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -32,6 +33,8 @@ def test_compiled_layers_train_what_others_do_and_none_is_compiled_later(tmp_pat
     assert plain["compiled"] == [0] * (1 + len(STEPS))
     assert compiled["compiled"][0] >= 3, "before the first step"
     assert len(set(compiled["compiled"][1:])) == 1
+    assert plain["forms"] == [0, 0]
+    assert all(0 < count < MOST_FORMS for count in compiled["forms"]), compiled["forms"]
     for found, exact in zip(compiled["metrics"], plain["metrics"], strict=True):
         for key in ("loss", "grad_norm", "entropy", "mismatch_kl"):
             assert found[key] == pytest.approx(exact[key], rel=1e-5, abs=1e-5), key

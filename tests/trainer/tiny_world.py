@@ -509,15 +509,15 @@ def watch_second_copies(trainer, found: list[int]) -> None:
     trainer.engine._update = watched
 
 
-def keep_nothing_gathered() -> None:
-    """ZeRO-3 gathers small parameters in every pass, too; it keeps them from one to the next."""
+def keep_gathered(below: int) -> None:
+    """Parameters of fewer elements are those that ZeRO-3 keeps from one pass to the next."""
     from rose.trainer import deepspeed_engine
 
     make = deepspeed_engine.zero_config
 
     def made(*args):
         config = make(*args)
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = below
         return config
 
     deepspeed_engine.zero_config = made
@@ -528,6 +528,15 @@ def compilations() -> int:
     import torch._dynamo
 
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def forms(trainer) -> list[int]:
+    """How many forms of a layer's code, and of the head's, torch has compiled in this process."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    policy = trainer.engine.policy
+    functions = (type(policy.hf.base_model.layers[0]).forward, type(policy.head)._chunk)
+    return [len(_debug_get_cache_entry_list(function.__code__)) for function in functions]
 
 
 def stop_in_backward(trainer) -> None:
@@ -585,8 +594,8 @@ def main(job: dict, rank: int) -> None:
     watch_merging(merged)
     if "compiled_in" in job:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["compiled_in"]
-    if job.get("gathers_all"):
-        keep_nothing_gathered()
+    if "keeps_below" in job:
+        keep_gathered(job["keeps_below"])
     trainer = Trainer(
         settings(job),
         rank,
@@ -690,5 +699,6 @@ def main(job: dict, rank: int) -> None:
             trainer.load(folder / (args[0] if args else "checkpoint"))
     if helpers is not None:
         helpers.close()
+    report["forms"] = forms(trainer)
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()

@@ -108,6 +108,13 @@ def _check_hpz(c: Config, need: Need) -> None:
         f"needs trainer.zero_stage=3, not {t.zero_stage}: below it every "
         "rank has all weights; or null",
     )
+    # trainer.offload_optimizer changes nothing here: DeepSpeed (stage3.py) forgets the second copy
+    # as every update ends, wherever the optimizer's states are.
+    need(
+        t.sequence_parallel == 1,
+        key,
+        f"not tried with trainer.sequence_parallel={t.sequence_parallel}: null",
+    )
     if t.hpz == "node":
         return
     need(

@@ -22,6 +22,11 @@ def check_model(c: Config, shape: ModelShape) -> None:
             f"trainer.compile=True: not tried with a mixture, and model {c.model.name} has "
             f"{shape.experts} experts; trainer.compile=false"
         )
+    if shape.experts and c.trainer.hpz:
+        raise ConfigError(
+            f"trainer.hpz={c.trainer.hpz}: not tried with a mixture, and model {c.model.name} has "
+            f"{shape.experts} experts; trainer.hpz=null"
+        )
     if shape.experts and lora:
         raise ConfigError(
             f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "

@@ -1,0 +1,65 @@
+"""What rose/trainer/kernels.py says and asks for, and the shapes that compiled layers get, without
+compilers."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rose.trainer import kernels, model
+from rose.trainer.prefix_tree import build
+from tests.trainer import tiny_world
+
+
+@pytest.mark.parametrize("width, tokens", [(1, [5, 5]), (1, [5, 7]), (3, [5, 5])])
+def test_layers_that_are_compiled_never_get_a_single_token(tmp_path, width, tokens):
+    policy = model.load(tiny_world.save_model(tmp_path), torch.float32, False)
+    policy.use_stretches()
+    rows = np.zeros((2, width), np.int64)
+    rows[:, 0] = tokens
+    tree = build(rows, np.ones(2, np.int64))
+    inputs, mask = torch.from_numpy(rows), torch.zeros(rows.shape)
+    mask[:, 0] = 1
+    exact = [policy(inputs, inputs + 1, mask, given) for given in (None, tree)]
+    policy.compiled, lengths = True, []
+    policy.hf.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
+    for given, (logprobs, entropy) in zip((None, tree), exact, strict=True):
+        found = policy(inputs, inputs + 1, mask, given)
+        torch.testing.assert_close(found[0], logprobs)
+        torch.testing.assert_close(found[1], entropy)
+    assert min(lengths) > 1
+
+
+def test_a_model_without_layers_where_they_are_looked_for_is_refused():
+    hf = GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(kernels.CannotCompile, match="GPT2LMHeadModel.*trainer.compile=false"):
+        kernels.compile_layers(model.Policy(hf))
+
+
+def test_each_rank_compiles_with_its_share_of_the_cores(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(kernels, "cores", lambda: 96)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    with config.patch(compile_threads=7):
+        for neighbours, share in ((1, kernels.MOST_WORKERS), (8, 12), (200, 1)):
+            kernels.share_cores(neighbours)
+            assert config.compile_threads == share
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+        kernels.share_cores(8)
+        assert config.compile_threads == 1
+
+
+def test_what_is_no_longer_compiled_is_said_with_the_remedy(capsys):
+    logger = kernels.logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(kernels._explained)
+    try:
+        with torch._dynamo.config.patch(disable=False, recompile_limit=1):
+            twice = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+            for size in (2, 3, 4):
+                assert len(twice(torch.ones(size))) == size
+    finally:
+        logger.removeFilter(kernels._explained)
+    assert capsys.readouterr().out.count("uncompiled from now on") == 1
