@@ -51,7 +51,7 @@ def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, 
     metrics = run(tmp_path, STEPS, stage, ranks)
     for step, (alone, shared) in enumerate(metrics):
         for rank in range(ranks):
-            assert apart(tmp_path, step, rank) < 1e-6, (step, rank)
+            assert apart(tmp_path, step, rank) < 3e-6, (step, rank)
         for name, value in alone.items():
             if not name.startswith("seconds_"):
                 assert shared[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
