@@ -42,14 +42,16 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready = False
-        self._computes = False
+        self._computes = self._stopped = False
         self._gone = asyncio.Event()  # nobody is on the device
 
     async def keep(self) -> None:
-        """Until it is cancelled, or the last one has died."""
+        """Until it is cancelled, stopped, or the last one has died."""
         for restarts_left in range(self._config.rollout.engine_restarts, -1, -1):
             reader = await self._start()
             try:
+                if self._stopped:
+                    return
                 why = await self._pass_on(reader)
             finally:
                 self._kill()
@@ -57,6 +59,8 @@ class Replica:
                 self._writer.close()
                 self._ready = self._computes = False
                 self._gone.set()
+            if self._stopped:
+                return
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             self._send(p.ReplicaLost(self._worker, why or how, restarts_left > 0))
 
@@ -65,6 +69,13 @@ class Replica:
         if self._ready and not self._writer.is_closing():
             self._computes |= isinstance(message, p.ComputeGradient)
             self._writer.write(frames.frame(encode(message)))
+
+    def stop(self) -> None:
+        """It ends, as does what it computes, and no other is started. Nobody is told: the
+        coordinator ordered it."""
+        self._stopped = True
+        if self._process is not None:
+            self._kill()
 
     async def leave_device(self) -> None:
         """Returns when it computes nothing: one that does is killed, whose sum comes too late."""

@@ -153,7 +153,8 @@ def _replicas(steps: list[dict[str, Any]]) -> str:
     return (
         f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {share:.0%} of the "
         f"batches' tokens; the trainer waited {waited:.2g} s a step for them, and read their "
-        f"gradients in {read:.2g} s. Parts of the batch that it computed instead of one that was lost: {lost}.</p>"
+        f"gradients in {read:.2g} s. Parts of the batch that it computed instead of one that was "
+        f"lost: {lost}.</p>"
     )
 
 

@@ -54,6 +54,7 @@ class ReplicaEngine:
         self._weights = self.policy.named_weights()
         # where versions are received; on a CPU what the model computes with, too
         self.host = {name: parameter.detach() for name, parameter in self._weights}
+        self.nbytes = 4 * sum(parameter.numel() for _, parameter in self._weights)  # of a gradient
         self._sums: dict[str, Tensor] = {}
         for name, parameter in self._weights:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._add(name, p))
