@@ -20,14 +20,15 @@ from rose import processes
 from rose import protocol as p
 from rose.comm import frames, mpi_process
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
-from rose.config import Config
+from rose.config import Config, check_model, read_shape
 
 FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
 READ_BYTES = 2**20  # at once from the channel
 
 
 class Replica:
-    """`model`: the model's folder; `send` is to the coordinator."""
+    """`model`: the model's folder; `send` is to the coordinator. Raises `ConfigError` for a model
+    that has no replicas."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Replica:
         worker: str,
         send: Callable[[p.Message], None],
     ) -> None:
+        check_model(config, read_shape(model))  # the launcher may not have known its shape
         self._config, self._worker, self._send = config, worker, send
         self._arguments = ["--config", str(run_dir / "config.json"), "--model", str(model)]
         self._process: asyncio.subprocess.Process | None = None
