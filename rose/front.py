@@ -49,7 +49,7 @@ from rose.memory import host_bytes
 from rose.observe import report, terminal, trackers
 from rose.observe.terminal import echo
 from rose.reward import scorers
-from rose.trainer import algorithms
+from rose.trainer import algorithms, compilers
 
 # Hydra's flags that compose no point
 INSTEAD_OF_RUNNING = frozenset(
@@ -203,6 +203,7 @@ def check(tree: dict) -> plan.Plan:
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     check_draft(c)
+    compilers.check(c)
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")

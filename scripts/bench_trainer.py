@@ -2,7 +2,7 @@
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
-        [spin=5000]
+        [spin=5000] [compile=1]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
 tokens, of random ids. Three kinds of steps take turns, in two processes: `plain` (padded rows, the
@@ -10,7 +10,8 @@ decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Traine
 environment of a run's trainer rank, without prefix trees and with them). `plain_tokens` bounds a
 micro-batch of the plain loop; `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is, where
 others use the machine, too: threads that spin count as processor time. `spin` is the trainer's
-GOMP_SPINCOUNT: how often its threads look for their next operation before they sleep.
+GOMP_SPINCOUNT: how often its threads look for their next operation before they sleep. `compile=1`
+adds `rows compiled` and `trees compiled`: the same with trainer.compile=true, in a third process.
 
 Printed: the first step; medians and extremes of the others' forward and backward passes, and of the
 optimizer's step; rows/s; the share that useful operations are of what matrix products of the
@@ -41,6 +42,7 @@ from rose.models import resolve
 from rose.trainer import batching
 
 KINDS = ("plain", "rows", "trees")
+COMPILED = (" compiled", ("rows compiled", "trees compiled"))
 PRODUCTS = 24  # of a measurement of the rate
 
 
@@ -61,7 +63,9 @@ def main() -> int:
         rounds=5,
         wait="",
         spin="",
+        compile=0,
     )
+    kinds = KINDS + (COMPILED[1] if options["compile"] else ())
     config = configuration(options)
     resolve(config.model)  # made once, before two processes want it
     threads = {"OMP_NUM_THREADS": str(options["threads"])}
@@ -71,6 +75,8 @@ def main() -> int:
         "plain": threads | wait,
         "trainer": threads | config.cluster.mpi.env | config.cluster.env | spin,
     }
+    if options["compile"]:
+        environment["compiled"] = environment["trainer"]
     found: list[dict[str, dict]] = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         children = {}
@@ -81,20 +87,22 @@ def main() -> int:
             for child in children.values():
                 child.answer()
             for _ in range(options["rounds"] + 1):
-                found.append({kind: children[who(kind)].ask({"kind": kind}) for kind in KINDS})
+                found.append({kind: children[who(kind)].ask({"kind": kind}) for kind in kinds})
                 print(json.dumps(found[-1]), flush=True)
         finally:
             for child in children.values():
                 child.end()
-    show(found)
+    show(found, kinds)
     return 0
 
 
 def who(kind: str) -> str:
+    if kind.endswith(COMPILED[0]):
+        return "compiled"
     return kind if kind == "plain" else "trainer"
 
 
-def configuration(options: dict[str, Any]) -> Config:
+def configuration(options: dict[str, Any], *overrides: str) -> Config:
     rows = options["groups"] * options["members"]
     return configured(
         *(["+experiment=smollm"] if options["model"] == "smollm2" else []),
@@ -103,6 +111,7 @@ def configuration(options: dict[str, Any]) -> Config:
         f"trainer.batch_size={rows}",
         f"trainer.micro_batch_tokens={options['micro_batch_tokens']}",
         f"trainer.threads={options['threads']}",
+        *overrides,
     )
 
 
@@ -139,12 +148,13 @@ def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
 
 
 def serve(name: str, options: dict[str, Any]) -> int:
-    say, config = answers(), configuration(options)
+    more = ["trainer.compile=true"] if name == "compiled" else []
+    say, config = answers(), configuration(options, *more)
     groups = batch(options, read_shape(resolve(config.model)).vocab)
     made = (Plain if name == "plain" else Ours)(config, groups, options)
     say({})
     for line in sys.stdin:
-        kind = json.loads(line)["kind"]
+        kind = json.loads(line)["kind"].removesuffix(COMPILED[0])
         before = resource.getrusage(resource.RUSAGE_SELF)
         seconds, optimizer, flops = made.step(kind)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -279,10 +289,10 @@ def rate(config: Config, tokens: int) -> float:
     return PRODUCTS * 2.0 * left.numel() * shape.intermediate / took
 
 
-def show(found: list[dict[str, dict]]) -> None:
+def show(found: list[dict[str, dict]], kinds: tuple[str, ...]) -> None:
     first, later = found[0], found[1:]
     table = []
-    for kind in KINDS:
+    for kind in kinds:
         each = [one[kind] for one in later]
         seconds = [one["s"] for one in each]
         whole = [one[kind]["s"] / one["plain"]["s"] for one in later]

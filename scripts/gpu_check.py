@@ -36,6 +36,7 @@ import gpu_check_coserving
 import gpu_check_drafts
 import gpu_check_engine
 import gpu_check_experts
+import gpu_check_fused
 import gpu_check_jobs
 import gpu_check_lora
 import gpu_check_machine
@@ -63,6 +64,7 @@ CHECKS = {
         gpu_check_model.MODEL,
         *gpu_check_trainer.CHECKS,
         *gpu_check_experts.CHECKS,
+        *gpu_check_fused.CHECKS,
         *gpu_check_engine.CHECKS,
         *gpu_check_lora.CHECKS,
         *gpu_check_drafts.CHECKS,

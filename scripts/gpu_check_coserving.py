@@ -114,7 +114,8 @@ def page_pool(pool, free: Callable[[], int]) -> str:
 def overrides(report: Report) -> list[str]:
     """Of a run whose engine is lent beside an online server of the same model."""
     sizes = report.sizes
-    gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if report.gpus else []
+    gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
+    cpus = ["serving.lending.revoke_after_s=20"]  # which may have other work
     slo = ", ".join(
         f"{name}: {value}"
         for name, value in zip(
@@ -122,7 +123,7 @@ def overrides(report: Report) -> list[str]:
         )
     )
     return [
-        *gpus,
+        *(gpus if report.gpus else cpus),
         f"rollout={sizes.rollout}",
         "rollout.workers=1",
         f"rollout.max_sequences={max(32, sizes.turns)}",

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import selectors
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,21 @@ def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
     return found or list(known)
 
 
+_drawn = random.Random(os.getpid())
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One of loopback that nobody has. Below those that the system gives to whoever connects or
+    binds port 0, where there are such: they would take it before a program that is slow to
+    start."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    low, high = (18_600, first) if first > 20_000 else (20_000, 60_000)
+    while True:
+        port = _drawn.randrange(low, high)
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Child:

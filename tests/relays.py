@@ -43,7 +43,7 @@ class Running:
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
 
     def _run(self, ready):
         self._loop.run_until_complete(self._start())
@@ -60,13 +60,13 @@ class Running:
 
     def stop(self):
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(120)
             self._loop.call_soon_threadsafe(self.relay.close)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(120)
             self._cache.close()
 
-    def client(self, timeout_s=10.0):
+    def client(self, timeout_s=120.0):
         return open_source(self.url, TOKEN, timeout_s)
 
     def metrics(self) -> dict[str, int]:

@@ -234,6 +234,33 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["trainer.stream=True", "colocate=false"],
         ),
         (
+            "trainer.compile=true deterministic=true rollout.workers=1",
+            ["trainer.compile=True", "the lengths that it met"],
+        ),
+        (
+            "trainer.compile=true trainer.zero_stage=3",
+            ["trainer.compile=True", "trainer.zero_stage=3 needs false", "trainer.kernels=liger"],
+        ),
+        (
+            "trainer.compile=true trainer.ranks=2 trainer.sequence_parallel=2",
+            ["trainer.compile=True", "not tried with trainer.sequence_parallel=2"],
+        ),
+        ("trainer.kernels=liger", ["trainer.kernels='liger'", "need GPUs"]),
+        (
+            "trainer.kernels=liger cluster=gpus cluster.gpus=4 trainer.compile=true",
+            ["trainer.kernels='liger'", "trainer.compile=false"],
+        ),
+        ("trainer.hpz=2 trainer.ranks=4", ["trainer.hpz=2", "trainer.zero_stage=3, not 1"]),
+        ("trainer.hpz=node", ["trainer.hpz='node'", "trainer.zero_stage=3"]),
+        (
+            "trainer.hpz=3 trainer.ranks=4 trainer.zero_stage=3",
+            ["trainer.hpz=3", "divide trainer.ranks=4"],
+        ),
+        (
+            "trainer.hpz=4 trainer.ranks=4 trainer.zero_stage=3",
+            ["trainer.hpz=4", "into two groups or more"],
+        ),
+        (
             "trainer.elastic_replicas=3 rollout.workers=2",
             ["trainer.elastic_replicas=3", "at most rollout.workers=2"],
         ),
@@ -491,6 +518,7 @@ MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
             "trainer.elastic_replicas=1: not tried with a mixture of 6 experts",
         ),
         (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
+        (["trainer.compile=true"], MIXTURE, "trainer.compile=True: .* has 6 experts"),
     ],
 )
 def test_what_a_mixture_cannot_do_is_refused(make_config, overrides, changes, says):

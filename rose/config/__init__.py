@@ -140,10 +140,22 @@ def _resolved(config: Config) -> Config:
     in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
     return replace(
         config,
-        trainer=replace(config.trainer, threads=config.trainer.threads or threads["trainer"]),
+        trainer=replace(
+            config.trainer,
+            threads=config.trainer.threads or threads["trainer"],
+            hpz=_second_copies(config),
+        ),
         rollout=replace(config.rollout, threads=config.rollout.threads or threads["rollout"]),
         transfer=replace(config.transfer, in_flight=config.transfer.in_flight or in_flight),
     )
+
+
+def _second_copies(config: Config) -> int | None:
+    """The ranks of `trainer.hpz`; on one node a second copy would be what each rank has anyway."""
+    hpz, each = config.trainer.hpz, config.trainers_of_node
+    if hpz != "node":
+        return hpz
+    return each if 1 < each < config.trainer.ranks else None
 
 
 def _threads(config: Config) -> dict[str, int | None]:

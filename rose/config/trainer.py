@@ -116,6 +116,13 @@ class Trainer(Section):
     # both absent there, too: ranks that compute a row together; the layers' inputs in host memory
     sequence_parallel: Count = 1
     offload_activations: bool = False
+    # torch.compile of layers and head; Triton kernels of the package liger-kernel for norms, rotary
+    # positions and the MLP's product; absent as above
+    compile: bool = False
+    kernels: Literal["none", "liger"] = "none"
+    # neighbours that keep all weights a second time among them, and gather there in the backward
+    # pass (hpZ of ZeRO++, arXiv 2306.10209); node: each node's; null: none; absent as above
+    hpz: Count | Literal["node"] | None = None
     # dedicated engines on whose devices a replica trains while the trainer does; absent there, too
     elastic_replicas: Natural = 0
 

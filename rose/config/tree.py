@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from rose.config.cluster import Cluster
+from rose.config.cluster import Cluster, nodes_of
 from rose.config.common import Count, Natural, NotNegative, Scheduler, Section
 from rose.config.model import Model
 from rose.config.rollout import Env, Eval, Mixture, Reward, Rollout
@@ -105,6 +105,14 @@ class Config(Section):
     def hybrids(self) -> int:
         """Engines on the trainer's devices beside the dedicated ones."""
         return self.rollout.hybrid if self.rollout.replay is None else 0
+
+    @property
+    def trainers_of_node(self) -> int:
+        """Trainer ranks on each node of the trainer's, which are neighbours."""
+        slurm = self.cluster.slurm if self.cluster.kind == "slurm" else None
+        ranks = self.trainer.ranks
+        nodes = nodes_of(slurm.trainer, ranks, self.cluster.gpus > 0) if slurm else 1
+        return ranks // nodes
 
     @property
     def elastic_replicas(self) -> int:

@@ -306,7 +306,10 @@ class Coordinator:
         self.rollouts.begin_step(wanted * self.config.rollout.group_size)
         self.hub.begin_step()
         self.training.begin_step(self.step + 1)
-        self.live.update(phase="rollout", step=self.step + 1, waiting_for="")
+        finished, total = self.rollouts.progress  # else those of the phase before, until a tick
+        self.live.update(
+            phase="rollout", step=self.step + 1, waiting_for="", finished=finished, total=total
+        )
         with self.recorder.timed("rollout", step=self.step + 1):
             stream, size = self.config.trainer.stream, self.config.rollout.group_size
             self.hub.feed(

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from rose import protocol as p
 from rose.config import Config
 from rose.coordinator.device_turns import DeviceTurns
-from rose.coordinator.turns import Worker
 from rose.coordinator.waiting import Changes, RunFailed
+from rose.coordinator.worker import Worker
 from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
 

@@ -55,6 +55,7 @@ from rose.processes import usable_threads
 from rose.transfer import TransferError
 
 STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
+REAP_S = 60.0  # until a killed process has given its memory back, on a busy machine
 BROKEN_OFF_S = 60.0  # a start that is broken off may have to import vLLM before its process comes
 END_LOOK_S = 0.05  # between two looks for it
 
@@ -351,7 +352,7 @@ class Engine(Activation, Generation, Staging):
         await asyncio.wait([stopping], timeout=STOP_TIMEOUT_S + 1)
         if self._process.exitcode is None:
             self._process.kill()
-        await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._process.join, REAP_S)
 
     def _check_alive(self) -> None:
         if not self.alive:
@@ -400,5 +401,5 @@ async def _end(building: asyncio.Future, before: set) -> None:
             break
         await asyncio.wait([building], timeout=END_LOOK_S)
     for process in killed:
-        await asyncio.to_thread(process.join, STOP_TIMEOUT_S)
-    await asyncio.to_thread(psutil.wait_procs, workers, STOP_TIMEOUT_S)
+        await asyncio.to_thread(process.join, REAP_S)
+    await asyncio.to_thread(psutil.wait_procs, workers, REAP_S)

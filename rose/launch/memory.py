@@ -7,6 +7,8 @@ tests/trainer/allocated.py (without an adapter).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
 - weights: b P, shared from stage 3
+- second weights: with trainer.hpz=H ranks b P / H more, from a pass to the update; of frozen ones
+  always
 - gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
   the update but at stage 3; on the host with offload_optimizer, from stage 2
 - optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO makes of
@@ -46,6 +48,8 @@ context.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -84,7 +88,8 @@ class Estimate:
 
 
 def trainer(c: Config, shape: ModelShape) -> Estimate:
-    resting, states = _resting(c, shape), ("weights", "gradients", "optimizer", "reference")
+    resting = _resting(c, shape)
+    states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
@@ -106,7 +111,9 @@ def moments(c: Config, shape: ModelShape) -> Items:
     """Bytes on a trainer rank's device at each of the moments, without CUDA's context."""
     items = _resting(c, shape)
     resting = sum(items.values())
-    freed = items["gradients"] if c.trainer.zero_stage < 3 else 0.0
+    freed = items["gradients"] if c.trainer.zero_stage < 3 else items["second weights"]
+    if c.trainer.lora is not None:
+        freed -= items["second weights"]
     return {
         "forward and backward": resting + sum(_in_a_pass(c, shape).values()),
         "update": resting + sum(_at_the_update(c, shape).values()),
@@ -132,6 +139,7 @@ def _resting(c: Config, shape: ModelShape) -> Items:
     gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
     return {
         "weights": size * held / _shared(c, 3),
+        "second weights": size * held / t.hpz if t.hpz else 0.0,
         "gradients": 0.0 if t.offload_optimizer and t.zero_stage > 1 else gradients,
         "optimizer": 0.0 if t.offload_optimizer else state / _shared(c, 1),
         "reduction bucket": float(BYTES[t.reduce_dtype] * min(p, BUCKET_ELEMENTS))
@@ -142,12 +150,41 @@ def _resting(c: Config, shape: ModelShape) -> Items:
 
 
 def _offloaded(c: Config, shape: ModelShape) -> float:
-    """Bytes of the host's: the optimizer's states, and fp32 gradients, which stage 3 keeps
-    twice."""
+    """Bytes of the host's: the optimizer's states, and gradients. Stage 3 page-locks the fp32 ones,
+    once whole and once by groups. Below it the master weights and fp32 gradients are page-locked,
+    and in the dtype the weights, each parameter's sum of gradients and room for the largest."""
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
-    return (12 + (8 if t.zero_stage == 3 else 4)) * _trained(c, shape) / _shared(c, 1)
+    own = _trained(c, shape) / _shared(c, 1)
+    if t.zero_stage == 3:
+        whole, rest = divmod(own, GROUP_PARAMETERS)
+        groups = whole * _locked(c, 4 * GROUP_PARAMETERS) + _locked(c, 4 * rest)
+        return 12 * own + _locked(c, 4 * own) + groups
+    size = BYTES[t.dtype]
+    flat = 8 * own + 2 * _locked(c, 4 * own) + _locked(c, size * own)
+    sums = sum(times * _locked(c, size * each) for each, times in _matrices(c, shape))
+    return flat + sums / _shared(c, 1) + _locked(c, size * _largest(c, shape))
+
+
+def _matrices(c: Config, shape: ModelShape) -> Iterator[tuple[int, int]]:
+    """(elements, how often it is there) of each parameter that is trained, but the norms'."""
+    lora, layers = c.trainer.lora, shape.layers
+    if lora is not None:
+        for side in (side for name in lora.targets for side in shape.projections[name]):
+            yield lora.rank * side, layers
+        return
+    for name, (rows, columns) in shape.projections.items():
+        fused = max(1, shape.experts) if name.startswith(("gate", "up", "down")) else 1
+        yield rows * columns * fused, layers
+    yield shape.vocab * shape.hidden, 1 if shape.tied_embeddings else 2
+
+
+def _locked(c: Config, nbytes: float) -> int:
+    """What a page-locked buffer takes: torch rounds it up to a power of two
+    (CachingHostAllocator.h). Without a GPU nothing is page-locked."""
+    needed = math.ceil(nbytes)
+    return 1 << (needed - 1).bit_length() if c.cluster.gpus and needed else needed
 
 
 def _merged(c: Config, shape: ModelShape) -> int:
@@ -209,9 +246,8 @@ def _kept(c: Config, shape: ModelShape) -> int:
 
 
 def _kept_on_host(c: Config, shape: ModelShape) -> int:
-    """The same of the host's: torch page-locks each layer's in a power of two."""
-    layer = _kept(c, shape) // shape.layers
-    return shape.layers * (1 << (layer - 1).bit_length())
+    """The same of the host's."""
+    return shape.layers * _locked(c, _kept(c, shape) // shape.layers)
 
 
 def _elements(c: Config, shape: ModelShape) -> int:

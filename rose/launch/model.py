@@ -14,6 +14,7 @@ import msgspec
 from rose import config as configuration
 from rose import hub, models
 from rose.config import Config, ConfigError, ModelShape, read_shape
+from rose.trainer import compilers
 
 
 def shape(c: Config) -> ModelShape | None:
@@ -97,7 +98,7 @@ def prepare(c: Config) -> Config:
 
 def _shape_of(folder: Path, c: Config) -> ModelShape:
     """Raises `ConfigError` for a context longer than the model's, which vLLM would refuse later,
-    and where ranks can't share its rows."""
+    and where ranks can't share its rows or Liger has no kernels for it."""
     shape, raw = read_shape(folder), json.loads((folder / "config.json").read_text())
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -108,6 +109,7 @@ def _shape_of(folder: Path, c: Config) -> ModelShape:
             "positions (max_position_embeddings in its config.json); lower it, or give a model "
             "for longer contexts"
         )
+    compilers.check_type(c.trainer.kernels, raw.get("model_type", "unknown"))
     parts, found = c.trainer.sequence_parallel, _unshareable(raw, kind)
     if parts > 1 and found:
         raise ConfigError(

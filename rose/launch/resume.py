@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "output_dir",
     "trainer.sequence_parallel",
     "trainer.offload_activations",
+    "trainer.hpz",
     "trainer.elastic_replicas",
     "transfer.*",
     "serving.*",

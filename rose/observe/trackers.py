@@ -50,6 +50,7 @@ class WandbTracker:
         import wandb
 
         wanted = config.observe.wandb
+        self._teardown = wandb.teardown
         self._run = wandb.init(
             project=wanted.project,
             entity=wanted.entity,
@@ -71,6 +72,9 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+        # W&B's own process writes an offline run's last rows after that has returned, and may be
+        # killed with this rank: wait for its end.
+        self._teardown()
 
 
 class MlflowTracker:

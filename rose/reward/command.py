@@ -33,6 +33,11 @@ LARGEST_FILE = GIB  # that it may write
 PROBE_S = 10.0
 SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 REFUSED = "unshare: "  # how its own failures begin
+# The first process in the namespaces waits for a word of the worker. That of unshare(1) up to 2.38
+# asks only after its fork to be killed with unshare: where the worker, and unshare with it, was
+# killed before that, nothing would end the program; so it begins only if the worker lives
+# afterwards. The last word is that process's name: what it can't execute is refused as by unshare.
+BEGIN = ("sh", "-c", 'echo; read -r begin && exec "$@" < /dev/null', REFUSED.rstrip(": "))
 # the last block of Python, or of any language, that an answer shows
 CODE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
@@ -80,11 +85,11 @@ async def run(
     with tempfile.TemporaryDirectory(prefix="rose-reward-") as folder:
         _lay(Path(folder), files)
         process = await asyncio.create_subprocess_exec(
-            *isolation(),
+            *((*isolation(), *BEGIN) if isolation() else ()),
             *argv,
             cwd=folder,
             env=_environment(folder),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE if isolation() else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
@@ -92,7 +97,8 @@ async def run(
         )
         try:
             async with asyncio.timeout(timeout_s):
-                output = await _tail(process.stdout)
+                first = await _begin(process) if isolation() else b""
+                output = await _tail(process.stdout, first)
                 code = await process.wait()
             if code and isolation() and output.startswith(REFUSED):
                 raise OSError(output.strip())
@@ -136,10 +142,20 @@ def _limit(memory_gib: float, parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """The last `OUTPUT_BYTES` of all that comes, which is read to its end: a full pipe would stop
-    the program."""
-    kept = b""
+async def _begin(process: asyncio.subprocess.Process) -> bytes:
+    """Let a program in namespaces begin, once their first process has said that it is there. What
+    came instead of its word: why unshare failed."""
+    line = await process.stdout.readline()
+    if line == b"\n":
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        return b""
+    return line
+
+
+async def _tail(stream: asyncio.StreamReader, kept: bytes) -> str:
+    """The last `OUTPUT_BYTES` of `kept` and all that comes, which is read to its end: a full pipe
+    would stop the program."""
     while chunk := await stream.read(OUTPUT_BYTES):
         kept = (kept + chunk)[-OUTPUT_BYTES:]
     return kept.decode(errors="replace")

@@ -24,7 +24,7 @@ from rose import config as configuration
 from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.processes import usable_threads
-from rose.trainer import mixture, sums
+from rose.trainer import kernels, mixture, sums
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
@@ -54,6 +54,7 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
     if trainer.zero_stage == 3:
         # Gathered ahead of the pass: a layer. DeepSpeed's own is one matrix of a large layer.
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
+        zero["zero_hpz_partition_size"] = trainer.hpz or 1
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     out = {
@@ -166,6 +167,8 @@ class DeepSpeedEngine(Saving):
         self.shared = SequenceGroup(parts, device, trainer.step_timeout_s) if parts > 1 else None
         policy = _load_policy(trainer, folder, logits, self.shared)
         policy.offloads = trainer.offload_activations
+        if trainer.kernels == "liger":
+            kernels.use_liger(policy)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         self.engine, *_ = deepspeed.initialize(
             model=policy,
@@ -174,6 +177,8 @@ class DeepSpeedEngine(Saving):
             config=zero_config(trainer, self.parameters, policy.largest_layer()),
         )
         self.engine.train()
+        if trainer.hpz:
+            _connect_second(device, trainer.step_timeout_s)
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
         self.reference: Reference | BelowAdapter | None = None
         self.base = ""  # fingerprint of what an adapter is trained beside, for checkpoints
@@ -313,9 +318,12 @@ class DeepSpeedEngine(Saving):
         if self.settings.lora is not None:
             self.reference = BelowAdapter(self.policy, self)
             return
-        routes = msgspec.structs.replace(self.settings, router_replay=False)  # by its own routers
-        policy = _load_policy(routes, folder, self.policy.head.elements, self.shared)
+        # by its own routers; and DeepSpeed makes groups of `hpz` ranks once
+        alone = msgspec.structs.replace(self.settings, router_replay=False, hpz=None)
+        policy = _load_policy(alone, folder, self.policy.head.elements, self.shared)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
+        if self.settings.kernels == "liger":
+            kernels.use_liger(policy)
         whole = self.settings.zero_stage != 3
         split = None if whole else _frozen_config(self.settings, policy.largest_layer())
         self.reference = Reference(policy, self.device, split)
@@ -332,6 +340,16 @@ class DeepSpeedEngine(Saving):
         """Give back what ZeRO-3 gathered of other ranks' shares."""
         if self.settings.zero_stage == 3:
             self.engine.empty_partition_cache()
+
+
+def _connect_second(device: torch.device, timeout_s: float) -> None:
+    """The ranks of `trainer.hpz` connect before the first step, and get its limit."""
+    from deepspeed.utils import groups
+
+    group = groups._get_zero_param_intra_parallel_group()
+    torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
+    limit = timedelta(seconds=timeout_s)
+    torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _load_policy(

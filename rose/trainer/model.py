@@ -35,15 +35,16 @@ class Head(nn.Module):
         self.weight, self.bias = output.weight, output.bias
         self.elements = logit_elements
         self.chunk_rows = max(1, logit_elements // output.out_features)
+        self.chunk = self._chunk  # or compiled
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(N, H) hidden states, (N,) int64 -> (N,) float32 log-probabilities, () float32 summed
         entropy, nats."""
         if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
-            parts = [self._chunk(h, t) for h, t in self._chunks(hidden, targets)]
+            parts = [self._computed(h, t) for h, t in self._chunks(hidden, targets)]
         else:
             parts = [
-                checkpoint(self._chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(self._computed, h, t, use_reentrant=False, preserve_rng_state=False)
                 for h, t in self._chunks(hidden, targets)
             ]
         logprobs, entropies = zip(*parts, strict=False)
@@ -51,6 +52,10 @@ class Head(nn.Module):
 
     def _chunks(self, hidden: Tensor, targets: Tensor):
         return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
+
+    def _computed(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # no rows and one would be compiled apart
+        return (self.chunk if len(hidden) > 1 else self._chunk)(hidden, targets)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logp = F.linear(hidden, self.weight, self.bias).float().log_softmax(-1)  # (n, V)
@@ -77,6 +82,7 @@ class Policy(nn.Module):
         self.flex = self.by_stretches = False
         # whether what layers keep for the backward pass waits in host memory, page-locked
         self.offloads = False
+        self.compiled = False  # by rose/trainer/kernels.py
         self.head = Head(hf.get_output_embeddings(), logit_elements)
         if lora is not None:
             self.register_state_dict_post_hook(adapter.keep_own)
@@ -130,6 +136,10 @@ class Policy(nn.Module):
         temperature 1, (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32.
         A `tree` of the inputs changes no value, only the cost. `experts`: of the inputs, as
         `RouterReplay.begin` takes them; there is no tree then."""
+        if self.compiled and mask.shape[1] == 1:  # which torch would compile apart
+            inputs, targets, mask = (F.pad(x, (0, 1)) for x in (inputs, targets, mask))
+            logprobs, entropy = self(inputs, targets, mask, tree)
+            return logprobs[:, :1], entropy
         made = mask.bool()
         if self.replay is not None:
             self.replay.begin(experts, mask)

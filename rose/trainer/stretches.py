@@ -27,8 +27,10 @@ def find(ends: Tensor) -> Tensor:
     such masks on as they are."""
     last = torch.cat([ends[1:] != ends[:-1], ends.new_ones(1, dtype=torch.bool)])
     stops = last.nonzero().flatten() + 1
+    if len(stops) == 1:  # and an empty one: torch would compile for one apart (trainer.compile)
+        stops = stops.repeat(2)
     begins = torch.cat([stops.new_zeros(1), stops[:-1]])
-    return torch.stack([begins, stops, ends[begins]], 1)[None, None]
+    return torch.stack([begins, stops, ends[stops - 1]], 1)[None, None]
 
 
 def attention(

@@ -22,7 +22,7 @@ from rose.config import Config, read_shape
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
-from rose.trainer import adapter, watch
+from rose.trainer import adapter, kernels, watch
 from rose.trainer.algorithms import build
 from rose.trainer.batching import flops
 from rose.trainer.costs import measure
@@ -75,6 +75,8 @@ class Trainer:
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # whose gradient is not whole yet
         self.no_trees, self.costs = self._prepare_trees(folder)
+        if config.trainer.compile:
+            self._compile()
 
     def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
         """(why this model is not trained on prefix trees, "" if it can be; what decides where they
@@ -114,6 +116,14 @@ class Trainer:
             flush=True,
         )
         return "", costs
+
+    def _compile(self) -> None:
+        t, policy = self.config.trainer, self.engine.policy
+        again = self.algorithm.recompute_proximal and t.updates_per_step > 1
+        kernels.compile_layers(policy)
+        kernels.try_compiled(
+            policy, self.device, t.share_prefixes and not self.no_trees, without_gradient=again
+        )
 
     def train(
         self,

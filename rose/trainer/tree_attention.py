@@ -102,18 +102,27 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d)
     -> (B, L, heads, d)."""
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64:
-        out = stretches.attention(query, key, value, attention_mask, scaling)
-        return out.transpose(1, 2).contiguous(), None
-    if not isinstance(attention_mask, BlockMask):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+    by_stretches = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64
+    if by_stretches or isinstance(attention_mask, BlockMask):
+        return _over_tree(query, key, value, attention_mask, scaling), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )
+
+
+@torch.compiler.disable  # a layer's code (trainer.compile) would be that of one tree
+def _over_tree(
+    query: Tensor, key: Tensor, value: Tensor, attended: Tensor | BlockMask, scaling: float | None
+) -> Tensor:
+    """As `attention`."""
+    if isinstance(attended, Tensor):
+        out = stretches.attention(query, key, value, attended, scaling)
+        return out.transpose(1, 2).contiguous()
     # Elsewhere it is not compiled: right, but as large and slow as a dense mask.
     flex = _compiled() if query.device.type == "cuda" else flex_attention
-    return flex(
-        query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True
-    ).transpose(1, 2), None
+    return flex(query, key, value, block_mask=attended, scale=scaling, enable_gqa=True).transpose(
+        1, 2
+    )
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from rose.coordinator.control import Groups, Task
 from rose.observe.recorder import NullRecorder
 
 TREE = ("rollout/branch=tree", "rollout.branch.ways=[2,2]", "rollout.branch.at=[2,3]")
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Rollout:

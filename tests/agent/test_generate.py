@@ -9,6 +9,8 @@ from rose import protocol as p
 from rose.agent.host import ENDING_S, TOLD_S, TrajectoryHost
 from rose.observe.recorder import NullRecorder
 
+DEADLINE_S = 120.0
+
 
 def hosted(config, chat, domain, tokens):
     """What a host says about one trajectory whose every turn is these tokens, as many as it asks
@@ -19,7 +21,7 @@ def hosted(config, chat, domain, tokens):
         host = TrajectoryHost(config, chat, words.put_nowait, asyncio.create_task, NullRecorder())
         host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, domain, 8, None))
         while True:
-            said.append(await asyncio.wait_for(words.get(), 20))
+            said.append(await asyncio.wait_for(words.get(), DEADLINE_S))
             if not isinstance(said[-1], p.TurnRequest):
                 return said
             made = tokens[: said[-1].sampling.max_new_tokens]
@@ -74,7 +76,7 @@ def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tok
             config, chats["tiny"], words.put_nowait, asyncio.create_task, NullRecorder()
         )
         host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "frozen_lake", 8, None))
-        while isinstance(asked := await asyncio.wait_for(words.get(), 20), p.TurnRequest):
+        while isinstance(asked := await asyncio.wait_for(words.get(), DEADLINE_S), p.TurnRequest):
             n = len(right)
             made = p.TurnResult(
                 asked.turn,
@@ -121,7 +123,7 @@ def test_what_dies_with_its_job_is_no_failure_until_the_run_had_time_to_end(
         if ending:
             host.end_told()
         host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, name, 8, None))
-        return await asyncio.wait_for(words.get(), 20)
+        return await asyncio.wait_for(words.get(), DEADLINE_S)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     assert isinstance(asyncio.run(go()), p.TrajectoryFailed)

@@ -17,7 +17,7 @@ from tests.agent.wander import Wander
 DOMAIN = "tests.agent.wander:Wander"
 START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
 WORDS = list(range(40, 46))
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 
 
 class Host:

@@ -2,6 +2,7 @@
 concerned."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -110,7 +111,7 @@ def court(tmp_path, make_config):
 @pytest.fixture
 def strict(tmp_path, make_config):
     """With little patience, for tests of silence, and enough for a busy machine's."""
-    return Court(tmp_path, make_config("serving.lost_after_s=6"))
+    return Court(tmp_path, make_config("serving.lost_after_s=20"))
 
 
 def occupy(court):
@@ -228,7 +229,7 @@ def test_one_that_dies_on_the_way_in_holds_nobody_up(court, behaviour):
             await asyncio.sleep(0.01)
             longest, seen = max(longest, time.monotonic() - seen), time.monotonic()
             assert good.poll() is None
-        assert longest < porter.ACCEPT_S / 2  # the event loop did not wait for the dead one
+        assert longest < porter.ACCEPT_S  # the event loop did not wait for the dead one
 
     court.run(story)
 
@@ -265,7 +266,11 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
         }
         assert ports
         for address in ports:
-            with socket.create_connection(address, timeout=60) as end:
+            # some close when the one that they were for has come, or at the first wrong byte
+            with (
+                contextlib.suppress(ConnectionError),
+                socket.create_connection(address, timeout=60) as end,
+            ):
                 end.sendall(os.urandom(4096))
         [rank] = c.borrowed._ranks.values()
         heard = {rank.guest.last_seen}

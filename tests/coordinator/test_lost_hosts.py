@@ -6,7 +6,7 @@ import random
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import journal, turn_log
+from rose.coordinator import groups, journal, turn_log
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.waiting import RunFailed
 from rose.observe.metrics import read_metrics, rows_of
@@ -328,8 +328,9 @@ def check_each_once(coordinator, peer, trajectories):
 
 @pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
 def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
-    policy, make_config, tmp_path
+    policy, make_config, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(groups, "MOST_LOSSES", 1000)  # none is suspicious, however often it is hit
     config = make_config(
         f"scheduler/batching={policy}",
         "trainer.steps=4",

@@ -4,7 +4,7 @@ token is made twice."""
 import random
 
 from rose import protocol as p
-from rose.coordinator import journal
+from rose.coordinator import groups, journal
 from rose.coordinator.groups import Rollouts
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
@@ -118,8 +118,9 @@ def peers_rollouts(config, world):
 
 
 def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_twice(
-    make_config, tmp_path
+    make_config, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(groups, "MOST_LOSSES", 1000)  # none is suspicious, however often it is hit
     config = make_config(
         "scheduler/batching=bounded_staleness",
         "scheduler/placement=rebalance",

@@ -8,7 +8,8 @@ import pytest
 from rose import protocol as p
 from rose.coordinator.step_metrics import by_member, evaluation_by_domain, evaluation_row, step_row
 from rose.coordinator.turn_log import TurnLog
-from rose.coordinator.turns import TurnHub, Worker
+from rose.coordinator.turns import TurnHub
+from rose.coordinator.worker import Worker
 from rose.observe.recorder import NullRecorder
 
 

@@ -11,6 +11,7 @@ from rose.engine import plugin
 
 AT_TOKENS = 100  # of prompt and answer
 WAITS_AT = 80  # the same
+HELD_AT = 120  # the same
 
 
 class EvictingScheduler(AsyncScheduler):
@@ -51,9 +52,11 @@ class _Patience:
         super().set_pause_state(pause_state)
 
     def schedule(self, *args, **kwargs):
-        waits = self._flips < self.awaited and any(r.num_tokens >= WAITS_AT for r in self.running)
-        self.max_num_scheduled_tokens = 0 if waits else self._most
+        self.max_num_scheduled_tokens = 0 if self._waits() else self._most
         return super().schedule(*args, **kwargs)
+
+    def _waits(self) -> bool:
+        return self._flips < self.awaited and any(r.num_tokens >= WAITS_AT for r in self.running)
 
 
 class PatientScheduler(_Patience, AsyncScheduler):
@@ -64,6 +67,15 @@ class TwicePatientScheduler(PatientScheduler):
     """For engines that load a version before the turn."""
 
     awaited = 2
+
+
+class HoldingScheduler(PatientScheduler):
+    """Only turns named "held..." wait for new weights, and afterwards for their abort: none of them
+    ends at its own limit before a busy test has got to interrupt it."""
+
+    def _waits(self) -> bool:
+        at = WAITS_AT if self._flips < self.awaited else HELD_AT
+        return any(r.request_id.startswith("held") and r.num_tokens >= at for r in self.running)
 
 
 class PlainPatientScheduler(_Patience, Scheduler):

@@ -159,13 +159,13 @@ def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
     assert again[0]["cached"] == 0 and same(again, made)
 
 
-def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(warm, loop):
-    engine = warm("Qwen3")
+def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(start, loop):
+    holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
+    engine = start("Qwen3", engine_args=holding)
+    sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)  # no end of turn is drawn
 
     async def scenario() -> dict:
-        running = asyncio.ensure_future(
-            turn(engine, "t", PROMPTS[0], protocol.Sampling(max_new_tokens=200))
-        )
+        running = asyncio.ensure_future(turn(engine, "held", PROMPTS[0], sampling))
         while engine.stats().generated_tokens < 10:
             await asyncio.sleep(0.005)
         await engine.deactivate()

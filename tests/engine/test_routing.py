@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from rose import protocol
 from rose.trainer.importance import mismatch
 from rose.trainer.model import load
-from tests.engine.test_vllm_engine import PROMPTS, perturbed, publish, settings
+from tests.engine.test_vllm_engine import DEADLINE_S, PROMPTS, perturbed, publish, settings
 from tests.trainer.test_router_replay import chosen_by
 
 pytestmark = pytest.mark.slow
 
-SAMPLING = protocol.Sampling(max_new_tokens=40)
+# Greedy: what is sampled might meet a router's near tie, which rounding decides.
+SAMPLING = protocol.Sampling(max_new_tokens=40, temperature=0.0)
 LAYERS, TOP_K = 2, 2
 # 24 tokens a step, and memory for three of the turns: prompts come in parts, and turns are preempted
 ARGS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_gpu_blocks_override": 10}
@@ -81,27 +82,28 @@ def test_the_next_turn_brings_what_the_last_one_lacks(engine, loop, model):
 
 
 def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
-    engine, loop, model, folders, tmp_path
+    start, loop, model, folders, tmp_path
 ):
     """With `in_flight=recompute`: what the old weights made keeps its experts."""
+    holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
+    engine = start("Qwen3Moe", engine_args=ARGS | holding, routing=True)
     new = perturbed(folders["Qwen3Moe"])
     store = publish(tmp_path / "store", folders["Qwen3Moe"], 3, new)
 
     async def interrupted():
-        long = protocol.Sampling(max_new_tokens=200)
-        running = asyncio.create_task(turn(engine, "long", PROMPTS[0], sampling=long))
-        while engine.stats().generated_tokens < before + 5:
+        long = protocol.Sampling(max_new_tokens=200, temperature=0.0)
+        running = asyncio.create_task(turn(engine, "held", PROMPTS[0], sampling=long))
+        while engine.stats().generated_tokens < 5:
             await asyncio.sleep(0.005)
         await engine.load_version(3, store, settings())
         at = engine.stats().generated_tokens
         while engine.stats().generated_tokens < at + 5:
             assert not running.done(), "a turn too short to meet new weights"
             await asyncio.sleep(0.005)
-        await engine.abort("long")
+        await engine.abort("held")
         return await running
 
-    before = engine.stats().generated_tokens
-    tokens, rows, _, finish = loop.run_until_complete(asyncio.wait_for(interrupted(), 60))
+    tokens, rows, _, finish = loop.run_until_complete(asyncio.wait_for(interrupted(), DEADLINE_S))
     rows = rows.reshape(-1, LAYERS, TOP_K)
     assert finish is protocol.FinishReason.ABORT and len(rows) == len(tokens) - 1
     old, now = (np.sort(chosen_by(m, tokens)[:-1], axis=-1) for m in (model, new))

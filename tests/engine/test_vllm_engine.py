@@ -185,15 +185,16 @@ def test_turns_end_at_eos_at_the_limit_and_at_the_context(warm, loop, model_conf
     assert stats.generated_tokens - before == sum(len(r["tokens"]) for r in results)
 
 
-def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(warm, loop):
-    engine = warm("Qwen3")
-    prompt, sampling = PROMPTS[1], protocol.Sampling(max_new_tokens=60, temperature=0.0)
+def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(start, loop):
+    holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
+    engine = start("Qwen3", engine_args=holding)
+    prompt, sampling = PROMPTS[1], protocol.Sampling(max_new_tokens=100, temperature=0.0)
 
     async def first_part() -> list[int]:
         tokens = []
-        async for chunk in engine.generate("a", protocol.pack_tokens(prompt), sampling):
+        async for chunk in engine.generate("held", protocol.pack_tokens(prompt), sampling):
             if not tokens:
-                await engine.abort("a")
+                await engine.abort("held")
             tokens += chunk.tokens
         assert chunk.finish is protocol.FinishReason.ABORT
         return tokens
@@ -201,7 +202,7 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(wa
     whole = loop.run_until_complete(turn(engine, "whole", prompt, sampling))["tokens"]
     part = loop.run_until_complete(first_part())
     assert 0 < len(part) < len(whole)
-    rest = protocol.Sampling(max_new_tokens=60 - len(part), temperature=0.0)
+    rest = protocol.Sampling(max_new_tokens=100 - len(part), temperature=0.0)
     assert part + loop.run_until_complete(turn(engine, "b", prompt + part, rest))["tokens"] == whole
 
 

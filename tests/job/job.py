@@ -105,6 +105,7 @@ class Job:
             *SMALL,
             *overrides,
         ]
+        self._started_at = time.time()
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -194,11 +195,10 @@ class Job:
         return live.get("phase", ""), live.get("step", 0)
 
     def live(self) -> dict:
-        return (
-            json.loads((self.run / "live.json").read_text())
-            if (self.run / "live.json").exists()
-            else {}
-        )
+        """The status that this job tells; {} while there is none, or that of an attempt before."""
+        path = self.run / "live.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found if found.get("started", 0.0) >= self._started_at else {}
 
     def logs(self) -> str:
         latest = self.run / "logs" / "latest"

@@ -10,7 +10,7 @@ import pytest
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
 from tests.job.hosts import HOSTS, kill_hosts
-from tests.job.job import Job, trained_on
+from tests.job.job import DEADLINE_S, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -22,7 +22,7 @@ def among_the_printed_files(tmp_path, monkeypatch):
 
 
 def test_prompts_are_trained_on_with_a_reward_file(tmp_path):
-    subprocess.run([sys.executable, "beside.py"], check=True, timeout=60)
+    subprocess.run([sys.executable, "beside.py"], check=True, timeout=DEADLINE_S)
     run = [*printed.overrides("agents.md", "beside"), "trainer.steps=1", "eval.episodes=8"]
     job = Job(tmp_path, *run)
     assert job.wait() == 0, job.said + job.logs()

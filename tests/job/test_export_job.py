@@ -177,7 +177,7 @@ def ask(port: int, path: str, body: dict | None = None) -> dict:
         json.dumps(body).encode() if body else None,
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)
 
 

@@ -110,7 +110,7 @@ def test_it_learns_the_same_through_a_stop_dead_hosts_a_power_failure_and_a_dead
     held.release(2, 3)
     held.until(powerless, 4)
     powerless.until(lambda: powerless.steps()[-1]["step"] == 3, "the third step's row")
-    assert saved(powerless) == 2
+    powerless.until(lambda: saved(powerless) == 2, "the second step's checkpoint")
     powerless.kill_everything()
     assert powerless.orphans() == []
 

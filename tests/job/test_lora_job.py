@@ -78,8 +78,10 @@ def test_engines_agree_with_the_trainer_and_only_the_adapter_travels(whole):
     assert {t.name for t in plan.base.tensors} == stored.keys()
     assert size < sum(t.nbytes for t in stored.values()) / 5
     for row in whole.steps():
-        assert row["grad_norm"] > 0 and row["publish_bytes"] < 1.1 * size
+        assert row["publish_bytes"] < 1.1 * size
         assert row["mismatch_max_ratio"] - 1 < 1e-4 and row["mismatch_abs"] < 1e-5
+    # not each step: all members of each of its groups may have got the same reward
+    assert any(row["grad_norm"] > 0 for row in whole.steps())
 
 
 def test_peft_and_the_merged_model_compute_what_the_engine_recorded(whole, tmp_path):

@@ -37,7 +37,9 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
         2,
         3,
     ]
-    assert all(row["sync_bytes"] > 0 and row["staleness_mean"] == 0 for row in steps)
+    assert all(row["staleness_mean"] == 0 for row in steps)
+    # not each step: nothing changes where all members of each group got the same reward
+    assert any(row["sync_bytes"] > 0 for row in steps)
     assert all(
         row["tokens_per_s/rollout-0"] > 0 and row["tokens_per_s/rollout-1"] > 0 for row in steps
     )
@@ -79,8 +81,11 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
         if '"load_version"' in line
     ]
     assert sorted(load["version"] for load in loads) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(load["mirrored"] == 1 for load in loads), (
-        "dedicated engines read what was broadcast to their node"
+    logs = [path.read_text() for path in (job.run / "logs" / "latest").glob("rollout-*.log")]
+    late = sum(words.count("from the store: not broadcast within") for words in logs)
+    elsewhere = sum(load["mirrored"] == 0 for load in loads)
+    assert elsewhere <= late and elsewhere < len(loads), (
+        "dedicated engines read what was broadcast to their node, if it came in time"
     )
     assert job.orphans() == []
     config = cfg.load(job.run / "config.json")

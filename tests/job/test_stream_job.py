@@ -55,6 +55,8 @@ def test_a_run_that_trains_ahead_learns_what_whole_batches_teach_though_a_rank_d
     whole = Job(tmp_path / "whole", *run, f"rollout.replay={again.run}")
     assert whole.wait() == 0, whole.said + whole.logs()
     for ahead, once in zip(rows, whole.steps(), strict=True):
-        assert "stream_hidden" not in once and once["grad_norm"] > 0
+        assert "stream_hidden" not in once
         for name in LEARNED:
             assert ahead[name] == pytest.approx(once[name], rel=1e-3, abs=1e-5), name
+    # not each step: all members of each of its groups may have got the same reward
+    assert any(row["grad_norm"] > 0 for row in rows)

@@ -271,6 +271,29 @@ def test_ranks_that_share_rows_have_their_part_of_the_activations(make_config):
     assert found[8]["activations"] / 2 < less < found[8]["activations"]
 
 
+def test_the_second_copy_of_the_weights_is_within_a_node_and_estimated(make_config):
+    c = make_config(*TWELVE, "trainer.hpz=node")
+    assert c.trainer.hpz == 6
+    gib = 2 * c.model.shape.parameters / GIB
+    found = memory.trainer(c, c.model.shape)
+    assert found.items["second weights"] == pytest.approx(gib / 6)
+    alone = make_config(*TWELVE)
+    without = memory.trainer(alone, alone.model.shape)
+    assert found.total == pytest.approx(without.total + gib / 6)
+    between = memory.moments(c, c.model.shape)["between steps"]
+    assert between == memory.moments(alone, alone.model.shape)["between steps"]
+    assert make_config(*TWELVE, "trainer.hpz=3").trainer.hpz == 3
+    with pytest.raises(ConfigError, match="trainer.hpz=4: must divide the 6 trainer ranks of each"):
+        make_config(*TWELVE, "trainer.hpz=4")
+    one = make_config(
+        *TWELVE,
+        "cluster.slurm.trainer.nodes=1",
+        "trainer.hpz=node",
+        "cluster.slurm.trainer.gpus_per_node=12",
+    )
+    assert one.trainer.hpz is None
+
+
 def test_offloaded_activations_wait_on_the_host(make_config):
     there = memory.trainer(make_config(*QWEN3_8B), make_config(*QWEN3_8B).model.shape)
     c = make_config(*QWEN3_8B, "trainer.offload_activations=true")
@@ -443,8 +466,23 @@ def test_offloading_moves_states_to_the_host(make_config):
     c = make_config(*QWEN3_8B, "trainer.offload_optimizer=true")
     estimate, p = memory.trainer(c, c.model.shape), c.model.shape.parameters
     assert "gradients" not in estimate.items and "optimizer" not in estimate.items
-    assert estimate.host["offloaded optimizer"] == pytest.approx(20 * p / 8 / GIB)
+    # 1.02e9 fp32 gradients a rank, once whole and once in groups of 1e9: page-locked by powers of two
+    assert 10**9 < p / 8 < 2**30
+    assert estimate.host["offloaded optimizer"] * GIB == 12 * p / 8 + 2**32 + 2**32 + 2**27
     assert estimate.host["last published version"] == pytest.approx(2 * p / 8 / GIB)
+
+
+def test_below_stage_3_master_weights_are_page_locked_too(make_config):
+    alone = ("trainer.ranks=1", "cluster.gpus=9", "trainer.offload_optimizer=true")
+    c = make_config(*QWEN3_8B, *alone, "trainer.zero_stage=2")
+    on_gpus = memory.trainer(c, c.model.shape).host["offloaded optimizer"]
+    p, head = c.model.shape.parameters, c.model.shape.vocab * c.model.shape.hidden
+    rows = c.model.shape.projections.values()
+    bits = [(2 * a * b - 1).bit_length() for a, b in rows]
+    sums = 36 * sum(1 << b for b in bits) + 3 * (1 << (2 * head - 1).bit_length())
+    assert on_gpus == (8 * p + 2 * 2**35 + 2**34 + sums) / GIB
+    on_cpus = make_config(*QWEN3_8B, *alone, "trainer.zero_stage=3", "cluster.gpus=0")
+    assert memory.trainer(on_cpus, on_cpus.model.shape).host["offloaded optimizer"] == 20 * p / GIB
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,9 @@ def test_a_coordinator_that_stopped_in_time_is_reported_so_however_slow_the_othe
 
 
 def test_ranks_that_do_not_appear_are_named_after_the_start_timeout(begin, run_dir, make_config):
-    configuration.save(make_config("cluster.start_timeout_s=0.01"), run_dir / "config.json")
+    configuration.save(make_config("cluster.start_timeout_s=1e-6"), run_dir / "config.json")
     code, output = finish(begin(TOY_SECONDS=LONG))
-    assert code == 1 and "did not start within cluster.start_timeout_s=0.01" in output
+    assert code == 1 and "did not start within cluster.start_timeout_s=1e-06" in output
     assert "rollout rank 4" in output
     assert not outlive(run_dir)
 

@@ -45,7 +45,7 @@ def test_the_warning_comes_when_saving_needs_what_is_left_and_slurm_would_be_lat
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left_s)))
     resume.note_save(tmp_path, took_s)
     with slurm._warned_in_time(tmp_path, settings):
-        assert warned(30.0 if comes else 0.3) is comes
+        assert warned(120.0 if comes else 0.3) is comes
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_slurm_before_23_02_tells_squeue_alone_when_the_job_ends(
     squeue(f"{at(time.time() + 9000)}\\n{at(time.time() + 150)}\\n")
     resume.note_save(tmp_path, 100.0)
     with slurm._warned_in_time(tmp_path, settings):
-        assert warned(30.0)
+        assert warned(120.0)
 
 
 @pytest.mark.parametrize(

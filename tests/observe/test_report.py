@@ -180,7 +180,7 @@ def _dom(path, profile) -> str:
         "--dump-dom",
         path.as_uri(),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 @pytest.mark.slow

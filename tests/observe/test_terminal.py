@@ -41,8 +41,10 @@ def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
     assert "<b>lost</b>" in lines[4] and lines[-1] == "step 4/5: success 50.0%"
 
 
-def test_the_live_screen_names_what_is_waited_for(tmp_path):
+def test_the_live_screen_names_what_is_waited_for(tmp_path, monkeypatch):
     rows = read_metrics(write_run(tmp_path / "run", steps=8))
+    now = time.time()
+    monkeypatch.setattr(terminal.time, "time", lambda: now)
     status = Status(
         phase="rollout",
         step=9,
@@ -51,7 +53,7 @@ def test_the_live_screen_names_what_is_waited_for(tmp_path):
         finished=13,
         total=64,
         workers={"rollout-0": WorkerStatus(tokens_per_s=310.0, running=8, waiting=2, version=8)},
-        started=time.time() - 65,
+        started=now - 65,
     )
     console = _console()
     console.print(terminal.screen("my [run]", status, rows))

@@ -26,7 +26,7 @@ from rose.reward.rank import start_worker
 from tests import processes
 from tests.conftest import compose_tree
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 FUNCTIONS = """
 import os, signal, time
 from pathlib import Path
@@ -238,13 +238,11 @@ print(Help(Path(sys.argv[1]), 0)())
 
 
 @pytest.mark.slow
-def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(
-    world, monkeypatch
-):
+def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
     """A job is ended, another's rank killed. Neither is a try of the answer, which has two."""
-    monkeypatch.setattr(pools, "LOST_S", 5.0)  # before the next rank is idle for too long
-    own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.idle_s=8", "reward.timeout_s=200")
-    w = world("cluster=dev", *own)
+    own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.timeout_s=250")
+    # no rank may be idle for too long before the pool has missed the killed one
+    w = world("cluster=dev", "reward.idle_s=1000", *own)
 
     async def body(pool):
         async def job():
@@ -269,6 +267,7 @@ def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere
         await begun(3)
         (w.folder / "held").touch()
         assert (await held).joined
+        pool._settings = msgspec.structs.replace(pool._settings, idle_s=0.5)
         assert await second.wait() == 0  # idle for reward.idle_s
         (w.folder / "own").touch()
         assert not (await busy).joined
@@ -298,7 +297,8 @@ def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(worl
     async def body(pool):
         found = await w.score(pool, "a", LOOP)
         assert found.score == pools.Score(reward=0.0, success=False, timed_out=True)
-        assert (pool.timeouts, pool.retries) == (1, 0) and not programs(mark)
+        assert (pool.timeouts, pool.retries) == (1, 0)
+        await until(lambda: not programs(mark))  # it was killed with the first in its namespaces
 
     w.run(body)
     w.config = msgspec.structs.replace(

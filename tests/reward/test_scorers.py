@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,18 @@ def test_a_commands_children_end_with_it_and_its_folder_goes(tmp_path):
     assert not Path(mark.read_text().strip()).exists()
 
 
+def test_a_command_does_not_begin_once_nobody_waits_for_it(tmp_path):
+    """As where its worker was killed before the namespaces were there."""
+    argv = [*command.isolation(), *command.BEGIN, "touch", str(tmp_path / "begun")]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, b"\n") and not list(tmp_path.iterdir())
+
+
+def test_a_program_that_cannot_be_executed_is_no_score():
+    with pytest.raises(OSError, match="answer.py: Permission denied"):
+        asyncio.run(command.run(["./answer.py"], {"answer.py": "print(1)"}, 120.0, 1.0))
+
+
 def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "x")
     code = (
@@ -146,7 +159,7 @@ def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):
         server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         run = scorers.build("command", {"argv": ["python", "answer.py"], "extract": "text"})
-        score = await run.score(episode(code.replace("PORT", str(port))), 20.0)
+        score = await run.score(episode(code.replace("PORT", str(port))), 120.0)
         server.close()
         return score
 
@@ -194,7 +207,7 @@ class JudgeServer:
                 judge = scorers.build(
                     "judge", JUDGE | {"url": f"http://127.0.0.1:{port}/v1"} | args
                 )
-                return await judge.score(one, 20.0)
+                return await judge.score(one, 120.0)
             finally:
                 await runner.cleanup()
 

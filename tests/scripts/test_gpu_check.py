@@ -237,6 +237,7 @@ def test_no_check_hides_another_of_its_name():
         gpu_check.gpu_check_machine,
         gpu_check.gpu_check_trainer,
         gpu_check_experts,
+        gpu_check.gpu_check_fused,
         gpu_check_engine,
         gpu_check.gpu_check_lora,
         gpu_check.gpu_check_drafts,
@@ -353,6 +354,8 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # `colocated` with fewer words, `mixture`, `long` and `hybrid` are it with more; their runs are those
 # of tests/job/test_gpu_experiments.py, tests/trainer/test_sequence.py and
 # tests/job/test_hybrid_job.py. `experts` reads a model as tests/trainer/test_mixture.py does.
+# `compile` and `hpz` are steps of `trainer` with an option, as tests/trainer/test_kernels.py's and
+# test_hpz.py's.
 TWINS = (
     "machine",
     "model",
@@ -398,7 +401,7 @@ def twins(tmp_path_factory):
         ],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=2.5 * DEADLINE_S,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )
     found = json.loads((folder / "figures.json").read_text())["checks"]
@@ -406,6 +409,7 @@ def twins(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # of all of them
 @pytest.mark.parametrize("name", TWINS)
 def test_the_twin_of_each_check_is_ok_on_a_cpu(twins, name):
     found, ran = twins

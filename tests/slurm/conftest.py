@@ -88,10 +88,18 @@ class SlurmJob:
         return [component.state for component in state.components(self.id)]
 
     def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S):
-        end = time.monotonic() + deadline_s
-        while not (value := condition()):
+        end, unanswered = time.monotonic() + deadline_s, ""
+
+        def holds():
+            nonlocal unanswered
+            try:
+                return condition()
+            except RuntimeError as error:  # Slurm's commands on a busy machine
+                unanswered = str(error)
+
+        while not (value := holds()):
             assert time.monotonic() < end, (
-                f"waited {deadline_s:.0f} s for {what}: {self.states()}\n{self.logs()}"
+                f"waited {deadline_s:.0f} s for {what}: {self.states()} {unanswered}\n{self.logs()}"
             )
             time.sleep(0.2)
         return value

@@ -279,11 +279,16 @@ def check(run_dir: Path) -> list[str]:
     return wrong
 
 
+def noticed(run_dir: Path) -> dict[str, float]:
+    """Worker that was lost -> when the run said so (wall clock)."""
+    rows = [row for row in read_metrics(run_dir) if row.get("what") == "borrowed rank lost"]
+    return {row["detail"].split(":")[0]: row["time"] for row in rows}
+
+
 def losses(run_dir: Path, killed: dict[str, float]) -> list[str]:
     """Kills that nobody noticed; prints how long the others took."""
-    rows = [row for row in read_metrics(run_dir) if row.get("what") == "borrowed rank lost"]
-    noticed = {row["detail"].split(":")[0]: row["time"] for row in rows}
-    took = [noticed[worker] - at for worker, at in killed.items() if worker in noticed]
+    seen = noticed(run_dir)
+    took = [seen[worker] - at for worker, at in killed.items() if worker in seen]
     if took:
         print(
             f"kill to notice: median {statistics.median(took):.2f} s, {min(took):.2f} to "
@@ -293,7 +298,7 @@ def losses(run_dir: Path, killed: dict[str, float]) -> list[str]:
     return [
         f"the kill of {worker} was not noticed"
         for worker, at in killed.items()
-        if worker not in noticed and at < end - 10
+        if worker not in seen and at < end - 10
     ]
 
 

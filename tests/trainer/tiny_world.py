@@ -20,7 +20,7 @@ import numpy as np
 from tests.ports import free_port
 
 VOCABULARY = 97
-DEADLINE_S = 240
+DEADLINE_S = 600
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
 SETTINGS = [
@@ -33,7 +33,7 @@ SETTINGS = [
     "deterministic=true",
     "rollout.workers=1",
     "trainer.optimizer.grad_clip=0.05",
-    "trainer.step_timeout_s=60",
+    "trainer.step_timeout_s=200",
 ]
 
 
@@ -406,7 +406,8 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
     """Runs `job` on `ranks` processes; what each reports. Fails with their words if one fails or
     hangs."""
     processes, words = world_of(job, folder, ranks)
-    end = time.monotonic() + DEADLINE_S
+    deadline_s = job.get("deadline_s", DEADLINE_S)
+    end = time.monotonic() + deadline_s
     try:
         for process in processes:
             process.start()
@@ -419,7 +420,7 @@ def run_world(job: dict, folder: Path, ranks: int) -> list[dict]:
                 process.kill()
                 process.join()
     failed = [
-        f"rank {rank}: exit code {code} (None: not within {DEADLINE_S} s)\n{text.read_text()[-4000:]}"
+        f"rank {rank}: exit code {code} (None: not within {deadline_s} s)\n{text.read_text()[-4000:]}"
         for rank, (code, text) in enumerate(zip(codes, words, strict=True))
         if code != 0
     ]
@@ -494,6 +495,41 @@ def settings(job: dict):
     )
 
 
+def watch_second_copies(trainer, found: list[int]) -> None:
+    """Bytes of this rank's second copy of the weights (trainer.hpz) before each update."""
+    update = trainer.engine._update
+
+    def watched(stepped):
+        parts = (
+            getattr(p, "ds_secondary_tensor", None) for p in trainer.engine.policy.parameters()
+        )
+        found.append(sum(part.nbytes for part in parts if part is not None))
+        return update(stepped)
+
+    trainer.engine._update = watched
+
+
+def keep_nothing_gathered() -> None:
+    """ZeRO-3 gathers small parameters in every pass, too; it keeps them from one to the next."""
+    from rose.trainer import deepspeed_engine
+
+    make = deepspeed_engine.zero_config
+
+    def made(*args):
+        config = make(*args)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    deepspeed_engine.zero_config = made
+
+
+def compilations() -> int:
+    """Functions that torch has compiled in this process, each form once."""
+    import torch._dynamo
+
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def stop_in_backward(trainer) -> None:
     """This process stops before its next backward pass, which the others go through."""
     backward = trainer.engine.backward
@@ -547,6 +583,10 @@ def main(job: dict, rank: int) -> None:
     folder = Path(job["folder"])
     merged: list[int] = []
     watch_merging(merged)
+    if "compiled_in" in job:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["compiled_in"]
+    if job.get("gathers_all"):
+        keep_nothing_gathered()
     trainer = Trainer(
         settings(job),
         rank,
@@ -567,6 +607,8 @@ def main(job: dict, rank: int) -> None:
         "limits_s": limits_s(),
         "merged": sum(merged),
     }
+    watch_second_copies(trainer, report.setdefault("second", []))
+    compiled = report.setdefault("compiled", [compilations()])
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
     watch = nullcontext
@@ -593,6 +635,7 @@ def main(job: dict, rank: int) -> None:
                     report["metrics"].append(trainer.train(step, mine, *publish_as))
             except TrainingDiverged as error:
                 report["errors"].append(str(error))
+            compiled.append(compilations())
         elif action in ("split", "forked"):
             seed, limit = args
             whole, summary = make_batch(seed) if action == "split" else make_forked(seed)

@@ -109,10 +109,10 @@ def test_a_whole_range_is_pulled_several_chunks_at_a_time(start, store, tmp_path
 
     class Slow(Folder):
         def read(self, *args):
-            together.wait(10)
+            together.wait(120)
             return super().read(*args)
 
-    assert start(Slow(store), tmp_path / "cache").client(20).read(FILE) == data
+    assert start(Slow(store), tmp_path / "cache").client().read(FILE) == data
 
 
 def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_path):
@@ -120,7 +120,7 @@ def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_p
     running = start(Upstream(store), tmp_path / "cache")
     for call in (lambda s: s.read(FILE), lambda s: s.names(""), lambda s: s.stat(FILE)):
         with pytest.raises(Refused, match=rf"{running.url}: .*401: wrong token"):
-            call(open_source(running.url, TOKEN[:-1] + "x", 10))
+            call(open_source(running.url, TOKEN[:-1] + "x", 120))
     for kind in ("files/" + FILE, "stat/" + FILE, "names/", "metrics", "nothing"):
         answer = urllib3.request("GET", f"{running.url}/{kind}", retries=False)
         assert answer.status == 401 and b"no token" in answer.data
@@ -129,7 +129,7 @@ def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_p
 
 def test_a_token_that_the_upstream_relay_refuses_is_told_to_the_client(start, store, tmp_path):
     near = start(Upstream(store), tmp_path / "near")
-    far = start(open_source(near.url, "x" * 32, 5), tmp_path / "far")
+    far = start(open_source(near.url, "x" * 32, 120), tmp_path / "far")
     with pytest.raises(Refused, match=rf"{far.url}.*424.*{near.url}.*401: wrong token"):
         far.client().read(FILE)
 
@@ -198,7 +198,7 @@ def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(star
     assert len(data) < cutting.passed < len(data) + 13 * 140_000
     assert source.read(FILE, 5, 5) == data[5:10]
     far = start(
-        open_source(Cutting(running.port, 700_000, times=3).url, TOKEN, 10), tmp_path / "far"
+        open_source(Cutting(running.port, 700_000, times=3).url, TOKEN, 120), tmp_path / "far"
     )
     assert far.client().read(FILE) == data
 
@@ -222,7 +222,7 @@ def test_what_is_no_relay_is_not_taken_for_one(tmp_path):
 
     threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(Refused, match="no relay of ROSE answers there"):
-        open_source(url, TOKEN, 5).stat(FILE)
+        open_source(url, TOKEN, 120).stat(FILE)
 
 
 def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, store, tmp_path):
@@ -395,7 +395,7 @@ def test_an_upstream_that_hangs_blocks_only_who_wants_its_bytes(
     class Hanging(Folder):
         def read(self, path, offset=0, *args):
             if offset >= 2 * CHUNK:
-                assert free.wait(20)
+                assert free.wait(240)
             return super().read(path, offset, *args)
 
     running = start(Hanging(store), tmp_path / "cache")

@@ -97,8 +97,9 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
 ):
     (store / FILE).write_bytes(os.urandom(8 * CHUNK))
     process, url = command(store, "--listen", "127.0.0.1:0", "--cache", tmp_path / "cache")
-    source = open_source(url, read_token(tmp_path / "cache/token"), 0.5)
+    source = open_source(url, read_token(tmp_path / "cache/token"), 120)
     assert len(source.read(FILE, 0, 100)) == 100
+    source.timeout_s = 0.5
     process.terminate()
     assert process.wait(60) == 0
     assert not list((tmp_path / "cache").glob("chunks/*.part"))

@@ -152,7 +152,7 @@ def test_commit_waits_for_the_slowest_rank(store, plan):
     write(store, plan, ranks=[0])
     late = threading.Timer(0.3, lambda: write(store, plan, ranks=[1]))
     late.start()
-    commit(store, plan, 0, FULL, timeout_s=20)
+    commit(store, plan, 0, FULL, timeout_s=120)
     late.join()
     assert len(opened(store).files) == 2
 

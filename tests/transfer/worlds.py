@@ -102,7 +102,7 @@ class World(Model):
         seed: int = 0,
         full_every: int = 8,
         keep: int = 2,
-        timeout_s: float = 10.0,
+        timeout_s: float = 120.0,
         base: Base | None = None,
     ):
         self.generator = torch.Generator().manual_seed(seed)
@@ -164,7 +164,7 @@ class World(Model):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
         if errors:
             raise next(
                 (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]

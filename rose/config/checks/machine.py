@@ -47,6 +47,7 @@ def check(c: Config, need: Need) -> None:
         "optimizer, whose shards can't "
         "be published; 2 shares the same states and needs no more memory",
     )
+    _check_hpz(c, need)
     _check_gpus(c, engines, need)
     _check_colocation(c, need)
     _check_hybrid(c, need)
@@ -93,6 +94,34 @@ def check(c: Config, need: Need) -> None:
             "cluster.kind=slurm needs it; use cluster=slurm",
         )
         _check_slurm(c, engines - c.hybrids, need)
+
+
+def _check_hpz(c: Config, need: Need) -> None:
+    """A second copy of the weights among some neighbours, which has something to spare only where
+    these are not all ranks, and does so only within a node."""
+    t, key = c.trainer, "trainer.hpz"
+    if t.hpz is None:
+        return
+    need(
+        t.zero_stage == 3,
+        key,
+        f"needs trainer.zero_stage=3, not {t.zero_stage}: below it every "
+        "rank has all weights; or null",
+    )
+    if t.hpz == "node":
+        return
+    need(
+        1 < t.hpz < t.ranks and t.ranks % t.hpz == 0,
+        key,
+        f"must divide trainer.ranks={t.ranks} into two groups or more, of 2 ranks or more; or null",
+    )
+    each = c.trainers_of_node
+    need(
+        each % t.hpz == 0,
+        key,
+        f"must divide the {each} trainer ranks of each node, or the second copy is gathered over "
+        f"the network, too; node, for trainer.hpz={each}, or null",
+    )
 
 
 def _check_gpus(c: Config, engines: int, need: Need) -> None:
@@ -230,6 +259,8 @@ def _check_replicas(c: Config, need: Need) -> None:
         (t.lora is not None, "trainer.lora", "null: not tried with an adapter"),
         (t.router_replay, "trainer.router_replay", "false: not tried"),
         (t.sequence_parallel > 1, "trainer.sequence_parallel", "1: each computes whole rows"),
+        (t.compile, "trainer.compile", "false: not tried"),
+        (t.kernels != "none", "trainer.kernels", "none: not tried"),
         (
             t.offload_optimizer,
             "trainer.offload_optimizer",
@@ -318,8 +349,8 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
 def _check_groups(c: Config, need: Need) -> None:
     """Ranks that share a row exchange it in every layer: on one node, unless they are more than it
     has."""
-    nodes = nodes_of(c.cluster.slurm.trainer, c.trainer.ranks, c.cluster.gpus > 0)
-    each, parts = c.trainer.ranks // nodes, c.trainer.sequence_parallel
+    each, parts = c.trainers_of_node, c.trainer.sequence_parallel
+    nodes = c.trainer.ranks // each
     need(
         parts > each or each % parts == 0,
         "trainer.sequence_parallel",

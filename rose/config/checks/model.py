@@ -17,6 +17,11 @@ def check_model(c: Config, shape: ModelShape) -> None:
             f"trainer.router_replay=true: model {c.model.name} is dense and has no router; "
             "trainer.router_replay=false"
         )
+    if shape.experts and c.trainer.compile:
+        raise ConfigError(
+            f"trainer.compile=True: not tried with a mixture, and model {c.model.name} has "
+            f"{shape.experts} experts; trainer.compile=false"
+        )
     if shape.experts and lora:
         raise ConfigError(
             f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "

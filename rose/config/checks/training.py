@@ -17,6 +17,7 @@ def check(c: Config, need: Need) -> None:
     _check_lora(c, need)
     _check_draft(c, need)
     _check_router_replay(c, need)
+    _check_kernels(c, need)
 
 
 def _check_batch(c: Config, need: Need) -> None:
@@ -217,3 +218,38 @@ def _check_router_replay(c: Config, need: Need) -> None:
         key,
         f"not tried with rollout/draft={c.rollout.draft.method}: rollout/draft=none",
     )
+
+
+def _check_kernels(c: Config, need: Need) -> None:
+    """What compiled layers and Liger's kernels were not tried with, or can't be."""
+    t, both = c.trainer, "trainer.kernels"
+    need(t.kernels == "none" or c.cluster.gpus > 0, both, "Triton's need GPUs: none")
+    need(
+        t.kernels == "none" or not t.compile,
+        both,
+        "trainer.compile=true fuses the same operations: none, or trainer.compile=false",
+    )
+    need(
+        t.kernels == "none" or not c.deterministic, both, "not tried with deterministic=true: none"
+    )
+    if not t.compile:
+        return
+    key = "trainer.compile"
+    need(
+        not c.deterministic,
+        key,
+        "deterministic=true needs false: what torch compiles depends on the lengths that it met",
+    )
+    need(
+        t.zero_stage < 3,
+        key,
+        "trainer.zero_stage=3 needs false: it gathers weights within each layer, which would be "
+        "compiled in pieces, for minutes; trainer.kernels=liger goes with it, on GPUs",
+    )
+    for with_it, value in (
+        (t.lora is not None, "lora"),
+        (t.sequence_parallel > 1, f"sequence_parallel={t.sequence_parallel}"),
+        (t.offload_activations, "offload_activations=true"),
+        (t.router_replay, "router_replay=true"),
+    ):
+        need(not with_it, key, f"not tried with trainer.{value}: false")

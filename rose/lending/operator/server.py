@@ -67,6 +67,7 @@ class OnlineServer:
         self.starts = 0  # since this process began
         self.up = self.leaving = False  # leaving: none is started any more
         self._process: asyncio.subprocess.Process | None = None
+        self._place: socket.socket | None = None  # keeps a free port from others while none serves
         self._log_began = 0
 
     @property
@@ -98,7 +99,7 @@ class OnlineServer:
                     f"serving.online.engine_args.{name}={value!r}: {checks.NO_DRAFTS}"
                 )
         try:
-            self._bind(self.online.port)
+            self._bind(self.online.port).close()
         except OSError as error:
             raise ConfigError(
                 f"serving.online.port={self.online.port}: {error.strerror or error} on "
@@ -165,6 +166,9 @@ class OnlineServer:
                 async with asyncio.timeout(STOP_S):
                     await self._process.wait()
         await self._end()
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
     def last_lines(self) -> str:
         """Of its log, of its last start."""
@@ -179,11 +183,14 @@ class OnlineServer:
         """Raises `ServerError` when it died, or did not serve after `start_timeout_s`."""
         try:
             # a free one stays the same: clients know it
-            self.port = self._bind(self.port or self.online.port)
+            place = self._bind(self.port or self.online.port)
         except OSError as error:
             raise ServerError(
                 f"serving.online.port={self.port}: {error.strerror or error}"
             ) from None
+        if self._place is not None:
+            self._place.close()
+        self._place, self.port = place, place.getsockname()[1]
         self.starts += 1
         with open(self.log, "ab") as log:
             self._log_began = log.tell()
@@ -227,14 +234,20 @@ class OnlineServer:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def _bind(self, port: int) -> int:
-        """The port, or a free one for 0. Raises OSError when it is taken."""
+    def _bind(self, port: int) -> socket.socket:
+        """Bound to the port, or to a free one for 0. It does not listen, so that Linux lets the
+        server bind the port beside it, and gives it to nobody who asks for any. Raises OSError when
+        it is taken."""
         family = socket.AF_INET6 if ":" in self.online.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        place = socket.socket(family, socket.SOCK_STREAM)
+        try:
             # connections of the last server may linger
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((self.online.host, port))
-            return probe.getsockname()[1]
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind((self.online.host, port))
+        except OSError:
+            place.close()
+            raise
+        return place
 
     async def _end(self) -> None:
         """Kill its group: the engine process may be left of a server that was killed."""

@@ -294,6 +294,10 @@ def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path)
 # --------------------------------------------------------------------------- undo
 
 
+# with its own name by the end: a shell's child has the shell's until it has begun its program
+SLEEPS = "sleep 1000 & until grep -qx sleep /proc/$!/comm; do :; done"
+
+
 def acted(*calls, **args):
     """The observations of a session with undo; each call is a command, or the arguments of undo."""
 
@@ -325,7 +329,7 @@ def test_an_agent_can_take_commands_back_and_is_told_what_came_back(
         request.addfinalizer(criu._find.cache_clear)
     start, steps, kept = acted(
         "A=1; echo one > /app/f; cd /tmp",
-        "sleep 1000 & echo started",
+        SLEEPS,
         "A=2; rm /app/f; kill %1",
         {},
         "echo $A $PWD; cat /app/f; jobs -r | wc -l",
@@ -342,7 +346,7 @@ def test_an_agent_can_take_commands_back_and_is_told_what_came_back(
     else:
         assert "not jobs, open files and processes: sleep" in undone
     assert steps[4].observation == f"1 /tmp\none\n{int(with_criu)}"
-    assert "to before 'sleep 1000 & echo started'" in steps[5].observation
+    assert f"to before '{SLEEPS}'" in steps[5].observation
     assert steps[6].observation == "0\n1", "of two commands, the undone ones not among them"
     assert steps[7].observation == "Nothing is undone: 2 commands can be." and steps[7].invalid
     assert "1 or more" in steps[8].observation and steps[8].invalid
@@ -476,11 +480,11 @@ def test_a_trajectory_is_wanted_from_its_beginning_so_that_no_other_host_sweeps_
         rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
         host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
         host.handle(start)
-        assert isinstance(await asyncio.wait_for(words.get(), 60), p.TurnRequest)
+        assert isinstance(await words.get(), p.TurnRequest)
         assert (tmp_path / "snapshots" / "g0.0").is_dir()
         host.handle(p.CancelTrajectory("g0.0"))
         while (tmp_path / "snapshots" / "g0.0").exists():
             await asyncio.sleep(0.01)
         await host.close()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 120))

@@ -177,10 +177,10 @@ def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypat
         [(raising, ["3"]), (hanging, ["5"]), (1, ["no"])],
         [(blocking, ["7"])],
         [(3, ["no"])],
-        step_timeout_s=20.0,
+        step_timeout_s=30.0,
     )
     assert "RuntimeError: nobody can judge 3" in raised.cause
-    assert "neither called nor ended within env.step_timeout_s=20 s" in hung.cause
+    assert "neither called nor ended within env.step_timeout_s=30 s" in hung.cause
     assert "neither called nor ended within" in blocked.cause
     assert fine.reward == 0.25, "other episodes go on"
     assert later.reward == 0.25, "the process that hung was replaced"

@@ -102,6 +102,7 @@ def boards(tmp_path, monkeypatch, make_config):
         kv_gib=(BLOCKS - 1) * BLOCK_BYTES / 2**30,
         stale_after_s=60.0,
         patience_s=600.0,
+        revoke_after_s=600.0,
     )
     serving = msgspec.structs.replace(
         serving, lending=lending, online=msgspec.structs.replace(serving.online, slo=SLO)

@@ -58,7 +58,7 @@ def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_pa
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=True,
         ).stdout
         assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)

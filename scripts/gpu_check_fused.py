@@ -1,0 +1,165 @@
+"""gpu_check.py, what makes a trainer's step cheaper: compiled layers (trainer.compile), Liger's
+kernels (trainer.kernels=liger), and a second copy of ZeRO-3's weights within a node (trainer.hpz).
+
+Each is run beside a trainer without it, on the same batches.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from functools import partial
+
+import msgspec
+from gpu_check_frame import Check, Impossible, Report
+from gpu_check_trainer import LIKE, _shape, batch, settings, spawn, started
+
+# A gain that is a loss: the option does nothing there but cost its compilation.
+NO_SLOWER = 0.95
+HPZ = 2  # ranks of a group
+EXACT = 1e-5  # relative, of float32
+
+
+class Steps(msgspec.Struct):
+    dtype: str
+    groups: int
+    members: int  # rows of a group
+    shared: int  # tokens that its rows begin with
+    own: int  # tokens of each row behind them, made by the policy
+    micro_batch_tokens: int
+    checkpointing: bool
+    timed: int  # steps of each kind that are timed, behind one that is not
+    ranks: int
+
+
+GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, 3, 1)
+CPU = Steps("float32", 2, 3, 24, 24, 256, True, 1, 1)
+GPU_HPZ = msgspec.structs.replace(GPU, ranks=4)
+CPU_HPZ = msgspec.structs.replace(CPU, ranks=4)
+
+
+def compiled(report: Report) -> None:
+    _compare(report, "compiled", "trainer.compile=true", "trainer.compile=false")
+
+
+def liger(report: Report) -> None:
+    for package in ("liger_kernel", "triton"):
+        if importlib.util.find_spec(package) is None:
+            raise Impossible(f"{package} isn't installed: pip install 'rose[liger]'")
+    if not report.gpus:
+        raise Impossible("Triton's kernels need a GPU")
+    _compare(report, "Liger", "trainer.kernels=liger", "trainer.kernels=none")
+
+
+def hpz(report: Report) -> None:
+    with_it, without = f"trainer.hpz={HPZ}", "trainer.hpz=null"
+    _compare(report, "second copy", with_it, without, stage=3, floor=0.0)
+
+
+def _compare(
+    report: Report, name: str, override: str, without: str, stage: int = 2, floor: float = NO_SLOWER
+) -> None:
+    """Steps with `override` and without: the same gradients, and no slower than `floor`."""
+    ranks, stage = report.sizes.ranks, f"trainer.zero_stage={stage}"
+    plain = spawn(report, _steps, ranks, stage)
+    other = spawn(report, _steps, ranks, stage, override)
+    report.figure(f"{name}: start", max(r["start_s"] for r in other), "s")
+    likeness = LIKE if report.sizes.dtype == "bfloat16" else EXACT
+    for kind in ("rows", "trees"):
+        for value in ("grad_norm", "entropy"):
+            exact, found = (run[0][kind][value] for run in (plain, other))
+            report.figure(
+                f"{kind}, {value} differs by",
+                abs(found - exact) / max(abs(exact), 1e-12),
+                most=likeness,
+                remedy=f"{without} until it is mended: it computes something else here",
+            )
+        seconds = [max(min(r[kind]["seconds"]) for r in run) for run in (plain, other)]
+        report.figure(
+            f"{kind}: speed of that without",
+            seconds[0] / seconds[1],
+            "times",
+            least=floor if report.gpus else None,
+            source="the same batches in the same call",
+            remedy=f"{without}: it costs more than it saves here",
+        )
+
+
+def _steps(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
+    """Steps on padded rows and on prefix trees of the same batch."""
+    import torch
+
+    from rose import protocol
+    from rose.trainer.batching import Padded, Shared, plan_micro_batches
+
+    sizes = report.sizes
+    rows = batch(sizes, _shape(report).vocab)
+    config = settings(
+        report,
+        sizes,
+        world,
+        sizes.shared + sizes.own,
+        len(rows),
+        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
+        *overrides,
+    )
+    began = time.monotonic()
+    made = started(report, config, rank, world, port)
+    out = {"start_s": time.monotonic() - began}
+    summary = protocol.BatchSummary(
+        [t.reward for t in rows.values()],
+        [int(t.group[1:]) for t in rows.values()],
+        [t.response_tokens for t in rows.values()],
+        [False] * len(rows),
+    )
+    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
+    number = 0
+    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
+        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
+        mine = {row: rows[row] for micro in plan[0] for row in micro}
+        step = partial(protocol.TrainStep, summary=summary, micro_batches=plan, parts=1)
+        seconds, metrics = [], []
+        for _ in range(sizes.timed + 1):
+            number += 1
+            began = time.monotonic()
+            metrics.append(made.train(step(step=number, trees=kind == "trees"), mine))
+            if made.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.monotonic() - began)
+            report.say(f"{kind}: step {number} took {seconds[-1]:.2f} s")
+        out[kind] = {"seconds": seconds[1:]} | {
+            name: metrics[0][name] for name in ("grad_norm", "entropy")
+        }
+    made.close()
+    return out
+
+
+CHECKS = (
+    Check(
+        "compile",
+        "torch.compile of layers and head: the same gradients as without, time of the start, speed",
+        compiled,
+        {"cuda": GPU, "cpu": CPU},
+        540.0,
+        "trainer.compile=false; the log has the compiler's words. A compiler: apt-get install g++",
+    ),
+    Check(
+        "liger",
+        "Liger's norms, rotary positions and MLPs: the same gradients as without, speed",
+        liger,
+        {"cuda": GPU, "cpu": CPU},
+        300.0,
+        "trainer.kernels=none; pip install 'liger-kernel==0.8.*' beside the torch that is there",
+        on_cpu=False,
+    ),
+    Check(
+        "hpz",
+        "ZeRO-3 with a second copy of the weights in groups of 2 ranks: the same gradients, speed",
+        hpz,
+        {"cuda": GPU_HPZ, "cpu": CPU_HPZ},
+        400.0,
+        "trainer.hpz=null; a hang: NCCL_DEBUG=INFO",
+        least_gpus=4,
+    ),
+)

@@ -1,0 +1,54 @@
+"""What fused kernels need is looked for before anything starts."""
+
+import importlib.util
+import json
+
+import pytest
+
+from rose import front
+from rose.config import ConfigError
+from rose.launch import model
+from rose.trainer import compilers
+from tests.conftest import compose_tree
+
+LIGER = ("trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
+
+
+def test_without_a_compiler_nothing_is_to_be_compiled(make_config, monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = r"trainer.compile=True: no g\+\+ here.* apt-get install g\+\+.*trainer.compile=false"
+    with pytest.raises(ConfigError, match=words):
+        front.check(compose_tree("trainer.compile=true"))
+    compilers.check(make_config())
+    (tmp_path / "clang").touch(0o755)
+    assert compilers.why_none(on_gpu=True) == "" != compilers.why_none(on_gpu=False)
+    monkeypatch.setenv("CXX", "clang")
+    compilers.check(make_config("trainer.compile=true"))
+
+
+def test_liger_has_to_be_installed(make_config, monkeypatch):
+    there, find = {"triton"}, importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name in there else find(f"no_{name}")
+    )
+    c = make_config(*LIGER, "trainer.kernels=liger")
+    with pytest.raises(ConfigError, match=r"liger-kernel isn't installed.*'rose\[liger\]'"):
+        compilers.check(c)
+    there.add("liger_kernel")
+    compilers.check(c)
+
+
+def test_a_model_without_kernels_of_ligers_is_refused_by_its_config(make_config, tmp_path):
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+    raw = dict.fromkeys((*names, "vocab_size"), 8) | {"max_position_embeddings": 2**20}
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    c = make_config(*LIGER, "trainer.kernels=liger", f"model.path={tmp_path}")
+    for kind in ("qwen3", "gpt2"):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind}))
+        if kind == "qwen3":
+            assert model.shape(c).heads == 8
+        else:
+            with pytest.raises(ConfigError, match="no kernels for models of the type gpt2.*none"):
+                model.shape(c)
