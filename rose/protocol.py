@@ -658,10 +658,17 @@ class ComputeGradient(Message):
 
 
 class ReplicaReady(Message):
-    """Rollout rank -> coordinator: its replica's process is up (again)."""
+    """Rollout rank -> coordinator: its replica's process is up (again), whose gradients' files have
+    `nbytes`."""
 
     worker: str
     pid: int
+    nbytes: int = 0
+
+
+class StopReplica(Message):
+    """Coordinator -> rollout rank: its replica is given up. Its process ends, and no other is
+    started."""
 
 
 class GradientComputed(Message):
@@ -785,6 +792,7 @@ AnyMessage = (
     | TrainDone
     | ComputeGradient
     | ReplicaReady
+    | StopReplica
     | GradientComputed
     | ReplicaLost
     | SaveCheckpoint

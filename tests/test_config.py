@@ -288,6 +288,10 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.hpz=2 trainer.ranks=4 trainer.zero_stage=3 trainer.sequence_parallel=2",
             ["trainer.hpz=2", "not tried with trainer.sequence_parallel=2: null"],
         ),
+        (
+            "trainer.elastic_replicas=1 transfer.broadcast=nccl cluster=gpus cluster.gpus=3",
+            ["transfer.broadcast='nccl'", "auto or mpi: NCCL keeps memory"],
+        ),
         ("rollout.hybrid=1", ["scheduler.provisioning.name='fixed'", "all_idle or rlboost"]),
         (
             "rollout.hybrid=2 scheduler/provisioning=all_idle",
@@ -511,6 +515,11 @@ MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
             ["+trainer/lora=linear", "model.dtype=bfloat16"],
             MIXTURE,
             "trainer.lora=.* is a mixture of 6 experts",
+        ),
+        (
+            ["trainer.elastic_replicas=1"],
+            MIXTURE,
+            "trainer.elastic_replicas=1: not tried with a mixture of 6 experts",
         ),
         (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
         (["trainer.compile=true"], MIXTURE, "trainer.compile=True: .* has 6 experts"),

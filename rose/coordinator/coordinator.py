@@ -31,7 +31,7 @@ from rose.coordinator.groups import Rollouts
 from rose.coordinator.hybrid_turns import HybridTurns
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
-from rose.coordinator.replicas import Replicas
+from rose.coordinator.replicas import Replicas, remove_left
 from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
 from rose.coordinator.training import Training
@@ -141,6 +141,7 @@ class Coordinator:
         self.hybrids = (
             HybridTurns(config, self.ranks, mailbox.send, recorder) if config.hybrids else None
         )
+        remove_left(self.run_dir)
         self.replicas = (
             Replicas(
                 config,
@@ -201,6 +202,8 @@ class Coordinator:
             self.checkpoints.cancel()
             if self.hybrids:
                 self.hybrids.cancel()
+            if self.replicas:
+                self.replicas.close()
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)

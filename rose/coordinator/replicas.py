@@ -1,13 +1,16 @@
 """Dedicated engines that sleep while a replica beside them trains (trainer.elastic_replicas).
 
-    the batch is complete    -> the engines sleep; trainer ranks and replicas get their parts
+    the batch is complete    -> trainer ranks get their part, and the engines sleep; each replica
+                                gets its part when its engine has fallen asleep
     all ranks are ahead, and every replica has computed its gradient, or is given up
                              -> the ranks compute what is missing, add the gradients, update
     the version is published -> replicas leave, the engines wake with it
 
 ZeRO's groups stay as they are: replicas are as many as are up at the step's begin. Only the last
 order of a step names gradients, those of replicas whose whole sum is there; so each row is computed
-once or, of a replica that was given up, once more by the ranks, and nothing is applied twice. Left
+once or, of a replica that was given up, once more by the ranks, and nothing is applied twice. One
+that is given up ends, and has no part of later steps: it would be waited for in each of them.
+Gradients' files are in the machine's memory, or in the run's folder where that has no room. Left
 out: parts by the speed of each; a planner of how many.
 """
 
@@ -25,11 +28,19 @@ from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
 from rose.observe.recorder import NullRecorder
+from rose.transfer.mirror import choose_path
 
 FOLDER = "gradients"  # in the run's
+ROOM = 1.1  # times what gradients take, that the machine's memory must have for them
 # of trainer.step_timeout_s, that the ranks wait for a replica which says nothing; or as long as
 # they worked themselves. The death of one is known at once.
 PATIENCE = 0.1
+
+
+def remove_left(run_dir: Path) -> None:
+    """What attempts of the run that were killed have left of gradients."""
+    choose_path(run_dir)
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
 class Replicas(DeviceTurns):
@@ -53,24 +64,31 @@ class Replicas(DeviceTurns):
         self.shared, self.holder = True, p.Role.ROLLOUT
         self._rollouts, self._training, self._hub, self._changes = ranks, training, hub, changes
         self._on_fault, self._on_change = on_fault, on_change
-        self._folder = run_dir / FOLDER
-        self._up: set[str] = set()  # workers whose replica is up
+        self._near, self._far = choose_path(run_dir), run_dir / FOLDER
+        self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of a gradient
+        self._stopped: set[str] = set()
+        self._why = ""  # no replica had a part of the last step
         self._step = 0
-        self._rows: dict[str, list[int]] = {}  # of the replicas that compute
+        self._rows: dict[str, list[int]] = {}  # of replicas whose gradient is awaited
+        self._orders: dict[str, list[p.Message]] = {}  # of those whose engine is not asleep yet
+        self._ordered: dict[str, float] = {}  # of the others, since when, monotonic
         self._found: dict[str, p.GradientComputed] = {}
         self._row: dict[str, float] = {}  # for the step's row of metrics
 
     async def train(self, step: int, groups: list[Group]) -> None:
         """The trainer ranks get all that they need for the step, whose replicas are done when this
-        returns. Raises `RunFailed` where a rank doesn't answer."""
-        chosen = self._choose(groups)
+        returns. Raises `RunFailed` where a trainer rank doesn't answer."""
+        chosen, why = self._choose(groups)
+        if why and why != self._why:
+            self._on_change("no replica trains", f"step {step}: {why}")
+        self._why = why
         if not chosen:
             self._training.complete(step, groups)
             self._row = {"replicas": 0, "replica_token_share": 0.0}
             return
-        await self._put_away(list(chosen.values()))
         began = time.monotonic()
         asked = self._deal(step, groups, chosen)
+        self._put_away([chosen[worker] for worker in self._orders])
         timeout_s = self._config.trainer.step_timeout_s
         await self._changes.until(
             lambda: self._training.ahead,
@@ -83,8 +101,10 @@ class Replicas(DeviceTurns):
             max(PATIENCE * timeout_s, own_s),
             lambda: f"replicas to compute their part of step {step}: {', '.join(self._rows)}",
         )
+        if self._answers:
+            self._count(p.Role.ROLLOUT, "sleep")
         for worker in list(self._rows):
-            self._give_up(worker, f"no gradient of step {step} in time")
+            self._give_up(worker, began, own_s)
         missing = [row for name in asked if name not in self._found for row in asked[name]]
         found = list(self._found.values())
         self._training.finish(sorted(missing), [each.gradient for each in found])
@@ -97,19 +117,36 @@ class Replicas(DeviceTurns):
             "seconds_replica_wait": time.monotonic() - began - own_s,
         }
 
+    def received(self, answer: p.DeviceChanged) -> None:
+        """A replica gets its part once its engine is asleep."""
+        super().received(answer)
+        if answer.turn == self._turn and not answer.awake:
+            index = next(i for i, rank in self._rollouts.items() if rank == answer.rank)
+            worker = f"rollout-{index}"
+            for message in self._orders.pop(worker, ()):
+                self._send(answer.rank, message)
+            self._ordered[worker] = time.monotonic()
+
     def handle(self, message: p.ReplicaReady | p.GradientComputed | p.ReplicaLost) -> None:
+        if message.worker in self._stopped:
+            return  # what was on its way when it was given up
         match message:
-            case p.ReplicaReady(worker=worker, pid=pid):
-                self._up.add(worker)
+            case p.ReplicaReady(worker=worker, pid=pid, nbytes=nbytes):
+                self._up[worker] = nbytes
                 self._on_change("replica ready", f"{worker}, process {pid}")
             case p.GradientComputed(worker=worker, step=step):
                 if step == self._step and self._rows.pop(worker, None) is not None:
                     self._found[worker] = message
             case p.ReplicaLost(worker=worker, error=error, restarting=restarting):
-                self._up.discard(worker)
+                self._up.pop(worker, None)
                 after = "another is started" if restarting else "the run goes on without it"
                 self._on_fault("replica died", f"{worker}: {error}; {after}")
                 self._rows.pop(worker, None)
+                self._orders.pop(worker, None)
+
+    def close(self) -> None:
+        """The run ends."""
+        self._clear()
 
     def take_row(self) -> dict[str, float]:
         """For the row of a step that is over: nobody needs its gradients' files any more.
@@ -121,41 +158,80 @@ class Replicas(DeviceTurns):
         return row
 
     def _clear(self) -> None:
-        """Also of what a run that was stopped has left."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._near, self._far):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _choose(self, groups: list[Group]) -> dict[str, int]:
-        """Worker -> rank, of those that take part: whose engine is up and has nothing to do."""
+    def _choose(self, groups: list[Group]) -> tuple[dict[str, int], str]:
+        """(worker -> rank, of those that take part: whose engine is up and has nothing to do; why
+        there are none)."""
         most = sum(map(len, groups)) - self._config.trainer.replicas
         alive = {name for name, worker in self._hub.dedicated() if worker.alive}
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
-        up = [name for name in names if name in self._up & alive]
-        if len(self._hub.ledger):
-            return {}
-        return {name: self._rollouts[int(name.partition("-")[2])] for name in up[: max(0, most)]}
+        up = [name for name in names if name in self._up and name in alive]
+        if turns := len(self._hub.ledger):
+            return {}, f"{turns} turns are not over"
+        if not up:
+            return {}, "no replica is up beside an engine that is"
+        if most <= 0:
+            return {}, "the batch has no more rows than there are trainer ranks"
+        return {name: self._rollouts[int(name.partition("-")[2])] for name in up[:most]}, ""
 
-    async def _put_away(self, ranks: list[int]) -> None:
+    def _put_away(self, ranks: list[int]) -> None:
+        """Who holds the devices is open until these engines have woken again: nobody waits for one
+        that hangs before that."""
+        self._answers = {}
+        if not ranks:
+            return
         self._ranks[p.Role.ROLLOUT] = dict(enumerate(ranks))
-        await self.to(p.Role.TRAINER)
+        self.holder = None
+        self._turn += 1
+        for rank in ranks:
+            self._send(rank, p.Sleep(self._turn))
 
     def _deal(self, step: int, groups: list[Group], chosen: dict[str, int]) -> dict[str, list[int]]:
-        """The rows of each, also of one that has died meanwhile."""
+        """The rows of each. Trainer ranks have theirs when this returns."""
         self._clear()
-        self._folder.mkdir()
+        folder = self._folder([self._up[worker] for worker in chosen])
         self._step, self._rows, self._found = step, {}, {}
+        self._orders, self._ordered = {}, {}
         shares = self._training.share(step, groups, len(chosen))
         asked = {}
-        for (worker, rank), messages in zip(chosen.items(), shares, strict=True):
+        for worker, messages in zip(chosen, shares, strict=True):
             asked[worker] = [row for m in messages[1:] for row in m.indices]
-            if not asked[worker] or worker not in self._up:
+            if not asked[worker]:
                 continue
             self._rows[worker] = asked[worker]
-            file = str(self._folder / f"{worker}.h5")
+            file = str(folder / f"{worker}-step-{step}")
             order = p.ComputeGradient(step, self._hub.version, self._hub.store, file)
-            for message in (order, *messages):
-                self._send(rank, message)
+            self._orders[worker] = [order, *messages]
         return asked
 
-    def _give_up(self, worker: str, why: str) -> None:
+    def _folder(self, nbytes: list[int]) -> Path:
+        """A new one for so many files: of the machine's memory where that has room."""
+        room = shutil.disk_usage(self._near.parent).free
+        folder = self._near if sum(nbytes) * ROOM <= room else self._far
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def _give_up(self, worker: str, began: float, own_s: float) -> None:
         del self._rows[worker]
-        self._on_fault("replica given up", f"{worker}: {why}; the trainer computes its rows")
+        self._stopped.add(worker)
+        del self._up[worker]
+        rank = self._rollouts[int(worker.partition("-")[2])]
+        self._send(rank, p.StopReplica())
+        if self._orders.pop(worker, None) is not None:
+            why = f"its engine has not fallen asleep in {time.monotonic() - began:.1f} s"
+        else:
+            spent = time.monotonic() - self._ordered[worker]
+            why = (
+                f"no gradient of step {self._step} in {spent:.1f} s, "
+                f"{spent / max(own_s, 1e-3):.1f} times as long as trainer ranks took for their part"
+            )
+        key, patience_s = "trainer.elastic_replicas", PATIENCE * self._config.trainer.step_timeout_s
+        self._on_fault(
+            "replica given up",
+            f"{worker}: {why}; the trainer computes its rows, and the run goes on without this "
+            f"replica. Give it what a trainer rank has (rollout.threads), let it be waited for "
+            f"longer than {patience_s:.0f} s, a tenth of trainer.step_timeout_s, or lower "
+            f"{key}={self._config.elastic_replicas}",
+        )

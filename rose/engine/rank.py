@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
@@ -238,7 +239,11 @@ class RolloutWorker:
                     return await engine.sleep()
                 except Exception:
                     if not await self._died(engine):
-                        raise
+                        if self._replica is None:
+                            raise
+                        # the step goes on: another engine is started when this one is to wake
+                        print(f"{self.name}: {traceback.format_exc()}", flush=True)
+                        await engine.shutdown()
         return NOTHING
 
     async def _wake(self) -> Moved:
@@ -303,14 +308,14 @@ class RolloutWorker:
                     task = self._tasks.spawn(self._load(message))
                     self._load_tasks.add(task)
                     task.add_done_callback(self._load_tasks.discard)
-                    if self._replica is not None:  # which has it by the time it works
-                        self._order_replica(message)
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
                 case p.ComputeGradient():
                     self._order_replica(message)
                 case p.TrainStep() | p.TrainPart():
                     self._replica.order(message)
+                case p.StopReplica():
+                    self._replica.stop()
                 case p.SiblingTurns():
                     self._hints.append(message.turns)
                     self._groups_ended += message.ended
@@ -447,6 +452,8 @@ class RolloutWorker:
         )
         took = (seconds, loaded.pause_s, loaded.nbytes)
         self._send(p.VersionLoaded(self.name, incarnation, m.version, *took))
+        if self._replica is not None:  # not before: the step waits for the engine alone
+            self._order_replica(m)
 
     async def _mirrored(self, edge: str) -> str | None:
         """The node's mirror, once the edge is complete in it or won't be."""

@@ -20,14 +20,15 @@ from rose import processes
 from rose import protocol as p
 from rose.comm import frames, mpi_process
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
-from rose.config import Config
+from rose.config import Config, check_model, read_shape
 
 FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
 READ_BYTES = 2**20  # at once from the channel
 
 
 class Replica:
-    """`model`: the model's folder; `send` is to the coordinator."""
+    """`model`: the model's folder; `send` is to the coordinator. Raises `ConfigError` for a model
+    that has no replicas."""
 
     def __init__(
         self,
@@ -37,19 +38,22 @@ class Replica:
         worker: str,
         send: Callable[[p.Message], None],
     ) -> None:
+        check_model(config, read_shape(model))  # the launcher may not have known its shape
         self._config, self._worker, self._send = config, worker, send
         self._arguments = ["--config", str(run_dir / "config.json"), "--model", str(model)]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready = False
-        self._computes = False
+        self._computes = self._stopped = False
         self._gone = asyncio.Event()  # nobody is on the device
 
     async def keep(self) -> None:
-        """Until it is cancelled, or the last one has died."""
+        """Until it is cancelled, stopped, or the last one has died."""
         for restarts_left in range(self._config.rollout.engine_restarts, -1, -1):
             reader = await self._start()
             try:
+                if self._stopped:
+                    return
                 why = await self._pass_on(reader)
             finally:
                 self._kill()
@@ -57,6 +61,8 @@ class Replica:
                 self._writer.close()
                 self._ready = self._computes = False
                 self._gone.set()
+            if self._stopped:
+                return
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             self._send(p.ReplicaLost(self._worker, why or how, restarts_left > 0))
 
@@ -65,6 +71,13 @@ class Replica:
         if self._ready and not self._writer.is_closing():
             self._computes |= isinstance(message, p.ComputeGradient)
             self._writer.write(frames.frame(encode(message)))
+
+    def stop(self) -> None:
+        """It ends, as does what it computes, and no other is started. Nobody is told: the
+        coordinator ordered it."""
+        self._stopped = True
+        if self._process is not None:
+            self._kill()
 
     async def leave_device(self) -> None:
         """Returns when it computes nothing: one that does is killed, whose sum comes too late."""

@@ -316,8 +316,16 @@ def replica(c: Config, shape: ModelShape) -> Estimate:
     weights = float(BYTES[t.dtype] * shape.parameters)
     items = {"weights": weights, "gradients": 4.0 * shape.parameters}
     firm = sum(items.values()) / GIB
-    host = {"weights between steps": weights / GIB} if c.cluster.gpus else {}
-    return Estimate(_gib(c, items | _in_a_pass(alone, shape)), firm, host=host)
+    # a file is there from its replica's end of work until the step's end, in /dev/shm
+    host = {"weights between steps": weights if c.cluster.gpus else 0.0}
+    host |= {"file of the gradient": items["gradients"]}
+    host |= {"staged blocks": min(GIB * c.transfer.stage_gib, weights)}
+    host |= {"offloaded activations": _kept_on_host(alone, shape) if t.offload_activations else 0}
+    return Estimate(
+        _gib(c, items | _in_a_pass(alone, shape)),
+        firm,
+        host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
+    )
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:

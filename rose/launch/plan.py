@@ -154,8 +154,6 @@ def _check_replicas(
     """On a GPU a replica has what an engine leaves that sleeps there, and leaves it its share; on
     CPUs all are there at once."""
     each, key = memory.replica(c, shape), f"trainer.elastic_replicas={c.elastic_replicas}"
-    if shape.experts:
-        raise ConfigError(f"{key}: not tried with a mixture of experts; set it to 0")
     trainer, rollout = estimates[Role.TRAINER], estimates[Role.ROLLOUT]
     offloaded, staged = memory.host_gib(c, trainer, rollout)
     wanted = offloaded + staged + c.elastic_replicas * sum(each.host.values())

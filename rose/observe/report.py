@@ -146,12 +146,15 @@ def _replicas(steps: list[dict[str, Any]]) -> str:
     share = series.mean_of(steps, "replica_token_share")
     if share is None:
         return ""
-    waited = series.mean_of(steps, "seconds_replica_wait") or 0.0
+    waited, read = (
+        series.mean_of(steps, f"seconds_replica_{key}") or 0.0 for key in ("wait", "read")
+    )
     lost = sum(row.get("replicas_lost") or 0 for row in steps)
     return (
         f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {share:.0%} of the "
-        f"batches' tokens; the trainer waited {waited:.2g} s a step for them. Parts of the batch "
-        f"that it computed instead of one that was lost: {lost}.</p>"
+        f"batches' tokens; the trainer waited {waited:.2g} s a step for them, and read their "
+        f"gradients in {read:.2g} s. Parts of the batch that it computed instead of one that was "
+        f"lost: {lost}.</p>"
     )
 
 

@@ -23,6 +23,7 @@ import torch
 from rose import config as configuration
 from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
+from rose.processes import usable_threads
 from rose.trainer import kernels, mixture, sums
 from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.checkpoint_writer import CheckpointWriter
@@ -235,7 +236,7 @@ class DeepSpeedEngine(Saving):
         """Add gradients that others computed to this rank's share, between the update's last
         backward pass and `update`. Raises as `sums.Sum`."""
         for file in files:
-            with sums.Sum(file) as found:
+            with sums.Sum(file, self.settings.threads or usable_threads()) as found:
                 for name, held, begin in sums.held(
                     self.engine.optimizer, self.policy.named_weights(), self.settings.zero_stage
                 ):

@@ -28,6 +28,7 @@ from rose.trainer.experts import parts
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree, obstacle
 from rose.trainer.step import NEVER, Step, TrainingDiverged
+from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.transfer import codec
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
@@ -54,18 +55,33 @@ class ReplicaEngine:
         self._weights = self.policy.named_weights()
         # where versions are received; on a CPU what the model computes with, too
         self.host = {name: parameter.detach() for name, parameter in self._weights}
+        self.nbytes = 4 * sum(parameter.numel() for _, parameter in self._weights)  # of a gradient
         self._sums: dict[str, Tensor] = {}
         for name, parameter in self._weights:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._add(name, p))
-        if config.trainer.share_prefixes and not obstacle(self.policy.hf.config):
-            if not on_gpu:
-                self.policy.use_stretches()
-            elif not self.policy.why_not_flex(device):
-                self.policy.use_flex()
+        self.no_trees = ""  # why micro-batches can't be prefix trees here
+        trees = config.trainer.share_prefixes and not obstacle(self.policy.hf.config)
+        self._tries_flex = trees and on_gpu  # while the engine sleeps: it has the device until then
+        if trees and not on_gpu:
+            self.policy.use_stretches()
 
     def take_device(self) -> None:
         for name, parameter in self._weights:
             parameter.data = self.host[name].to(self.device)
+        if self._tries_flex:
+            self._tries_flex = False
+            self.try_flex()
+
+    def try_flex(self) -> None:
+        """As a trainer rank does at its start, with the same bound for a mask of all pairs."""
+        tokens = self.settings.micro_batch_tokens
+        if not (why := self.policy.why_not_flex(self.device)):
+            self.policy.use_flex()
+        elif tokens > DENSE_TOKENS:
+            self.no_trees = (
+                f"no prefix trees of trainer.micro_batch_tokens={tokens} beside this engine, whose "
+                f"mask of all pairs takes too much memory above {DENSE_TOKENS}; without it: {why}"
+            )
 
     def give_device_back(self) -> None:
         """On a GPU all but CUDA's context."""
@@ -131,8 +147,9 @@ class Replica:
         step: protocol.TrainStep,
         rows: dict[int, protocol.Trajectory],
     ) -> protocol.GradientSum:
-        """Raises `TransferError` where the version can't be had, and `ValueError` as `Trainer`. A
-        loss that is not finite is told by the statistics, as the trainer ranks have to end."""
+        """Raises `TransferError` where the version can't be had, `ValueError` as `Trainer`, and
+        `RuntimeError` where prefix trees are ordered that this device can't compute. A loss that is
+        not finite is told by the statistics, as the trainer ranks have to end."""
         with self.recorder.timed("replica_weights", version=order.version):
             self.receive(order.version, order.store)
         with self.recorder.timed("replica_gradient", step=order.step):
@@ -148,6 +165,8 @@ class Replica:
         step: protocol.TrainStep,
         rows: dict[int, protocol.Trajectory],
     ) -> protocol.GradientSum:
+        if step.trees and self.engine.no_trees:
+            raise RuntimeError(self.engine.no_trees)
         current = Step(self, order.step)
         current.extend(step, rows)
         try:

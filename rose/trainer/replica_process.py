@@ -41,7 +41,7 @@ def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) ->
     def send(message: p.Message) -> None:
         channel.sendall(frames.frame(encode(message)))
 
-    send(p.ReplicaReady(name, os.getpid()))
+    send(p.ReplicaReady(name, os.getpid(), replica.engine.nbytes))
     received = frames.Frames(channel, FRAME_BYTES)
     order: p.ComputeGradient | None = None
     step: p.TrainStep | None = None

@@ -56,7 +56,8 @@ class Step:
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
         self.others: list[protocol.GradientSum] = []  # replicas', of the same step
-        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
+        zero = torch.zeros((), device=self.device)
+        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no cycle: it is freed at once
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
@@ -96,7 +97,9 @@ class Step:
         for number, micro_batches in enumerate(self.updates):
             with self._phase("forward_backward"):
                 self._accumulate(number, micro_batches, proximal)
-                self._add_others()
+            if self.others:
+                with self._phase("replica_read"):
+                    self._add_others()
             with self._phase("optimizer"):
                 norm, lr = self._apply(number, stepped if number == len(self.updates) - 1 else None)
             norms.append(norm)
@@ -233,7 +236,7 @@ class Step:
         start = time.time()
         with self.recorder.timed(name, step=self.number):
             yield
-        self.seconds[name] += time.time() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - start
 
 
 def _padded(of_turns: list[list[float]], dtype: torch.dtype, behind: float) -> Tensor | None:

@@ -1,54 +1,135 @@
 """Gradients that a replica computed, in a file, and the trainer rank's own share of which they
 become a part.
 
-Left out: the way over MPI. The file is in the run's folder, which all ranks see; each trainer rank
-reads what it owns. A file has its name once it is whole, and HDF5 checks every chunk that is read.
+    blocks of up to BLOCK float32 values, parameter after parameter | index | its length, its
+    checksum and MAGIC
+
+The index (msgpack) is parameter -> (values, first byte, xxh3-64 of each block). Nobody maps the
+file into memory or gives it to HDF5: a disk that is full or damaged would end the process then,
+instead of an error (rose/transfer/store.py, `image`).
+
+Left out: the way over MPI, so replicas are on the trainer's machine. Each trainer rank reads what
+it owns. A file has its name once it is whole.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import h5py
+import msgspec
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from rose.files import whole
 
-CHUNK = 2**20  # values that have a checksum of their own
+BLOCK = 2**20  # values that have a checksum of their own
+THREADS = 8  # that read one file: so many blocks are in memory
+MAGIC = b"rosesum1"
+_TAIL = struct.Struct("<QQ8s")
+
+Index = dict[str, tuple[int, int, list[int]]]
 
 
 def write(file: str | Path, gradients: Iterable[tuple[str, Tensor]]) -> None:
     """(name, float32 gradient) of every parameter. Raises OSError that names the file."""
-    with whole(Path(file)) as part, h5py.File(part, "w", locking=False) as found:
+    index: Index = {}
+    with whole(Path(file)) as part, part.open("wb") as out:
+        at = 0
         for name, gradient in gradients:
-            values = gradient.reshape(-1).cpu().numpy()
-            chunk = (min(CHUNK, len(values)),)
-            found.create_dataset(name, data=values, chunks=chunk, fletcher32=True)
+            values: np.ndarray = gradient.reshape(-1).cpu().numpy()
+            digests = []
+            for begin in range(0, len(values), BLOCK):
+                block = memoryview(values[begin : begin + BLOCK]).cast("B")
+                digests.append(xxhash.xxh3_64_intdigest(block))
+                out.write(block)
+            index[name] = (len(values), at, digests)
+            at += values.nbytes
+        words = msgspec.msgpack.encode(index)
+        out.write(words + _TAIL.pack(len(words), xxhash.xxh3_64_intdigest(words), MAGIC))
 
 
 class Sum:
-    """A file that `write` has written. Raises OSError for one that is not there or is damaged."""
+    """A file that `write` has written. Raises OSError that names it if it is not there, is damaged,
+    or lacks what is asked for."""
 
-    def __init__(self, file: str | Path) -> None:
-        self._file = h5py.File(file, "r", locking=False)
+    def __init__(self, file: str | Path, threads: int = 1) -> None:
+        self._path = str(file)
+        self._file = os.open(file, os.O_RDONLY)
+        self._pool = ThreadPoolExecutor(threads := min(threads, THREADS))
+        self._threads = threads
+        try:
+            self._index = self._read_index()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> Sum:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._pool.shutdown()
+        os.close(self._file)
 
     def add(self, name: str, held: Tensor, begin: int) -> None:
         """Add values `begin` and following of the parameter to `held` (n,), a part of its
         gradient."""
-        values: np.ndarray = self._file[name][begin : begin + len(held)]
-        if len(values) != len(held):
-            raise OSError(f"{self._file.filename}: {name} has fewer values than the trainer's")
-        held.add_(torch.from_numpy(values).to(held.device))
+        end = begin + len(held)
+        if name not in self._index:
+            raise OSError(f"{self._path}: it has no {name}, which the trainer has")
+        count = self._index[name][0]
+        if count < end:
+            raise OSError(f"{self._path}: {name} has fewer values ({count}) than the trainer's")
+        blocks = range(begin // BLOCK, -(-end // BLOCK))
+        # read and checked by threads, a few at a time; added in the caller's thread and stream
+        for first in range(0, len(blocks), self._threads):
+            some = blocks[first : first + self._threads]
+            for block, values in zip(
+                some, self._pool.map(lambda at: self._block(name, at), some), strict=True
+            ):
+                of = block * BLOCK  # index of its first value
+                lo, hi = max(begin, of), min(end, of + len(values))
+                found = torch.from_numpy(values[lo - of : hi - of])
+                held[lo - begin : hi - begin].add_(found.to(held.device))
+
+    def _block(self, name: str, number: int) -> np.ndarray:
+        count, at, digests = self._index[name]
+        size = min(BLOCK, count - number * BLOCK)
+        data = self._read(at + 4 * number * BLOCK, 4 * size)
+        if xxhash.xxh3_64_intdigest(data) != digests[number]:
+            raise OSError(f"{self._path}: damaged in {name}")
+        return np.frombuffer(data, np.float32)
+
+    def _read_index(self) -> Index:
+        end = os.fstat(self._file).st_size - _TAIL.size
+        if end < 0:
+            raise OSError(f"{self._path}: damaged: {end + _TAIL.size} bytes only")
+        length, digest, magic = _TAIL.unpack(self._read(end, _TAIL.size))
+        if magic != MAGIC or length > end:
+            raise OSError(f"{self._path}: damaged at its end")
+        words = self._read(end - length, length)
+        if xxhash.xxh3_64_intdigest(words) != digest:
+            raise OSError(f"{self._path}: damaged in its index")
+        return msgspec.msgpack.decode(words, type=Index)
+
+    def _read(self, at: int, size: int) -> bytearray:
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size:
+            try:
+                got = os.preadv(self._file, [view[done:]], at + done)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._path) from None
+            if not got:
+                raise OSError(f"{self._path}: damaged: it ends at byte {at + done}")
+            done += got
+        return data
 
 
 def held(

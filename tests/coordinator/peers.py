@@ -67,6 +67,7 @@ class Peers:
         self.replicas = {r.rank for r in ranks if r.role is p.Role.ROLLOUT}
         self.replicas = set(sorted(self.replicas)[: config.elastic_replicas])
         self.lost = set()  # (rank, step)
+        self.stopped = []  # (rank whose replica was given up, step that it was at work on)
         self.orders_of = {}  # replica's rank -> what it is to compute
         self.gradients = {}  # file -> its rows: number -> trajectory
         self.rows = {}  # of the step, of the trainer's own rounds
@@ -154,6 +155,7 @@ class Peers:
             self.awake.discard(rank)
             return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
 
+        assert rank not in self.replicas or self.training, "the trainer waits for engines"
         self.orders.append((self.role[rank].role, "sleep"))
         self.say(rank, slept, PROMPT if self.role[rank].role is p.Role.TRAINER else None)
 
@@ -373,6 +375,9 @@ class Peers:
     def _ComputeGradient(self, rank, m):
         assert self.asleep(rank) and (m.version, m.step) == (self.step, self.step + 1)
         self.orders_of[rank] = m
+
+    def _StopReplica(self, rank, m):
+        self.stopped.append((rank, self.orders_of[rank].step if rank in self.orders_of else 0))
 
     def step_of_shared(self, rank, m):
         assert m.step == self.step + 1, "a step is trained once"

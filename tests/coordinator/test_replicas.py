@@ -1,6 +1,8 @@
 """Replicas on engines' devices take a part of every batch: each row is trained once, whoever dies,
 and engines are asleep as long as a replica has their device."""
 
+from pathlib import Path
+
 import pytest
 
 from rose import protocol as p
@@ -9,6 +11,7 @@ from rose.coordinator.coordinator import Stopped
 from rose.launch.layout import layout
 from rose.observe.metrics import read_metrics, rows_of
 from rose.trainer import checkpoint
+from rose.transfer.mirror import choose_path
 from tests.coordinator import peers
 
 STEPS = 4
@@ -53,6 +56,7 @@ def test_replicas_compute_a_part_of_each_step_and_the_same_groups_are_trained(
     assert all(0.3 < row["replica_token_share"] < 1 for row in rows)
     assert peer.rounds == STEPS and peer.awake == set(ranks_of(config(*gpus)))
     assert not (tmp_path / "shared" / replicas.FOLDER).exists()
+    assert not choose_path(tmp_path / "shared").exists()
     assert peer.turns_asleep == 0
 
 
@@ -93,7 +97,7 @@ def test_one_that_hangs_is_given_up_and_its_late_gradient_is_not_applied(
             return super().computed(rank, rows)
 
         def ahead_of_shared(self, rank, step):
-            if said.count(step) < (1 if step == 2 else 2):
+            if said.count(step) < (2 if step == 1 else 1):
                 self.say(rank, lambda: self.ahead_of_shared(rank, step))
                 return None
             return super().ahead_of_shared(rank, step)
@@ -102,9 +106,125 @@ def test_one_that_hangs_is_given_up_and_its_late_gradient_is_not_applied(
     _, peer = peers.run(made, tmp_path)
     assert len(peer.trained) == STEPS and said.count(2) == 2
     rows = rows_of(read_metrics(tmp_path), "step")
-    assert rows[1]["replicas_lost"] == 1
+    assert [(row["replicas"], row["replicas_lost"]) for row in rows] == [
+        (2, 0),
+        (2, 1),
+        (1, 0),
+        (1, 0),
+    ]
+    assert peer.stopped == [(ranks_of(made)[1], 2)]
     [fault] = [row["detail"] for row in read_metrics(tmp_path) if row["kind"] == "fault"]
-    assert "no gradient of step 2 in time; the trainer computes its rows" in fault
+    assert "rollout-1: no gradient of step 2 in" in fault and "times as long as" in fault
+    assert "the trainer computes its rows" in fault and "lower trainer.elastic_replicas=2" in fault
+
+
+def test_an_engine_that_does_not_fall_asleep_costs_its_replica_and_not_the_run(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(replicas, "PATIENCE", 1e-4)
+    made = config()
+    first, second = ranks_of(made)
+
+    class Hangs(peers.Peers):
+        """The engine of the second is awake until the trainer has done step 2."""
+
+        def _Sleep(self, rank, m):
+            def hangs():
+                if self.step < 2:
+                    self.say(rank, hangs)
+                    return None
+                return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
+
+            if rank == second and self.step == 1:
+                self.say(rank, hangs)
+            else:
+                super()._Sleep(rank, m)
+
+        def ahead_of_shared(self, rank, step):
+            if len(self.gradients) < (2 if step == 1 else 1):
+                self.say(rank, lambda: self.ahead_of_shared(rank, step))
+                return None
+            return super().ahead_of_shared(rank, step)
+
+    monkeypatch.setattr(peers, "Peers", Hangs)
+    _, peer = peers.run(made, tmp_path)
+    _, alone = peers.run(config("trainer.elastic_replicas=0"), tmp_path / "alone")
+    assert trained(peer) == trained(alone) and len(peer.trained) == STEPS
+    assert peer.stopped == [(second, 0)] and peer.awake == {first, second}
+    [fault] = [row["detail"] for row in read_metrics(tmp_path) if row["kind"] == "fault"]
+    assert "rollout-1: its engine has not fallen asleep in" in fault
+
+
+def test_a_late_word_of_an_earlier_step_is_not_the_gradient_of_this_one(
+    config, tmp_path, monkeypatch
+):
+    class Late(peers.Peers):
+        """What each replica said of step 2 comes again, behind its order of step 3."""
+
+        files = {}
+        taken = {}
+
+        def _ComputeGradient(self, rank, m):
+            super()._ComputeGradient(rank, m)
+            self.files[rank, m.step] = m.file
+            if m.step == 3:
+                name = f"rollout-{self.role[rank].index}"
+                found = p.GradientSum(self.files[rank, 2], {"loss": 0.5}, 1.0)
+                self.say(rank, p.GradientComputed(name, 2, found, 0.1))
+
+        def step_of_shared(self, rank, m):
+            super().step_of_shared(rank, m)
+            if m.sums:
+                self.taken[m.step] = sorted(each.file for each in m.sums)
+
+    monkeypatch.setattr(peers, "Peers", Late)
+    _, peer = peers.run(config(), tmp_path)
+    assert len(set(peer.files.values())) == 2 * STEPS
+    for step in range(1, STEPS + 1):
+        given = sorted(file for (_, of), file in peer.files.items() if of == step)
+        assert peer.taken[step] == given
+
+
+def test_a_step_without_replicas_says_why(config, tmp_path, monkeypatch):
+    class None_(peers.Peers):
+        def say(self, rank, message, about=None):
+            if not isinstance(message, p.ReplicaReady):
+                super().say(rank, message, about)
+
+    monkeypatch.setattr(peers, "Peers", None_)
+    _, peer = peers.run(config(), tmp_path)
+    assert len(peer.trained) == STEPS
+    [said] = [
+        row["detail"] for row in read_metrics(tmp_path) if row.get("what") == "no replica trains"
+    ]
+    assert said == "step 1: no replica is up beside an engine that is"
+
+
+def test_gradients_are_in_the_machines_memory_if_it_has_room_and_nothing_is_left(
+    config, tmp_path, monkeypatch
+):
+    for nbytes, parent in ((4, choose_path(tmp_path).parent), (2**60, tmp_path)):
+        files = []
+
+        class Needs(peers.Peers):
+            def say(self, rank, message, about=None, need=nbytes):
+                if isinstance(message, p.ReplicaReady):
+                    message = p.ReplicaReady(message.worker, message.pid, need)
+                super().say(rank, message, about)
+
+            def _ComputeGradient(self, rank, m, seen=files):
+                super()._ComputeGradient(rank, m)
+                Path(m.file).write_bytes(b"a gradient")
+                seen.append(Path(m.file))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(peers, "Peers", Needs)
+            (tmp_path / str(nbytes)).mkdir()
+            (tmp_path / str(nbytes) / replicas.FOLDER).mkdir()  # a killed attempt's
+            peers.run(config(), tmp_path / str(nbytes))
+        assert len(files) == 2 * STEPS
+        assert all(parent in file.parents for file in files)
+        assert not any(file.parent.exists() for file in files)
 
 
 def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(config, tmp_path):

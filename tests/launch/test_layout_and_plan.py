@@ -142,7 +142,16 @@ def test_memory_for_replicas_is_there_beside_engines_on_cpus_and_instead_of_them
     c = make_config("trainer.elastic_replicas=1", "rollout.workers=2")
     trainer, engine, each = (f(c, shape) for f in (memory.trainer, memory.rollout, memory.replica))
     assert each.firm == pytest.approx(8 * shape.parameters / 2**30)
-    whole = trainer.total + 2 * engine.total + each.total
+    assert each.host["file of the gradient"] == pytest.approx(4 * shape.parameters / 2**30)
+    assert 0 < each.host["staged blocks"] <= c.transfer.stage_gib
+    offloads = make_config(
+        "trainer.elastic_replicas=1",
+        "trainer.offload_activations=true",
+        "trainer.gradient_checkpointing=true",
+    )
+    more = memory.replica(offloads, shape).host["offloaded activations"]
+    assert more == memory.trainer(offloads, shape).host["offloaded activations"] > 0
+    whole = trainer.total + 2 * engine.total + each.total + sum(each.host.values())
     whole += sum(memory.host_gib(c, trainer, engine))
     plan.make(c, shape, host_gib=whole + 1)
     with pytest.raises(ConfigError, match=rf"elastic_replicas=1: {whole:.1f} GiB of trainer"):

@@ -147,10 +147,11 @@ def test_the_report_tells_what_replicas_did(tmp_path):
     metrics = MetricsWriter(run, tensorboard=False)
     for step, share, lost in ((1, 0.5, 0), (2, 0.0, 2)):
         row = {"replica_token_share": share, "seconds_replica_wait": 1.5, "replicas_lost": lost}
-        metrics.write(step, row)
+        metrics.write(step, row | {"seconds_replica_read": 0.5})
     metrics.close()
     html = build_report(run).read_text()
     assert "computed 25% of the batches' tokens; the trainer waited 1.5 s a step for them" in html
+    assert "and read their gradients in 0.5 s." in html
     assert "instead of one that was lost: 2." in html
 
 

@@ -37,10 +37,18 @@ def run(folder, steps: list, stage: int, ranks: int, *settings: str) -> list[tup
     return list(zip(metrics[::2], metrics[1::2], strict=True))
 
 
+def kept(folder, step: int, rank: int) -> tuple[dict, dict]:
+    """Of the step without replicas and of the one with them: parameter -> its gradient, and
+    "<parameter> after" -> its weights after the update."""
+    files = (np.load(folder / f"{name}{step}-{rank}.npz") for name in ("alone", "shared"))
+    alone, shared = ({name: found[name] for name in found.files} for found in files)
+    return alone, shared
+
+
 def apart(folder, step: int, rank: int) -> float:
     """How far the gradients of the two are apart, of their norm."""
-    alone, shared = (np.load(folder / f"{name}{step}-{rank}.npz") for name in ("alone", "shared"))
-    names = [name for name in alone.files if not name.endswith(" after")]
+    alone, shared = kept(folder, step, rank)
+    names = [name for name in alone if not name.endswith(" after")]
     size = np.sqrt(sum(np.square(alone[name]).sum() for name in names))
     assert size > 1e-3
     return np.sqrt(sum(np.square(alone[n] - shared[n]).sum() for n in names)) / size
@@ -51,7 +59,7 @@ def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, 
     metrics = run(tmp_path, STEPS, stage, ranks)
     for step, (alone, shared) in enumerate(metrics):
         for rank in range(ranks):
-            assert apart(tmp_path, step, rank) < 1e-6, (step, rank)
+            assert apart(tmp_path, step, rank) < 3e-6, (step, rank)
         for name, value in alone.items():
             if not name.startswith("seconds_"):
                 assert shared[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
@@ -65,3 +73,23 @@ def test_in_bfloat16_a_replica_has_the_trainers_weights_and_adds_up_in_float32(t
         assert apart(tmp_path, step, 0) < 0.03, step
         assert shared["entropy"] == pytest.approx(alone["entropy"], rel=1e-4)
         assert shared["mismatch_abs"] == pytest.approx(alone["mismatch_abs"], rel=1e-3)
+
+
+def test_in_bfloat16_under_zero_3_every_parameter_gets_its_gradient_and_is_updated_alike(tmp_path):
+    settings = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
+    lr = 0.01
+    run(tmp_path, [(1, 2, 0), (2, 1, 0)], 3, 2, *settings)
+    for step in range(2):
+        for rank in range(2):
+            alone, shared = kept(tmp_path, step, rank)
+            parameters = [name for name in alone if not name.endswith(" after")]
+            assert len(parameters) > 10
+            for name in parameters:
+                size = np.linalg.norm(alone[name])
+                far = np.linalg.norm(alone[name] - shared[name])
+                # a micro-batch of other rows is rounded otherwise, by a few percent of a parameter
+                assert far <= 0.1 * size, (step, rank, name, far / size)
+                after, other = alone[f"{name} after"], shared[f"{name} after"]
+                # Adam's step is as long as the learning rate at most, whatever the gradient
+                assert np.linalg.norm(after - other) <= 0.2 * lr * np.sqrt(after.size), (step, name)
+                np.testing.assert_allclose(after, other, rtol=0, atol=2.1 * lr)

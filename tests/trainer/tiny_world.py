@@ -296,7 +296,7 @@ class Helpers:
         from rose.comm.wire import encode
 
         channel = self._channels[number]
-        file = self._folder / f"gradient{number}-{step.step}.h5"
+        file = self._folder / f"gradient{number}-{step.step}"
         order = p.ComputeGradient(step.step, version, self._store, str(file))
         if version % 2:  # the order finds it there
             channel[0].sendall(frames.frame(encode(p.LoadVersion(version, self._store))))

@@ -256,6 +256,11 @@ def _check_replicas(c: Config, need: Need) -> None:
     for wrong, other, right in (
         (c.eval.beside, "eval.beside", "false: engines that evaluate can't sleep"),
         (c.deterministic, "deterministic", "false: gradients are summed in another order"),
+        (
+            c.transfer.broadcast == "nccl",
+            "transfer.broadcast",
+            "auto or mpi: NCCL keeps memory of an engine's device while that sleeps",
+        ),
         (t.stream, "trainer.stream", "false: the trainer works while trajectories run"),
         (t.updates_per_step > 1, "trainer.updates_per_step", "1: they get weights once a step"),
         (t.lora is not None, "trainer.lora", "null: not tried with an adapter"),

@@ -32,6 +32,11 @@ def check_model(c: Config, shape: ModelShape) -> None:
             f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "
             f"{shape.experts} experts, whose weights are all trained: trainer.lora=null"
         )
+    if shape.experts and c.elastic_replicas:
+        raise ConfigError(
+            f"trainer.elastic_replicas={c.elastic_replicas}: not tried with a mixture of "
+            f"{shape.experts} experts, as model {c.model.name} is; trainer.elastic_replicas=0"
+        )
     for target in lora.targets if lora else ():
         if lora.rank > (least := min(shape.projections[target])):
             raise ConfigError(
