@@ -90,6 +90,9 @@ def test_in_bfloat16_under_zero_3_every_parameter_gets_its_gradient_and_is_updat
                 # a micro-batch of other rows is rounded otherwise, by a few percent of a parameter
                 assert far <= 0.1 * size, (step, rank, name, far / size)
                 after, other = alone[f"{name} after"], shared[f"{name} after"]
-                # Adam's step is as long as the learning rate at most, whatever the gradient
-                assert np.linalg.norm(after - other) <= 0.2 * lr * np.sqrt(after.size), (step, name)
-                np.testing.assert_allclose(after, other, rtol=0, atol=2.1 * lr)
+                # of steps of about a third of the learning rate; measured: 0.005 and 0.03 of it
+                assert np.linalg.norm(after - other) <= 0.03 * lr * np.sqrt(after.size), (
+                    step,
+                    name,
+                )
+                np.testing.assert_allclose(after, other, rtol=0, atol=0.15 * lr)
