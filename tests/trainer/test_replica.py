@@ -4,6 +4,9 @@ without them, with any number of them and every ZeRO stage, on real processes.""
 import numpy as np
 import pytest
 
+from rose import protocol as p
+from rose.observe.recorder import NullRecorder
+from rose.trainer import replica
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow
@@ -96,3 +99,14 @@ def test_in_bfloat16_under_zero_3_every_parameter_gets_its_gradient_and_is_updat
                     name,
                 )
                 np.testing.assert_allclose(after, other, rtol=0, atol=0.15 * lr)
+
+
+def test_where_a_replica_cannot_have_trees_an_order_with_some_says_why(make_config, tmp_path):
+    made = make_config("trainer.elastic_replicas=1", "trainer.micro_batch_tokens=16384")
+    found = replica.Replica(made, tiny_world.save_model(tmp_path / "model"), NullRecorder())
+    found.engine.try_flex()  # on a CPU there is none
+    order = p.ComputeGradient(1, 0, str(tmp_path), str(tmp_path / "sum"))
+    step = p.TrainStep(1, p.BatchSummary([], [], [], []), [[[]]], True, 0)
+    why = "micro_batch_tokens=16384 beside this engine.* flex attention trains on GPUs only"
+    with pytest.raises(RuntimeError, match=why):
+        found._compute(order, step, {})
