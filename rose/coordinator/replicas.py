@@ -19,6 +19,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rose import protocol as p
@@ -96,15 +97,16 @@ class Replicas(DeviceTurns):
             lambda: f"trainer ranks to compute their part of step {step}",
         )
         own_s = time.monotonic() - began
+        patience_s = max(PATIENCE * timeout_s, own_s)
         await self._changes.within(
             lambda: not self._rows,
-            max(PATIENCE * timeout_s, own_s),
+            patience_s,
             lambda: f"replicas to compute their part of step {step}: {', '.join(self._rows)}",
         )
         if self._answers:
             self._count(p.Role.ROLLOUT, "sleep")
         for worker in list(self._rows):
-            self._give_up(worker, began, own_s)
+            self._give_up(worker, began, own_s, patience_s)
         missing = [row for name in asked if name not in self._found for row in asked[name]]
         found = list(self._found.values())
         self._training.finish(sorted(missing), [each.gradient for each in found])
@@ -152,7 +154,8 @@ class Replicas(DeviceTurns):
         """For the row of a step that is over: nobody needs its gradients' files any more.
         `replica_token_share`: of the batch's tokens those that replicas computed;
         `seconds_replica`: from the order to the gradient, of the slowest; `seconds_replica_wait`:
-        what the ranks waited for it."""
+        what the ranks waited for it; the trainer's `seconds_replica_read`: to read and add the
+        gradients."""
         self._clear()
         row, self._row = self._row, {}
         return row
@@ -208,12 +211,14 @@ class Replicas(DeviceTurns):
 
     def _folder(self, nbytes: list[int]) -> Path:
         """A new one for so many files: of the machine's memory where that has room."""
-        room = shutil.disk_usage(self._near.parent).free
-        folder = self._near if sum(nbytes) * ROOM <= room else self._far
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
+        with suppress(OSError):  # as a mirror is: what is refused there costs time alone
+            if sum(nbytes) * ROOM <= shutil.disk_usage(self._near.parent).free:
+                self._near.mkdir(mode=0o700, exist_ok=True)
+                return self._near
+        self._far.mkdir(mode=0o700, exist_ok=True)
+        return self._far
 
-    def _give_up(self, worker: str, began: float, own_s: float) -> None:
+    def _give_up(self, worker: str, began: float, own_s: float, patience_s: float) -> None:
         del self._rows[worker]
         self._stopped.add(worker)
         del self._up[worker]
@@ -227,11 +232,11 @@ class Replicas(DeviceTurns):
                 f"no gradient of step {self._step} in {spent:.1f} s, "
                 f"{spent / max(own_s, 1e-3):.1f} times as long as trainer ranks took for their part"
             )
-        key, patience_s = "trainer.elastic_replicas", PATIENCE * self._config.trainer.step_timeout_s
         self._on_fault(
             "replica given up",
             f"{worker}: {why}; the trainer computes its rows, and the run goes on without this "
-            f"replica. Give it what a trainer rank has (rollout.threads), let it be waited for "
-            f"longer than {patience_s:.0f} s, a tenth of trainer.step_timeout_s, or lower "
-            f"{key}={self._config.elastic_replicas}",
+            f"replica. The ranks waited {patience_s:.1f} s after their part, which is {PATIENCE:g} "
+            "of trainer.step_timeout_s or as long as that part took. Give a replica what a trainer "
+            "rank has (rollout.threads), raise trainer.step_timeout_s, or lower "
+            f"trainer.elastic_replicas={self._config.elastic_replicas}",
         )

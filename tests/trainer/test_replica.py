@@ -4,6 +4,9 @@ without them, with any number of them and every ZeRO stage, on real processes.""
 import numpy as np
 import pytest
 
+from rose import protocol as p
+from rose.observe.recorder import NullRecorder
+from rose.trainer import replica
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow
@@ -90,6 +93,20 @@ def test_in_bfloat16_under_zero_3_every_parameter_gets_its_gradient_and_is_updat
                 # a micro-batch of other rows is rounded otherwise, by a few percent of a parameter
                 assert far <= 0.1 * size, (step, rank, name, far / size)
                 after, other = alone[f"{name} after"], shared[f"{name} after"]
-                # Adam's step is as long as the learning rate at most, whatever the gradient
-                assert np.linalg.norm(after - other) <= 0.2 * lr * np.sqrt(after.size), (step, name)
-                np.testing.assert_allclose(after, other, rtol=0, atol=2.1 * lr)
+                # of steps of about a third of the learning rate; measured: 0.005 and 0.03 of it
+                assert np.linalg.norm(after - other) <= 0.03 * lr * np.sqrt(after.size), (
+                    step,
+                    name,
+                )
+                np.testing.assert_allclose(after, other, rtol=0, atol=0.15 * lr)
+
+
+def test_where_a_replica_cannot_have_trees_an_order_with_some_says_why(make_config, tmp_path):
+    made = make_config("trainer.elastic_replicas=1", "trainer.micro_batch_tokens=16384")
+    found = replica.Replica(made, tiny_world.save_model(tmp_path / "model"), NullRecorder())
+    found.engine.try_flex()  # on a CPU there is none
+    order = p.ComputeGradient(1, 0, str(tmp_path), str(tmp_path / "sum"))
+    step = p.TrainStep(1, p.BatchSummary([], [], [], []), [[[]]], True, 0)
+    why = "micro_batch_tokens=16384 beside this engine.* flex attention trains on GPUs only"
+    with pytest.raises(RuntimeError, match=why):
+        found._compute(order, step, {})
