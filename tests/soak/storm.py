@@ -55,8 +55,8 @@ SMALL = (
     "trainer.checkpoint_every=10",
     "transfer.keep_versions=4",
 )
-START_S = 240.0
-JOIN_S = 240.0
+START_S = 900.0
+JOIN_S = 900.0
 STOP_S = 90.0
 
 
