@@ -289,7 +289,10 @@ def _replicas(plan: Plan) -> str:
     c = plan.config
     if not c.elastic_replicas:
         return ""
-    needs = "" if plan.shape is None else f", {memory.replica(c, plan.shape).total:.1f} GiB each"
+    needs = ""
+    if plan.shape is not None:
+        each = memory.replica(c, plan.shape)
+        needs = f", {each.total:.1f} GiB each and {sum(each.host.values()):.1f} in host memory"
     return f", replicas that train beside {c.elastic_replicas} of them{needs}"
 
 
