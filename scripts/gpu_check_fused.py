@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 from gpu_check_frame import Check, Impossible, Report
-from gpu_check_trainer import LIKE, _shape, batch, settings, spawn, started
+from gpu_check_trainer import LIKE, Training, _shape, batch, settings, spawn, started
 
 # A gain that is a loss: the option does nothing there but cost its compilation.
 NO_SLOWER = 0.95
@@ -20,20 +20,12 @@ HPZ = 2  # ranks of a group
 EXACT = 1e-5  # relative, of float32
 
 
-class Steps(msgspec.Struct):
-    dtype: str
-    groups: int
-    members: int  # rows of a group
-    shared: int  # tokens that its rows begin with
-    own: int  # tokens of each row behind them, made by the policy
-    micro_batch_tokens: int
-    checkpointing: bool
-    timed: int  # steps of each kind that are timed, behind one that is not
+class Steps(Training):
     ranks: int
 
 
-GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, 3, 1)
-CPU = Steps("float32", 2, 3, 24, 24, 256, True, 1, 1)
+GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 3, 1)
+CPU = Steps("float32", 2, 3, 24, 24, 256, True, False, 1, 1)
 GPU_HPZ = msgspec.structs.replace(GPU, ranks=4)
 CPU_HPZ = msgspec.structs.replace(CPU, ranks=4)
 
