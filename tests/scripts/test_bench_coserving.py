@@ -120,7 +120,7 @@ def serve():
     async def one(handler, trace, kwargs):
         app = web.Application()
         app.router.add_post("/v1/completions", handler)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # one hangs
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
