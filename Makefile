@@ -8,7 +8,8 @@ VENV := .venv
 # Compiled afterwards, on all cores (pip uses one); some files of packages are templates and can't be.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 PYTEST := $(VENV)/bin/python -m pytest -q --durations=10
-UNIT := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal -m "not slow"  # neighbours share what they made
+# One process more than cores: some tests wait. Neighbours share what they made.
+UNIT := $(PYTEST) -n $$(( $$(nproc) < 8 ? $$(nproc) + 1 : 8 )) --dist worksteal -m "not slow"
 SLOW := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
