@@ -160,17 +160,19 @@ class AllIdle(RoseProvisioning):
                 return actions + self._hybrid(cluster, RestWorker)
             case GroupFinished():
                 self._finished += 1
-            case TrajectoryEnded(trajectory=ended) if self._rolls and self._in_tail(ended, cluster):
+            case TrajectoryEnded(trajectory=ended, tokens=tokens) if (
+                self._rolls and tokens and self._in_tail(ended, cluster)
+            ):
                 self._rolls = False
                 return actions + self._hybrid(cluster, RestWorker)
         return actions
 
     def _in_tail(self, trajectory: str, cluster: Cluster) -> bool:
         """Whether what the trajectory leaves of the admitted groups, begun or not, is few enough
-        for the dedicated workers."""
+        for the dedicated workers. One that fails leaves its place to another."""
         if not (self._finished and self.hybrid_tail and cluster.group_size):
             return False
-        left = sum(max(0, cluster.group_size - ended) for ended in cluster.admitted.values())
+        left = sum(max(0, cluster.group_size - there) for there in cluster.admitted.values())
         left -= cluster.group_of.get(trajectory) in cluster.admitted
         dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
         return left <= self.hybrid_tail * dedicated

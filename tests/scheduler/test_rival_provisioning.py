@@ -445,6 +445,22 @@ def test_the_tail_is_of_trajectories_that_are_admitted_and_of_no_evaluation():
     assert used(s, "hybrid") == [] and len(s.cluster.group_of) == 9
 
 
+def test_a_trajectory_that_fails_leaves_the_tail_as_long_as_it_was():
+    s = all_idle(hybrid_tail=2.0)
+    s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=4))
+    work(s, 4, prefix="g0"), work(s, 4, prefix="g1")
+    for i in range(4):
+        end(s, f"g0.{i}", 10.0)
+    s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
+    end(s, "g1.0", 11.0)
+    for i in (1, 2):  # others begin in their places
+        s.handle(ev.TurnEnded(at=12.0, turn=f"g1.{i}.t0"))
+        s.handle(ev.TrajectoryEnded(at=12.0, trajectory=f"g1.{i}"))
+    assert used(s, "hybrid") == ["h"], "three are left, and the dedicated worker gets two"
+    end(s, "g1.3", 13.0)
+    assert used(s, "hybrid") == []
+
+
 def test_all_idle_uses_a_hybrid_worker_that_joins_while_the_trainer_waits():
     s = all_idle()
     begin(s, 0, 0.0), work(s, 2)
