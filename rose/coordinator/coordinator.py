@@ -139,7 +139,11 @@ class Coordinator:
         self._tokens: dict[str, int] = {}  # of each worker at the last tick
         self._changed = Changes(lambda what: self.live.update(waiting_for=what))
         self.hybrids = (
-            HybridTurns(config, self.ranks, mailbox.send, recorder) if config.hybrids else None
+            HybridTurns(
+                config, self.ranks, mailbox.send, recorder, self.hub.hybrids_up, self._fault
+            )
+            if config.hybrids
+            else None
         )
         remove_left(self.run_dir)
         self.replicas = (
@@ -231,6 +235,8 @@ class Coordinator:
             rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
+            if self.hybrids:
+                self.hybrids.starts.rolled_out(rolled_out - began)
             if self.config.trainer_sleeps and self.checkpoints.due(self.step + 1):
                 await self.checkpoints.order(self.step + 1)
             await self._sync(done)
@@ -319,6 +325,7 @@ class Coordinator:
                     groups=wanted,
                     stream=stream,
                     group_size=size,
+                    hybrid_delay=self.hybrids.delay if self.hybrids else 0.0,
                 )
             )
             if self.hybrids and self.batch is None and self._rolls_hybrids():
@@ -330,8 +337,9 @@ class Coordinator:
 
     def _rolls_hybrids(self) -> bool:
         """Whether the scheduler uses hybrid engines, or would use those that have to be started,
-        which they are in their turn."""
-        return self.hub.uses_hybrids or self.hub.hybrids_down and self.scheduler.rolls_hybrids()
+        which they are in their turn if that is worth it."""
+        starts = self.hybrids.starts.any_worth and self.scheduler.rolls_hybrids()
+        return self.hub.uses_hybrids or starts
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
@@ -517,6 +525,8 @@ class Coordinator:
                 self._take(source, message)
             if isinstance(message, (p.WorkerLoad, p.TrainerReady, p.TrainDone)):
                 self._count_energy(source, message)
+            if self.hybrids and isinstance(message, p.WorkerReady | p.WorkerDown):
+                self.hybrids.changed()
             self._changed.set()
 
     def _take(self, source: int, message: p.Message) -> None:
