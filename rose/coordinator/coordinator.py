@@ -206,8 +206,6 @@ class Coordinator:
             self.checkpoints.cancel()
             if self.hybrids:
                 self.hybrids.cancel()
-            if self.replicas:
-                self.replicas.close()
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
@@ -637,6 +635,8 @@ class Coordinator:
                 await asyncio.sleep(0.005)
             elif isinstance(got[1], p.Goodbye):
                 self.gone.add(got[1].rank)
+        if self.replicas:
+            self.replicas.close()
 
 
 async def drive(coordinator: Coordinator) -> None:
