@@ -14,6 +14,7 @@ import copy
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Coordinator:
                 self._changed,
                 recorder,
                 self._fault,
-                self._change,
+                partial(self._change, kind="replica"),
             )
             if config.elastic_replicas
             else None
@@ -612,10 +613,10 @@ class Coordinator:
             case ev.GiveUp(reason):
                 raise RunFailed(reason)
 
-    def _change(self, what: str, detail: str) -> None:
-        """A borrowed rank came or went in order."""
+    def _change(self, what: str, detail: str, kind: str = "worker") -> None:
+        """A borrowed rank, or a replica, came or went in order."""
         self.recorder.instant(what, detail=detail)
-        self.metrics.write(self.step, {"kind": "worker", "what": what, "detail": detail})
+        self.metrics.write(self.step, {"kind": kind, "what": what, "detail": detail})
         print(f"{what}: {detail}", flush=True)
 
     def _fault(self, what: str, detail: str) -> None:
