@@ -2,10 +2,10 @@
 
 Such a start begins with the engine's turn, and is broken off when the trainer is to have the device
 and the engine isn't up: that step gained nothing, and the trainer waited for the process to end. So
-a start that was broken off is said, and another begins only when rollouts have become longer than
-one is known to need: than those in which one was broken off, and than the last that got to its end.
-What rollouts will take is foretold by the shortest of the last ones: where lengths go up and down,
-a start would else begin for each long one, to be broken off in a short one.
+a start that was broken off is said, and another begins only when rollouts are longer than one is
+known to need: than those in which one had its whole turn in vain, and than the last that got to its
+end took. What rollouts will take is foretold by the shortest of the last ones: where lengths go up
+and down, a start would else begin for each long one, to be broken off in a short one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class HybridStarts:
         self._names, self._up, self._breaks_off = names, up, breaks_off
         self._on_fault = on_fault
         self._awake: set[int] = set()  # ranks that have their device
-        self._begun: dict[int, float] = {}  # rank whose engine is being started -> since when
-        # of ranks whose start was broken off in this step's rollouts -> seconds that it had
-        self._had_s: dict[int, float] = {}
+        # rank whose engine is being started -> since when, and whether since its turn began
+        self._begun: dict[int, tuple[float, bool]] = {}
+        # of ranks whose start was broken off in this step's rollouts -> seconds that it had, and
+        # whether these were its whole turn
+        self._had_s: dict[int, tuple[float, bool]] = {}
         self._takes_s: dict[int, float] = {}  # rank -> what a start is known to take
         self._too_long: set[int] = set()  # ranks whose last start was broken off
         self._rollouts: deque[float] = deque(maxlen=RECENT)  # seconds of each
@@ -54,8 +56,9 @@ class HybridStarts:
     def rolled_out(self, seconds: float) -> None:
         """A step's rollouts took so long; the trainer has its devices again."""
         self._rollouts.append(seconds)
-        for rank, had_s in self._had_s.items():
-            takes_s = self._takes_s[rank] = max(seconds, self._takes_s.get(rank, 0.0))
+        for rank, (had_s, whole) in self._had_s.items():
+            least_s = seconds if whole else had_s
+            takes_s = self._takes_s[rank] = max(least_s, self._takes_s.get(rank, 0.0))
             self._too_long.add(rank)
             self._broken_off += 1
             self._on_fault(
@@ -77,16 +80,16 @@ class HybridStarts:
     def wakes(self, ranks: Collection[int], since: float) -> None:
         """They are ordered to take their devices, which the trainer gives up since then."""
         self._awake = set(ranks)
-        self._begun = dict.fromkeys(self._awake.difference(self._up()), since)
+        self._begun = dict.fromkeys(self._awake.difference(self._up()), (since, True))
 
     def look(self, at: float) -> None:
         """An engine has come up, or died."""
         up = self._up()
         for rank in [rank for rank in self._begun if rank in up]:
-            self._takes_s[rank] = at - self._begun.pop(rank)
+            self._takes_s[rank] = at - self._begun.pop(rank)[0]
             self._too_long.discard(rank)
         for rank in self._awake.difference(up, self._begun):
-            self._begun[rank] = at
+            self._begun[rank] = at, False
 
     def sleeps(self, at: float) -> None:
         """They are ordered to give their devices back; a start may still get to its end."""
@@ -95,6 +98,6 @@ class HybridStarts:
     def asleep(self) -> None:
         """They have given them back."""
         if self._breaks_off:
-            ended = {rank: max(0.0, self._ends_at - since) for rank, since in self._begun.items()}
-            self._had_s |= ended
+            for rank, (since, whole) in self._begun.items():
+                self._had_s[rank] = max(0.0, self._ends_at - since), whole
         self._begun = {}
