@@ -58,7 +58,7 @@ def apart(folder, step: int, rank: int) -> float:
     return np.sqrt(sum(np.square(alone[n] - shared[n]).sum() for n in names)) / size
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, ranks, tmp_path):
     metrics = run(tmp_path, STEPS, stage, ranks)
     for step, (alone, shared) in enumerate(metrics):
