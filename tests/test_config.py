@@ -292,6 +292,15 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.elastic_replicas=1 transfer.broadcast=nccl cluster=gpus cluster.gpus=3",
             ["transfer.broadcast='nccl'", "auto or mpi: NCCL keeps memory"],
         ),
+        (
+            "trainer.elastic_replicas=1 cluster=gpus cluster.gpus=3 "
+            "+rollout.engine_args.enable_sleep_mode=false",
+            ["rollout.engine_args.enable_sleep_mode=False", "trainer.elastic_replicas"],
+        ),
+        (
+            "cluster=gpus cluster.gpus=1 +rollout.engine_args.enable_sleep_mode=false",
+            ["rollout.engine_args.enable_sleep_mode=False", "true, or leave it out"],
+        ),
         ("rollout.hybrid=1", ["scheduler.provisioning.name='fixed'", "all_idle or rlboost"]),
         (
             "rollout.hybrid=2 scheduler/provisioning=all_idle",

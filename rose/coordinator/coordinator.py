@@ -14,6 +14,7 @@ import copy
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,11 @@ class Coordinator:
         self._tokens: dict[str, int] = {}  # of each worker at the last tick
         self._changed = Changes(lambda what: self.live.update(waiting_for=what))
         self.hybrids = (
-            HybridTurns(config, self.ranks, mailbox.send, recorder) if config.hybrids else None
+            HybridTurns(
+                config, self.ranks, mailbox.send, recorder, self.hub.hybrids_up, self._fault
+            )
+            if config.hybrids
+            else None
         )
         remove_left(self.run_dir)
         self.replicas = (
@@ -153,7 +158,7 @@ class Coordinator:
                 self._changed,
                 recorder,
                 self._fault,
-                self._change,
+                partial(self._change, kind="replica"),
             )
             if config.elastic_replicas
             else None
@@ -202,8 +207,6 @@ class Coordinator:
             self.checkpoints.cancel()
             if self.hybrids:
                 self.hybrids.cancel()
-            if self.replicas:
-                self.replicas.close()
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
@@ -231,6 +234,8 @@ class Coordinator:
             rolled_out, busy_s = time.time(), self.hub.busy_s(time.time())
             done = await self._train(groups)
             trained = time.time()
+            if self.hybrids:
+                self.hybrids.starts.rolled_out(rolled_out - began)
             if self.config.trainer_sleeps and self.checkpoints.due(self.step + 1):
                 await self.checkpoints.order(self.step + 1)
             await self._sync(done)
@@ -319,6 +324,7 @@ class Coordinator:
                     groups=wanted,
                     stream=stream,
                     group_size=size,
+                    hybrid_delay=self.hybrids.delay if self.hybrids else 0.0,
                 )
             )
             if self.hybrids and self.batch is None and self._rolls_hybrids():
@@ -330,8 +336,9 @@ class Coordinator:
 
     def _rolls_hybrids(self) -> bool:
         """Whether the scheduler uses hybrid engines, or would use those that have to be started,
-        which they are in their turn."""
-        return self.hub.uses_hybrids or self.hub.hybrids_down and self.scheduler.rolls_hybrids()
+        which they are in their turn if that is worth it."""
+        starts = self.hybrids.starts.any_worth and self.scheduler.rolls_hybrids()
+        return self.hub.uses_hybrids or starts
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
@@ -517,6 +524,8 @@ class Coordinator:
                 self._take(source, message)
             if isinstance(message, (p.WorkerLoad, p.TrainerReady, p.TrainDone)):
                 self._count_energy(source, message)
+            if self.hybrids and isinstance(message, p.WorkerReady | p.WorkerDown):
+                self.hybrids.changed()
             self._changed.set()
 
     def _take(self, source: int, message: p.Message) -> None:
@@ -604,10 +613,10 @@ class Coordinator:
             case ev.GiveUp(reason):
                 raise RunFailed(reason)
 
-    def _change(self, what: str, detail: str) -> None:
-        """A borrowed rank came or went in order."""
+    def _change(self, what: str, detail: str, kind: str = "worker") -> None:
+        """A borrowed rank, or a replica, came or went in order."""
         self.recorder.instant(what, detail=detail)
-        self.metrics.write(self.step, {"kind": "worker", "what": what, "detail": detail})
+        self.metrics.write(self.step, {"kind": kind, "what": what, "detail": detail})
         print(f"{what}: {detail}", flush=True)
 
     def _fault(self, what: str, detail: str) -> None:
@@ -627,6 +636,8 @@ class Coordinator:
                 await asyncio.sleep(0.005)
             elif isinstance(got[1], p.Goodbye):
                 self.gone.add(got[1].rank)
+        if self.replicas:
+            self.replicas.close()
 
 
 async def drive(coordinator: Coordinator) -> None:

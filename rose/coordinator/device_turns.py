@@ -65,7 +65,7 @@ class DeviceTurns:
         return taken
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
-        ranks = self._ranks[role]
+        ranks = self._asked(role, order)
         if not ranks:
             return
         self._turn += 1
@@ -83,6 +83,10 @@ class DeviceTurns:
                 ),
             )
         self._count(role, name)
+
+    def _asked(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+        """Index -> rank of those that get the order."""
+        return self._ranks[role]
 
     def _deadline_s(self, role: p.Role) -> float:
         """An engine may have to be started, and takes new weights in its turn."""

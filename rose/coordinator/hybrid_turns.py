@@ -5,18 +5,21 @@
     a batch is complete -> the step loop waits for the latter, and counts how long
 
 The scheduler decides when. All hybrid engines change sides together, as the trainer does: they are
-awake while it uses any of them. On CPUs, where memory has room for both, the trainer is not told.
+awake while it uses any of them, but for one that would have to be started and hasn't the time
+(rose/coordinator/hybrid_starts.py). On CPUs, where memory has room for both, the trainer is not
+told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rose import protocol as p
 from rose.config import Config
 from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.hybrid_starts import HybridStarts
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.coordinator.worker import Worker
 from rose.launch.layout import hybrid_ranks
@@ -25,7 +28,7 @@ from rose.observe.recorder import NullRecorder
 
 class HybridTurns(DeviceTurns):
     """As `DeviceTurns` of the trainer's ranks and the hybrid engines; `begin` moves them without
-    waiting."""
+    waiting. `up()`: ranks of the hybrid engines that are up; `on_fault` gets (what, detail)."""
 
     def __init__(
         self,
@@ -33,6 +36,8 @@ class HybridTurns(DeviceTurns):
         ranks: dict[p.Role, dict[int, int]],
         send: Callable[[int, p.Message], None],
         recorder: NullRecorder,
+        up: Callable[[], Collection[int]],
+        on_fault: Callable[[str, str], None],
     ) -> None:
         self._changes = Changes(lambda what: None)  # shown to nobody, as nobody waits
         sides = {
@@ -42,11 +47,15 @@ class HybridTurns(DeviceTurns):
         super().__init__(config, sides, send, self._changes.until, recorder)
         if not config.trainer_sleeps:
             self.holder = p.Role.ROLLOUT  # engines start beside the trainer, and are awake
+        names = {rank: f"rollout-{index}" for index, rank in hybrid_ranks(config).items()}
+        self.starts = HybridStarts(names, up, config.trainer_sleeps, on_fault)
         self._wanted = self.holder
         self._moving: asyncio.Task | None = None
         self._waits = 0  # calls of `to` that have not returned
         self._closed = False
         self._waited_s = 0.0  # since the last `figures`
+        self._move_began = 0.0
+        self.delay = 0.0  # `hybrid_delay` of the step before
 
     def begin(self, role: p.Role) -> None:
         """Begin to move to `role`, unless that is done or under way; a move to the other role is
@@ -81,6 +90,10 @@ class HybridTurns(DeviceTurns):
         super().received(answer)
         self._changes.set()
 
+    def changed(self) -> None:
+        """An engine has come up, or died."""
+        self.starts.look(time.time())
+
     def close(self) -> None:
         """Only `to` moves devices from here on: the run ends."""
         self._closed = True
@@ -96,17 +109,20 @@ class HybridTurns(DeviceTurns):
         """For the row of a step that ended at `at`, whose phases took `times` seconds and whose
         rollouts made `made` tokens; `workers` are the hybrid engines. `hybrid_idle_used`: of the
         time for which the trainer's devices had nothing to train, the share in which an engine had
-        turns there. `hybrid_delay`: of the step, the share for which the trainer waited for its
-        devices."""
+        turns there; `device_seconds_hybrid`: the same, of all of them. `hybrid_delay`: of the step,
+        the share for which the trainer waited for its devices."""
         c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
         step_s = max(sum(times.values()), 1e-9)
         idle_s = max(step_s - times["train"] + waited_s, 1e-9)
-        each = c.rollout.tensor_parallel / c.trainer.ranks
+        self.delay = waited_s / step_s
+        given_s = sum(w.busy_s(at) for w in workers) * c.rollout.tensor_parallel
         return {
-            "hybrid_idle_used": sum(w.busy_s(at) for w in workers) * each / idle_s,
+            "hybrid_idle_used": given_s / c.trainer.ranks / idle_s,
+            "device_seconds_hybrid": given_s,
             "hybrid_token_share": sum(w.tokens for w in workers) / max(made, 1),
-            "hybrid_delay": waited_s / step_s,
+            "hybrid_delay": self.delay,
             "seconds_hybrid_delay": waited_s,
+            "starts_broken_off": self.starts.take_broken_off(),
         }
 
     async def _move(self, before: asyncio.Task | None, role: p.Role) -> None:
@@ -115,4 +131,19 @@ class HybridTurns(DeviceTurns):
             await asyncio.wait({before})
             if not before.cancelled():
                 before.result()
+        self._move_began = time.time()
         await super().to(role)
+
+    async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
+        await super()._order(role, order, what)
+        if (role, order) == (p.Role.ROLLOUT, p.Sleep):
+            self.starts.asleep()
+
+    def _asked(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+        ranks = super()._asked(role, order)
+        if role is p.Role.ROLLOUT and order is p.Sleep:
+            self.starts.sleeps(time.time())
+        elif role is p.Role.ROLLOUT:
+            ranks = {index: rank for index, rank in ranks.items() if self.starts.worth(rank)}
+            self.starts.wakes(ranks.values(), self._move_began)
+        return ranks

@@ -29,7 +29,7 @@ from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
 from rose.observe.recorder import NullRecorder
-from rose.transfer.mirror import choose_path
+from rose.transfer import mirror
 
 FOLDER = "gradients"  # in the run's
 ROOM = 1.1  # times what gradients take, that the machine's memory must have for them
@@ -40,7 +40,7 @@ PATIENCE = 0.1
 
 def remove_left(run_dir: Path) -> None:
     """What attempts of the run that were killed have left of gradients."""
-    choose_path(run_dir)
+    mirror.remove_left(run_dir)
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
@@ -65,7 +65,7 @@ class Replicas(DeviceTurns):
         self.shared, self.holder = True, p.Role.ROLLOUT
         self._rollouts, self._training, self._hub, self._changes = ranks, training, hub, changes
         self._on_fault, self._on_change = on_fault, on_change
-        self._near, self._far = choose_path(run_dir), run_dir / FOLDER
+        self._near, self._far = mirror.choose_path(run_dir), run_dir / FOLDER
         self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of a gradient
         self._stopped: set[str] = set()
         self._why = ""  # no replica had a part of the last step
@@ -89,7 +89,7 @@ class Replicas(DeviceTurns):
             return
         began = time.monotonic()
         asked = self._deal(step, groups, chosen)
-        self._put_away([chosen[worker] for worker in self._orders])
+        self._put_away([_index(worker) for worker in self._orders])
         timeout_s = self._config.trainer.step_timeout_s
         await self._changes.until(
             lambda: self._training.ahead,
@@ -115,6 +115,7 @@ class Replicas(DeviceTurns):
             "replicas": len(asked),
             "replica_token_share": self._training.tokens(computed) / self._training.tokens(),
             "replicas_lost": len(asked) - len(found),
+            "device_seconds_replica": sum(each.seconds for each in found),
             "seconds_replica": max((each.seconds for each in found), default=0.0),
             "seconds_replica_wait": time.monotonic() - began - own_s,
         }
@@ -147,14 +148,15 @@ class Replicas(DeviceTurns):
                 self._orders.pop(worker, None)
 
     def close(self) -> None:
-        """The run ends."""
+        """The run is over, and its ranks are gone: one might still read or write a gradient."""
         self._clear()
 
     def take_row(self) -> dict[str, float]:
         """For the row of a step that is over: nobody needs its gradients' files any more.
-        `replica_token_share`: of the batch's tokens those that replicas computed;
-        `seconds_replica`: from the order to the gradient, of the slowest; `seconds_replica_wait`:
-        what the ranks waited for it; the trainer's `seconds_replica_read`: to read and add the
+        `replicas`: how many had a part, `replicas_lost` of them in vain; `replica_token_share`: of
+        the batch's tokens those that replicas computed; `seconds_replica`: from the order to the
+        gradient, of the slowest, and `device_seconds_replica` of all; `seconds_replica_wait`: what
+        the ranks waited for it; the trainer's `seconds_replica_read`: to read and add the
         gradients."""
         self._clear()
         row, self._row = self._row, {}
@@ -164,35 +166,34 @@ class Replicas(DeviceTurns):
         for folder in (self._near, self._far):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _choose(self, groups: list[Group]) -> tuple[dict[str, int], str]:
-        """(worker -> rank, of those that take part: whose engine is up and has nothing to do; why
-        there are none)."""
+    def _choose(self, groups: list[Group]) -> tuple[list[str], str]:
+        """(workers that take part: their engine is up and has nothing to do; why none does)."""
         most = sum(map(len, groups)) - self._config.trainer.replicas
         alive = {name for name, worker in self._hub.dedicated() if worker.alive}
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
         up = [name for name in names if name in self._up and name in alive]
         if turns := len(self._hub.ledger):
-            return {}, f"{turns} turns are not over"
+            return [], f"{turns} turns are not over"
         if not up:
-            return {}, "no replica is up beside an engine that is"
+            return [], "no replica is up beside an engine that is"
         if most <= 0:
-            return {}, "the batch has no more rows than there are trainer ranks"
-        return {name: self._rollouts[int(name.partition("-")[2])] for name in up[:most]}, ""
+            return [], "the batch has no more rows than there are trainer ranks"
+        return up[:most], ""
 
-    def _put_away(self, ranks: list[int]) -> None:
+    def _put_away(self, engines: list[int]) -> None:
         """Who holds the devices is open until these engines have woken again: nobody waits for one
         that hangs before that."""
         self._answers = {}
-        if not ranks:
+        if not engines:
             return
-        self._ranks[p.Role.ROLLOUT] = dict(enumerate(ranks))
+        ranks = self._ranks[p.Role.ROLLOUT] = {i: self._rollouts[i] for i in engines}
         self.holder = None
         self._turn += 1
-        for rank in ranks:
+        for rank in ranks.values():
             self._send(rank, p.Sleep(self._turn))
 
-    def _deal(self, step: int, groups: list[Group], chosen: dict[str, int]) -> dict[str, list[int]]:
-        """The rows of each. Trainer ranks have theirs when this returns."""
+    def _deal(self, step: int, groups: list[Group], chosen: list[str]) -> dict[str, list[int]]:
+        """The rows of each that gets some. Trainer ranks have theirs when this returns."""
         self._clear()
         folder = self._folder([self._up[worker] for worker in chosen])
         self._step, self._rows, self._found = step, {}, {}
@@ -200,10 +201,9 @@ class Replicas(DeviceTurns):
         shares = self._training.share(step, groups, len(chosen))
         asked = {}
         for worker, messages in zip(chosen, shares, strict=True):
-            asked[worker] = [row for m in messages[1:] for row in m.indices]
-            if not asked[worker]:
+            if not messages:
                 continue
-            self._rows[worker] = asked[worker]
+            asked[worker] = self._rows[worker] = [row for m in messages[1:] for row in m.indices]
             file = str(folder / f"{worker}-step-{step}")
             order = p.ComputeGradient(step, self._hub.version, self._hub.store, file)
             self._orders[worker] = [order, *messages]
@@ -222,8 +222,7 @@ class Replicas(DeviceTurns):
         del self._rows[worker]
         self._stopped.add(worker)
         del self._up[worker]
-        rank = self._rollouts[int(worker.partition("-")[2])]
-        self._send(rank, p.StopReplica())
+        self._send(self._rollouts[_index(worker)], p.StopReplica())
         if self._orders.pop(worker, None) is not None:
             why = f"its engine has not fallen asleep in {time.monotonic() - began:.1f} s"
         else:
@@ -240,3 +239,7 @@ class Replicas(DeviceTurns):
             "rank has (rollout.threads), raise trainer.step_timeout_s, or lower "
             f"trainer.elastic_replicas={self._config.elastic_replicas}",
         )
+
+
+def _index(worker: str) -> int:
+    return int(worker.partition("-")[2])

@@ -149,10 +149,9 @@ class TurnHub:
         """Whether any engine on the trainer's devices may take turns."""
         return any(w.alive and name not in self._resting for name, w in self.hybrid())
 
-    @property
-    def hybrids_down(self) -> bool:
-        """Whether any of them has to be started."""
-        return sum(w.alive for _, w in self.hybrid()) < len(self._hybrids)
+    def hybrids_up(self) -> set[int]:
+        """Ranks of those whose engine is up."""
+        return {w.rank for _, w in self.hybrid() if w.alive}
 
     def end(self, trajectory: p.Trajectory) -> None:
         """It is in. An agent may have ended while turns of it ran."""

@@ -1,4 +1,5 @@
-"""Watches a started job to its end, whatever the end is, and leaves no process behind.
+"""Watches a started job to its end, whatever the end is, and leaves no process behind, nor, on this
+machine, what one that was killed had in its memory.
 
 A dead rank ends the job, and so do a trainer rank for which the others wait too long and a run
 folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
@@ -30,6 +31,7 @@ from rose.launch.beats import Beats
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
 from rose.protocol import Role
+from rose.transfer import mirror
 
 POLL_S = 0.2  # between two looks at the ranks and their files
 POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, too
@@ -95,6 +97,7 @@ class Job:
             return self._watch()
         finally:
             end_all(self.process)
+            mirror.remove_left(self.run_dir)  # of ranks that were killed
             for number, handler in before.items():
                 signal.signal(number, handler)
 

@@ -1,9 +1,9 @@
 """The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the
 same for TensorBoard and trackers (trackers.py).
 
-A row has `kind` ("step", "eval", "fault", "worker" or "host"), `step`, `time` (wall clock, seconds)
-and its values. metrics.jsonl is the truth (fsync'd by row, cut back on resume); TensorBoard is a
-view of it. Never imports torch.
+A row has `kind` ("step", "eval", "fault", "worker", "replica" or "host"), `step`, `time` (wall
+clock, seconds) and its values. metrics.jsonl is the truth (fsync'd by row, cut back on resume);
+TensorBoard is a view of it. Never imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rose.observe.recorder import read_lines
 from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
-EVENTS = ("fault", "worker", "host")  # kinds of rows that record what happened: `what` and `detail`
+# kinds of rows that record what happened: `what` and `detail`
+EVENTS = ("fault", "worker", "replica", "host")
 
 
 class MetricsWriter:

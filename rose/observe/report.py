@@ -64,7 +64,7 @@ def build_report(run_dir: Path | str) -> Path:
         figure("phases")
         + _hidden(steps)
         + _hybrid(steps)
-        + _replicas(steps)
+        + _replicas(steps, rows_of(rows, "replica"))
         + figure("timeline")
         + figure("throughput")
     )
@@ -134,27 +134,35 @@ def _hybrid(steps: list[dict[str, Any]]) -> str:
     if used is None:
         return ""
     tokens, delay = (series.mean_of(steps, f"hybrid_{key}") for key in ("token_share", "delay"))
+    given = _duration(_sum(steps, "device_seconds_hybrid"))
+    late = int(_sum(steps, "starts_broken_off"))
     return (
         f"<p>Engines on the trainer's devices (rollout.hybrid) had turns for {used:.0%} of the "
-        f"time in which these had nothing to train, and made {tokens:.0%} of the tokens. The "
-        f"trainer waited for its devices for {delay:.1%} of a step.</p>"
+        f"time in which these had nothing to train ({given} of devices), and made {tokens:.0%} of "
+        f"the tokens. The trainer waited for its devices for {delay:.1%} of a step. Starts of such "
+        f"engines that took longer than a rollout: {late}.</p>"
     )
 
 
-def _replicas(steps: list[dict[str, Any]]) -> str:
-    """A line where engines' devices train."""
+def _sum(steps: list[dict[str, Any]], key: str) -> float:
+    return sum(row.get(key) or 0 for row in steps)
+
+
+def _replicas(steps: list[dict[str, Any]], happened: list[dict[str, Any]]) -> str:
+    """A line where engines' devices train, and what happened to the replicas."""
     share = series.mean_of(steps, "replica_token_share")
     if share is None:
         return ""
     waited, read = (
         series.mean_of(steps, f"seconds_replica_{key}") or 0.0 for key in ("wait", "read")
     )
-    lost = sum(row.get("replicas_lost") or 0 for row in steps)
+    parts, lost = (int(_sum(steps, key)) for key in ("replicas", "replicas_lost"))
+    given = _duration(_sum(steps, "device_seconds_replica"))
     return (
-        f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {share:.0%} of the "
-        f"batches' tokens; the trainer waited {waited:.2g} s a step for them, and read their "
-        f"gradients in {read:.2g} s. Parts of the batch that it computed instead of one that was "
-        f"lost: {lost}.</p>"
+        f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {parts - lost:,} "
+        f"parts of batches with {share:.0%} of their tokens ({given} of devices); the trainer "
+        f"waited {waited:.2g} s a step for them, and read their gradients in {read:.2g} s. Parts "
+        f"that it computed instead of one that was lost: {lost:,}.</p>" + _happened(happened)
     )
 
 

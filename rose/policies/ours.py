@@ -21,6 +21,7 @@ from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 MAX_BACK_OFF = 64  # times `back_off_s`
+MOST_DELAY = 0.02  # of a step
 
 
 class OnDemand:
@@ -111,8 +112,9 @@ class AllIdle(RoseProvisioning):
     up, weights, and going to sleep again) in the last step; in the first one they do. And only
     until no more than `hybrid_tail` trajectories per dedicated worker are left, once a group of the
     step is in (0: until the batch is complete): these go on there from the tokens that they have,
-    and the trainer has its GPUs again before the batch is due. The other arguments are those of
-    `rose`.
+    and the trainer has its GPUs again before the batch is due. After a step of which the trainer
+    waited for its GPUs for more than MOST_DELAY, that is twice as many, and one at least. The other
+    arguments are those of `rose`.
     """
 
     def __init__(
@@ -144,6 +146,8 @@ class AllIdle(RoseProvisioning):
 
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         actions = super().on_event(event, cluster)
+        if isinstance(event, StepBegun) and event.hybrid_delay > MOST_DELAY:
+            self.hybrid_tail = max(1.0, 2 * self.hybrid_tail)
         match event:
             case StepBegun(at=at) if not cluster.training:
                 waited, self._waits_since, self._finished = self._waited_s, at, 0
@@ -160,17 +164,19 @@ class AllIdle(RoseProvisioning):
                 return actions + self._hybrid(cluster, RestWorker)
             case GroupFinished():
                 self._finished += 1
-            case TrajectoryEnded(trajectory=ended) if self._rolls and self._in_tail(ended, cluster):
+            case TrajectoryEnded(trajectory=ended, tokens=tokens) if (
+                self._rolls and tokens and self._in_tail(ended, cluster)
+            ):
                 self._rolls = False
                 return actions + self._hybrid(cluster, RestWorker)
         return actions
 
     def _in_tail(self, trajectory: str, cluster: Cluster) -> bool:
         """Whether what the trajectory leaves of the admitted groups, begun or not, is few enough
-        for the dedicated workers."""
+        for the dedicated workers. One that fails leaves its place to another."""
         if not (self._finished and self.hybrid_tail and cluster.group_size):
             return False
-        left = sum(max(0, cluster.group_size - ended) for ended in cluster.admitted.values())
+        left = sum(max(0, cluster.group_size - there) for there in cluster.admitted.values())
         left -= cluster.group_of.get(trajectory) in cluster.admitted
         dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
         return left <= self.hybrid_tail * dedicated

@@ -179,12 +179,14 @@ class TrajectorySaved(Event):
 
 class StepBegun(Event):
     """A training step wants `groups` groups. `stream`: and takes each as soon as it is certain to
-    be among them (`TrainGroup`). `group_size`: trajectories of each; 0: unknown."""
+    be among them (`TrainGroup`). `group_size`: trajectories of each; 0: unknown. `hybrid_delay`: of
+    the step before, the share for which the trainer waited for devices that hybrid workers had."""
 
     step: int
     groups: int
     stream: bool = False
     group_size: int = 0
+    hybrid_delay: float = 0.0
 
 
 class GroupFinished(Event):

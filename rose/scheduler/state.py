@@ -141,7 +141,7 @@ class Cluster:
     # trajectory -> group, from its first turn to its end
     group_of: dict[str, str] = field(default_factory=dict)
     # training group from its admission until it is finished or dropped -> how many of its
-    # trajectories have ended
+    # trajectories are in
     admitted: dict[str, int] = field(default_factory=dict)
     group_size: int = 0  # trajectories of a training group; 0: unknown
     version: int = -1  # the newest published

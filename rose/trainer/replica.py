@@ -55,6 +55,7 @@ class ReplicaEngine:
         self._weights = self.policy.named_weights()
         # where versions are received; on a CPU what the model computes with, too
         self.host = {name: parameter.detach() for name, parameter in self._weights}
+        self._buffers = [(buffer, buffer.detach()) for buffer in self.policy.buffers()]
         self.nbytes = 4 * sum(parameter.numel() for _, parameter in self._weights)  # of a gradient
         self._sums: dict[str, Tensor] = {}
         for name, parameter in self._weights:
@@ -67,10 +68,15 @@ class ReplicaEngine:
 
     def take_device(self) -> None:
         for name, parameter in self._weights:
-            parameter.data = self.host[name].to(self.device)
+            parameter.data = self._there(self.host[name])
+        for buffer, here in self._buffers:
+            buffer.data = self._there(here)
         if self._tries_flex:
             self._tries_flex = False
             self.try_flex()
+
+    def _there(self, here: Tensor) -> Tensor:
+        return here.to(self.device)
 
     def try_flex(self) -> None:
         """As a trainer rank does at its start, with the same bound for a mask of all pairs."""
@@ -88,7 +94,10 @@ class ReplicaEngine:
         self._sums.clear()
         for name, parameter in self._weights:
             parameter.data = self.host[name]
+        for buffer, here in self._buffers:
+            buffer.data = here
         if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # torch's, kept for the next product
             torch.cuda.empty_cache()
 
     def __call__(

@@ -5,8 +5,8 @@
 
 `<path>` is rose-<uid>-<run>-<pid>.<start> in /dev/shm, mode 0700, of the first rollout rank on the
 node, which alone writes; the others look. It outlives engines; a rank that was killed leaves it,
-and the next rank of the same run on this node, which knows the dead one by pid and start time,
-removes it.
+and its launcher, or the next rank of the same run on this node, which knows the dead one by pid and
+start time, removes it.
 
 The mirror is a convenience: whatever the operating system refuses (no memory left, no folder) costs
 the edge that was being written and nothing else; readers find that in the store's files
@@ -43,6 +43,11 @@ def choose_path(run_dir: Path, folder: Path | None = None) -> Path:
         if _start_time(int(pid)) != start:
             shutil.rmtree(left, ignore_errors=True)
     return parent / f"{prefix}{os.getpid()}.{_start_time(os.getpid())}"
+
+
+def remove_left(run_dir: Path) -> None:
+    """What dead processes of the run have left in this machine's memory."""
+    choose_path(run_dir)
 
 
 class Mirror:

@@ -8,6 +8,7 @@ import pytest
 from rose import protocol as p
 from rose.coordinator import journal
 from rose.coordinator.coordinator import Stopped
+from rose.coordinator.hybrid_starts import RECENT, HybridStarts
 from rose.coordinator.hybrid_turns import HybridTurns
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
@@ -169,6 +170,147 @@ def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_p
     whole(peer)
 
 
+class SlowStarts(peers.Peers):
+    """An engine that has died isn't up before its turn is over."""
+
+    died = False
+
+    def __init__(self, *args):
+        self.attempts = []  # the step done before each
+        self.starting = set()
+        super().__init__(*args)
+
+    def starts(self, rank):
+        if not self.died:
+            super().starts(rank)
+            return
+        self.starting.add(rank)
+        self.attempts.append(self.step)
+
+    def _Sleep(self, rank, m):
+        if rank in self.starting:
+            self.starting.remove(rank)
+            self.dead.add(rank)
+        super()._Sleep(rank, m)
+
+
+def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
+    config, tmp_path, monkeypatch
+):
+    def die(coordinator):
+        peer, rank = hybrid_of(coordinator)
+        if not peer.died and coordinator.step == 0 and peer.training and peer.asleep(rank):
+            peer.died = True
+            peer.dies(rank)
+        return False
+
+    monkeypatch.setattr(peers, "Peers", SlowStarts)
+    _, peer = peers.run(config(*DEVICES["gpus"]), tmp_path, stop_when=die)
+    assert peer.attempts == [1] and len(peer.trained) == STEPS
+    rows = rows_of(read_metrics(tmp_path), "step")
+    assert [row["starts_broken_off"] for row in rows] == [0, 1, 0, 0]
+    faults = rows_of(read_metrics(tmp_path), "fault")
+    [said] = [row["detail"] for row in faults if row["what"] == "hybrid engine not started"]
+    assert said.startswith("rollout-1: its start was broken off after")
+    assert peer.orders.count((p.Role.TRAINER, "sleep")) == 2, "it keeps its devices from then on"
+
+
+class Starts:
+    def __init__(self):
+        self.up, self.faults = {7}, []
+        said = (lambda: self.up, True, lambda what, detail: self.faults.append(detail))
+        self.starts = HybridStarts({7: "rollout-1"}, *said)
+
+    def rollout(self, seconds, up_after=None):
+        """Whether the rank gets its turn."""
+        worth = self.starts.worth(7)
+        if worth:
+            self.starts.wakes([7], 100.0)
+        if worth and up_after is not None:
+            self.up = {7}
+            self.starts.look(100.0 + up_after)
+        self.starts.sleeps(100.0 + seconds)
+        self.starts.asleep()
+        self.starts.rolled_out(seconds)
+        return worth
+
+
+def test_an_engine_is_started_again_when_rollouts_are_longer_than_a_start_is_known_to_need():
+    made = Starts()
+    assert made.rollout(60.0) and not made.starts.any_worth
+    made.up = set()
+    assert made.starts.any_worth and made.rollout(50.0)
+    for length in (60.0, 50.0) * RECENT:
+        assert not made.rollout(length) and not made.starts.any_worth
+    assert len(made.faults) == made.starts.take_broken_off() == 1
+    for _ in range(RECENT):
+        assert not made.rollout(61.0)
+    assert made.rollout(80.0, up_after=70.0) and made.starts.take_broken_off() == 0
+    assert "after 50.0 s" in made.faults[0] and "more than 50.0 s" in made.faults[0]
+    made.up = set()
+    assert made.rollout(30.0), "it got up, so that the next is tried"
+    assert "broken off after 30.0 s" in made.faults[1] and "more than 70.0 s" in made.faults[1]
+    for length in (65.0, 69.0, 65.0):
+        assert not made.rollout(length)
+    for _ in range(RECENT):
+        assert not made.rollout(71.0)
+    assert made.rollout(71.0)
+
+
+def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
+    made = Starts()
+    made.starts.wakes([7], 10.0)
+    made.up = set()
+    made.starts.look(40.0)
+    made.starts.sleeps(55.0)
+    made.up = {7}
+    made.starts.look(56.0)  # it got to its end before it was broken off
+    made.starts.asleep(), made.starts.rolled_out(50.0)
+    assert made.faults == []
+    made.starts.wakes([7], 100.0)
+    made.up = set()
+    made.starts.look(145.0)  # late in its turn, which says little of what a start takes
+    made.starts.sleeps(150.0), made.starts.asleep(), made.starts.rolled_out(50.0)
+    assert "broken off after 5.0 s" in made.faults[0] and "more than 16.0 s" in made.faults[0]
+    assert made.starts.any_worth and made.rollout(50.0) and "50.0 s" in made.faults[1]
+    assert not made.rollout(50.0)
+
+
+def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(config):
+    sent = []
+
+    async def scene():
+        made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
+        ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
+        up, faults = {5, 6}, []
+
+        def send(rank, order):
+            sent.append((rank, type(order)))
+            awake = isinstance(order, p.Wake)
+            turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+
+        said = (send, NullRecorder(), lambda: up, lambda *fault: faults.append(fault))
+        turns = HybridTurns(made, ranks, *said)
+        woken = []
+        for _ in range(4):
+            sent.clear()
+            await turns.to(p.Role.ROLLOUT)
+            woken.append([rank for rank, order in sent if order is p.Wake])
+            up = {5}
+            turns.changed()
+            sent.clear()
+            await turns.to(p.Role.TRAINER)
+            assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
+            turns.starts.rolled_out(60.0)
+        # it died in its first turn, and had the second in vain
+        assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
+        up = {5, 6}  # whoever is up has its turn
+        await turns.to(p.Role.ROLLOUT)
+        assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
+
+    asyncio.run(scene())
+
+
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
     def rolling_out(coordinator):
         worker = coordinator.hub.workers.get("rollout-1")
@@ -217,7 +359,14 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
     async def scene():
         ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
         made = config(*DEVICES["gpus"])
-        turns = HybridTurns(made, ranks, lambda rank, m: sent.append((rank, m)), NullRecorder())
+        [hybrid] = made_ranks(made)
+        said = (
+            lambda rank, m: sent.append((rank, m)),
+            NullRecorder(),
+            lambda: {hybrid},
+            pytest.fail,
+        )
+        turns = HybridTurns(made, ranks, *said)
 
         async def answer():
             for _ in range(5):
@@ -238,7 +387,6 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
         await asyncio.sleep(0)
         assert turns.holder is p.Role.TRAINER
-        [hybrid] = made_ranks(made)
         assert [(rank, type(m)) for rank, m in sent] == [
             (2, p.Sleep),
             (hybrid, p.Wake),

@@ -1,6 +1,8 @@
 """Replicas on engines' devices take a part of every batch: each row is trained once, whoever dies,
 and engines are asleep as long as a replica has their device."""
 
+import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from rose import protocol as p
 from rose.coordinator import replicas
 from rose.coordinator.coordinator import Stopped
+from rose.coordinator.waiting import RunFailed
 from rose.launch.layout import layout
 from rose.observe.metrics import read_metrics, rows_of
 from rose.trainer import checkpoint
@@ -34,6 +37,13 @@ def config(make_config):
     )
 
 
+@pytest.fixture(autouse=True)
+def leaves_nothing(tmp_path):
+    """Of a run that nobody has dismissed."""
+    yield
+    shutil.rmtree(choose_path(tmp_path), ignore_errors=True)
+
+
 def ranks_of(made):
     return [rank.rank for rank in layout(made) if rank.role is p.Role.ROLLOUT]
 
@@ -53,6 +63,7 @@ def test_replicas_compute_a_part_of_each_step_and_the_same_groups_are_trained(
     rows = rows_of(read_metrics(tmp_path / "shared"), "step")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["replicas"] == 2 and row["replicas_lost"] == 0 for row in rows)
+    assert all(row["device_seconds_replica"] == pytest.approx(0.2) for row in rows)  # as they say
     assert all(0.3 < row["replica_token_share"] < 1 for row in rows)
     assert peer.rounds == STEPS and peer.awake == set(ranks_of(config(*gpus)))
     assert not (tmp_path / "shared" / replicas.FOLDER).exists()
@@ -237,3 +248,53 @@ def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(config, t
     assert checkpoint.step_of(found) == 2
     _, peer = peers.run(config(), tmp_path, attempt=2, seed=5, resume_from=found)
     assert sorted(peer.trained) == [3, 4]
+
+
+def test_gradients_are_there_until_nobody_can_read_them_any_more(config, tmp_path, monkeypatch):
+    class Reads(peers.Peers):
+        """The trainer has gradients to add, and the run is stopped."""
+
+        files, reads = [], False
+
+        def _ComputeGradient(self, rank, m):
+            super()._ComputeGradient(rank, m)
+            Path(m.file).write_bytes(b"a gradient")
+            self.files.append(Path(m.file))
+
+        def step_of_shared(self, rank, m):
+            super().step_of_shared(rank, m)
+            self.reads |= bool(m.sums)
+
+    made = []
+
+    def reads(coordinator):
+        made[:] = [coordinator]
+        return coordinator.mailbox.reads
+
+    monkeypatch.setattr(peers, "Peers", Reads)
+    with pytest.raises(Stopped):
+        peers.run(config(), tmp_path, stop_when=reads)
+    [coordinator] = made
+    assert len(Reads.files) == 2 and all(file.exists() for file in Reads.files)
+    coordinator.mailbox.size = 1  # the others are gone
+    asyncio.run(coordinator.dismiss("asked to end by a signal"))
+    assert not any(file.parent.exists() for file in Reads.files)
+
+
+def test_an_engine_that_does_not_wake_is_named(config, tmp_path, monkeypatch):
+    """The second of two, whose neighbour has no part: its replica never came up."""
+    made = config()
+    first, second = ranks_of(made)
+
+    class Hangs(peers.Peers):
+        def say(self, rank, message, about=None):
+            if not (rank == first and isinstance(message, p.ReplicaReady)):
+                super().say(rank, message, about)
+
+        def _Wake(self, rank, m):
+            assert rank == second
+
+    monkeypatch.setattr(peers, "Peers", Hangs)
+    monkeypatch.setattr(replicas.Replicas, "_deadline_s", lambda *_: 0.01)
+    with pytest.raises(RunFailed, match="rollout ranks to take .* no `DeviceChanged` of 1$"):
+        peers.run(made, tmp_path)

@@ -12,6 +12,7 @@ import pytest
 
 from rose import config as configuration
 from rose.launch import rank_status
+from rose.transfer import mirror
 from tests import processes
 
 pytestmark = pytest.mark.slow
@@ -114,6 +115,7 @@ def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
     ],
 )
 def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, deed, words):
+    memory = mirror.choose_path(run_dir)
     process = begin(TOY=f"trainer-0:{deed}", TOY_SECONDS=LONG)
     wait_until(lambda: all_up(run_dir))
     code, output = finish(process)
@@ -124,6 +126,7 @@ def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, d
         "which Slurm's job would be requeued for"
     )
     assert not outlive(run_dir)
+    assert not list(memory.parent.glob(memory.name.rpartition("-")[0] + "-*"))
 
 
 def test_a_rank_that_does_not_leave_is_ended_once_the_coordinator_is_done(begin, impatient):

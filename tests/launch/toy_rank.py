@@ -19,6 +19,7 @@ from pathlib import Path
 from rose import files
 from rose.launch import guard, rank_status, resume
 from rose.protocol import Role
+from rose.transfer import mirror
 
 
 def body(me, run_dir, attempt):
@@ -35,6 +36,8 @@ def body(me, run_dir, attempt):
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own
         engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
         files.write_whole(run_dir / f"engine-{me.rank}.pid", str(engine.pid).encode())
+    if deed == "kill":
+        mirror.choose_path(run_dir).mkdir()  # the machine's memory
     if deed:
         misbehave(deed)
     if me.role is Role.COORDINATOR:

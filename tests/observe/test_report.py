@@ -145,14 +145,33 @@ def test_the_report_tells_what_replicas_did(tmp_path):
     run = write_run(tmp_path / "run", steps=0)
     assert "elastic_replicas" not in build_report(run).read_text()
     metrics = MetricsWriter(run, tensorboard=False)
+    metrics.write(0, {"kind": "replica", "what": "replica ready", "detail": "rollout-0, process 7"})
     for step, share, lost in ((1, 0.5, 0), (2, 0.0, 2)):
         row = {"replica_token_share": share, "seconds_replica_wait": 1.5, "replicas_lost": lost}
+        row |= {"replicas": 2, "device_seconds_replica": 20.0 * (not lost)}
         metrics.write(step, row | {"seconds_replica_read": 0.5})
     metrics.close()
     html = build_report(run).read_text()
-    assert "computed 25% of the batches' tokens; the trainer waited 1.5 s a step for them" in html
-    assert "and read their gradients in 0.5 s." in html
-    assert "instead of one that was lost: 2." in html
+    assert "computed 2 parts of batches with 25% of their tokens (20.0 s of devices); the" in html
+    assert "waited 1.5 s a step for them, and read their gradients in 0.5 s." in html
+    assert "instead of one that was lost: 2.</p>" in html
+    assert html.count("rollout-0, process 7") == 1 and "No serving rank joined this run." in html
+
+
+def test_the_report_tells_what_hybrid_engines_did(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    assert "rollout.hybrid" not in build_report(run).read_text()
+    metrics = MetricsWriter(run, tensorboard=False)
+    for step, used, late in ((1, 0.5, 0), (2, 0.0, 1)):
+        row = {"hybrid_idle_used": used, "device_seconds_hybrid": 60 * used, "hybrid_delay": 0.01}
+        metrics.write(step, row | {"hybrid_token_share": 0.2, "starts_broken_off": late})
+    metrics.close()
+    html = build_report(run).read_text()
+    assert "had turns for 25% of the time in which these had nothing to train (30.0 s of" in html
+    assert "devices), and made 20% of the tokens. The trainer waited for its devices for 1.0%" in (
+        html
+    )
+    assert "Starts of such engines that took longer than a rollout: 1.</p>" in html
 
 
 def test_text_of_the_run_cannot_become_markup(tmp_path):

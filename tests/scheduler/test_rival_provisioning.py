@@ -445,6 +445,51 @@ def test_the_tail_is_of_trajectories_that_are_admitted_and_of_no_evaluation():
     assert used(s, "hybrid") == [] and len(s.cluster.group_of) == 9
 
 
+def test_a_trainer_that_waited_for_its_gpus_has_them_earlier_in_the_next_steps():
+    s = all_idle()
+
+    def left_when_it_rests(step, delay):
+        at = 100.0 * step
+        begun = ev.StepBegun(at=at, step=step, groups=2, group_size=4, hybrid_delay=delay)
+        one, other = (a.group for a in s.handle(begun) if isinstance(a, ev.AdmitGroup))
+        work(s, 4, prefix=one), work(s, 4, prefix=other)
+        assert used(s, "hybrid") == ["h"]
+        for i in range(4):
+            end(s, f"{one}.{i}", at + 20.0)
+        s.handle(ev.GroupFinished(at=at + 20.0, group=one, accepted=True))
+        rested = None
+        for i in range(4):
+            end(s, f"{other}.{i}", at + 30.0)
+            if rested is None and not used(s, "hybrid"):
+                rested = 3 - i
+        s.handle(ev.GroupFinished(at=at + 50.0, group=other, accepted=True))
+        publish(s, step + 1, at + 60.0)
+        return rested
+
+    delays = (0.0, 0.02, 0.021, 0.0, 0.5)
+    assert [left_when_it_rests(i, delay) for i, delay in enumerate(delays)] == [
+        *(None, None),
+        *(1, 1),
+        2,
+    ]
+
+
+def test_a_trajectory_that_fails_leaves_the_tail_as_long_as_it_was():
+    s = all_idle(hybrid_tail=2.0)
+    s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=4))
+    work(s, 4, prefix="g0"), work(s, 4, prefix="g1")
+    for i in range(4):
+        end(s, f"g0.{i}", 10.0)
+    s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
+    end(s, "g1.0", 11.0)
+    for i in (1, 2):  # others begin in their places
+        s.handle(ev.TurnEnded(at=12.0, turn=f"g1.{i}.t0"))
+        s.handle(ev.TrajectoryEnded(at=12.0, trajectory=f"g1.{i}"))
+    assert used(s, "hybrid") == ["h"], "three are left, and the dedicated worker gets two"
+    end(s, "g1.3", 13.0)
+    assert used(s, "hybrid") == []
+
+
 def test_all_idle_uses_a_hybrid_worker_that_joins_while_the_trainer_waits():
     s = all_idle()
     begin(s, 0, 0.0), work(s, 2)

@@ -3,6 +3,7 @@ without them, with any number of them and every ZeRO stage, on real processes.""
 
 import numpy as np
 import pytest
+import torch
 
 from rose import protocol as p
 from rose.observe.recorder import NullRecorder
@@ -57,7 +58,7 @@ def apart(folder, step: int, rank: int) -> float:
     return np.sqrt(sum(np.square(alone[n] - shared[n]).sum() for n in names)) / size
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2)])
 def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, ranks, tmp_path):
     metrics = run(tmp_path, STEPS, stage, ranks)
     for step, (alone, shared) in enumerate(metrics):
@@ -110,3 +111,29 @@ def test_where_a_replica_cannot_have_trees_an_order_with_some_says_why(make_conf
     why = "micro_batch_tokens=16384 beside this engine.* flex attention trains on GPUs only"
     with pytest.raises(RuntimeError, match=why):
         found._compute(order, step, {})
+
+
+class Elsewhere(replica.ReplicaEngine):
+    """Its device is another part of the host's memory."""
+
+    def _there(self, here):
+        return here.clone()
+
+
+def test_all_that_a_replica_computes_with_is_on_its_device_at_work_and_in_host_memory_between(
+    make_config, tmp_path, monkeypatch
+):
+    folder = tiny_world.save_model(tmp_path / "model")
+    engine = Elsewhere(make_config(), folder, torch.device("cpu"))
+    parts = [*engine.policy.parameters(), *engine.policy.buffers()]
+    assert len(list(engine.policy.buffers())) > 0
+    before = [part.data_ptr() for part in parts]
+    engine.take_device()
+    assert not {part.data_ptr() for part in parts} & set(before)
+    given = []
+    for module, name in ((torch._C, "_cuda_clearCublasWorkspaces"), (torch.cuda, "empty_cache")):
+        monkeypatch.setattr(module, name, lambda name=name: given.append(name), raising=False)
+    engine.device = torch.device("cuda")
+    engine.give_device_back()
+    assert given == ["_cuda_clearCublasWorkspaces", "empty_cache"]
+    assert [part.data_ptr() for part in parts] == before

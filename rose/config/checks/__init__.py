@@ -70,6 +70,14 @@ def _check_values(c: Config, need: Need) -> None:
         need(
             c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
         )
+        need(
+            not (c.cluster.gpus and (c.trainer_sleeps or c.elastic_replicas))
+            or name.replace("-", "_") != "enable_sleep_mode"
+            or bool(value),
+            f"rollout.engine_args.{name}",
+            "engines give their GPU to the trainer, or to a replica, between rollouts "
+            "(colocate, rollout.hybrid, trainer.elastic_replicas): true, or leave it out",
+        )
     relay = c.transfer.relay
     need(
         relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None,
