@@ -23,6 +23,8 @@ from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue
 
+HYBRID_LOADS = 3  # of one version: one that is damaged for an engine is not tried again and again
+
 
 class TurnHub:
     def __init__(
@@ -92,6 +94,10 @@ class TurnHub:
         self.version, self.store = version, store
         self.sync_bytes, self.sync_pause_s = 0, 0.0
         self.feed(ev.VersionPublished(at=time.time(), version=version))
+        for name, worker in list(self.workers.items()):
+            failed, worker.failed_loads = worker.failed_loads, 0
+            if worker.alive and failed >= HYBRID_LOADS:
+                self._has(name, worker)  # it has waited for this one
 
     def begin_step(self) -> None:
         """Counters of the workers start anew."""
@@ -504,14 +510,23 @@ class TurnHub:
         worker.version = m.version
         self.sync_bytes += m.nbytes
         self.sync_pause_s = max(self.sync_pause_s, m.pause_s)
-        self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=m.version))
+        self._has(m.worker, worker)
 
     def _version_failed(self, source: int, m: p.VersionFailed) -> None:
         worker = self.workers.get(m.worker)
         # one that nobody waits for was too slow, or a newer version is there: the next one, then
         if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
-            if worker.pool == "hybrid":
-                self._on_fault("version not loaded", f"{m.worker}: {m.error}; again")
-            self.feed(ev.WorkerLoaded(at=time.time(), worker=m.worker, version=worker.version))
+            if worker.pool == "hybrid" and m.version == self.version:
+                worker.failed_loads += 1
+                last = worker.failed_loads == HYBRID_LOADS
+                then = "not before the next version" if last else "again"
+                self._on_fault("version not loaded", f"{m.worker}: {m.error}; {then}")
+                if last:
+                    return
+            self._has(m.worker, worker)
             return
         self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))
+
+    def _has(self, name: str, worker: Worker) -> None:
+        """What it loaded, or tried to, is over."""
+        self.feed(ev.WorkerLoaded(at=time.time(), worker=name, version=worker.version))

@@ -22,6 +22,7 @@ class Worker:
     running: int = 0
     waiting: int = 0
     open_turns: int = 0
+    failed_loads: int = 0  # of the newest version
     _busy_s: float = 0.0  # with at least one turn, since `begin_step`, up to `_busy_since`
     _busy_since: float = 0.0
 

@@ -323,6 +323,14 @@ def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "the route took too long"))
     assert world.actions == [] and [what for what, _ in world.faults] == ["version not loaded"]
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
+    for _ in range(2):
+        world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "tensor 'x' is corrupted"))
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]  # a third time, the last
+    assert world.faults[-1][1].endswith("not before the next version") and world.actions == []
+    world.hub.publish(2, "store")
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
+    world.hub.handle(10, p.VersionFailed("rollout-0", 1, 2, "the route took too long"))
+    assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
 
 
 def test_a_policy_may_rest_a_worker_that_has_left(world):
