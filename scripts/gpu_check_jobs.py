@@ -1,6 +1,6 @@
 """gpu_check.py, whole runs: `launch.py` as a user calls it, with the trainer and an engine on one
-GPU in turn, or on two, with and without a second engine on the trainer's; of a mixture of experts;
-of rows that two GPUs compute together.
+GPU in turn, or on two, with and without a second engine on the trainer's or a second trainer on the
+engine's; of a mixture of experts; of rows that two GPUs compute together.
 
 The model is the tiny one of the default run, so that what is trained, published and loaded changes
 from step to step.
@@ -65,6 +65,7 @@ HYBRID = [
     "scheduler/provisioning=all_idle",
     "scheduler.provisioning.args.hybrid_wait_s=0",
 ]
+REPLICAS = ["trainer.elastic_replicas=1"]
 ON_CPU = [
     *SMALL,
     "rollout.kv_cache_gib=0.05",
@@ -128,6 +129,16 @@ def job(report: Report) -> None:
     # of sharing the device in turn
     for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):
         report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
+    if shared := [row for row in steps if row.get("replicas")]:
+        report.figure("replica's share of the tokens", shared[-1]["replica_token_share"], "share")
+    if "replicas" in last:
+        report.figure(
+            "steps in which the replica had a part",
+            len(shared),
+            least=1,
+            remedy="its log beside the engine's in logs/latest tells why it was not up in time",
+        )
+        report.figure("parts that it lost", sum(row["replicas_lost"] for row in steps), equal=0)
     for name in sorted(k for k in last if k.startswith("hybrid_")):
         report.figure(f"last step, {name}", last[name], "share")
     for name in sorted(k for k in last if k.endswith("_gib")):
@@ -175,6 +186,19 @@ CHECKS = (
         },
         300.0,
         "`colocated` tells whether it is the turns; the log has each rank's last words",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "replicas",
+        "launch.py on two GPUs: one trains, one rolls out and trains in turn",
+        job,
+        {
+            "cuda": Run([*ON_GPU, *REPLICAS, "cluster.gpus=2"], 6, 0.05),
+            "cpu": Run([*ON_CPU, *REPLICAS], 6, 1e-3),
+        },
+        400.0,
+        "`colocated` tells whether it is the engine's sleep; the log has each process's last words",
         least_gpus=2,
         needs_model=False,
     ),

@@ -1,5 +1,4 @@
-"""FrozenLake whose tasks in `held` wait at the first move until a file of their seed's name is in
-`folder`: a test says when a group ends."""
+"""FrozenLake whose moves wait for a test, by files: it says when a group, a step or a run goes on."""
 
 from __future__ import annotations
 
@@ -15,6 +14,8 @@ DEADLINE_S = 900.0
 
 
 class HeldLake(FrozenLake):
+    """Tasks in `held` wait at the first move until a file of their seed's name is in `folder`."""
+
     def __init__(self, folder: str, held: list[int], **lake: Any) -> None:
         super().__init__(**lake)
         self._folder, self._held = Path(folder), held
@@ -56,4 +57,21 @@ class GatedLake(FrozenLake):
                     raise TimeoutError(f"nobody opened step {step}")
                 await asyncio.sleep(0.05)
             (self._folder / f"goes-{step}-{me}").touch()
+        return await super().step(action)
+
+
+class PausedLake(FrozenLake):
+    """Every move waits while the file `paused` is there: the run costs nothing meanwhile, and goes
+    on as if nothing had been."""
+
+    def __init__(self, paused: str, **lake: Any) -> None:
+        super().__init__(**lake)
+        self._paused = Path(paused)
+
+    async def step(self, action: Action) -> Step:
+        end = time.monotonic() + DEADLINE_S
+        while self._paused.exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self._paused} has been there for {DEADLINE_S:g} s")
+            await asyncio.sleep(0.1)
         return await super().step(action)

@@ -20,7 +20,6 @@ TREES = (
     "algorithm=tree_grpo",
     "rollout/branch=tree",
     *HOSTS,
-    "eval.episodes=0",
 )
 
 

@@ -36,7 +36,6 @@ class Scene:
             "env.name=tests.job.held:GatedLake",
             "env.step_timeout_s=450",
             "rollout.turn_timeout_s=450",
-            "eval.episodes=0",
             "rollout.hybrid=1",
             "rollout.max_sequences=4",  # so that a step's turns don't all find room in one engine
             "scheduler/provisioning=all_idle",

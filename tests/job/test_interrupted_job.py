@@ -16,7 +16,7 @@ from tests.job.job import Held, Job, trained_on
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS = 4
-EXACT = ("deterministic=true", f"trainer.steps={STEPS}")
+EXACT = ("deterministic=true", f"trainer.steps={STEPS}", "eval.episodes=4")
 SHARED = ("colocate=true", "trainer.checkpoint_every=100", "cluster.stop_timeout_s=180")
 TIMELESS = (
     "reward_mean",

@@ -23,6 +23,7 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
         "rollout.environment_hosts=2",
         "trainer.optimizer.schedule=linear",
         "trainer.optimizer.warmup_steps=0",
+        "observe.report=true",
         "eval.episodes=16",
         "eval.beside=true",
         "+env@eval.sets.sums=calculator",

@@ -21,7 +21,6 @@ SIZES = (
     f"trainer.batch_size={GROUPS * SIZE}",
     f"rollout.group_size={SIZE}",
     "trainer.step_timeout_s=3000",  # so that nobody is given up for want of time
-    "eval.episodes=0",
 )
 
 

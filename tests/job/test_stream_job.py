@@ -17,7 +17,6 @@ RUN = (
     "trainer.ranks=2",
     "trainer.zero_stage=2",
     "algorithm=decoupled_ppo",  # whose weights need the tokens of the whole batch
-    "eval.episodes=0",
 )
 LEARNED = ("loss", "grad_norm", "entropy", "mismatch_kl", "reward_mean", "tokens", "lr")
 
@@ -42,7 +41,7 @@ def test_a_run_that_trains_ahead_learns_what_whole_batches_teach_though_a_rank_d
     assert "trainer 1" in first.said and signal.SIGKILL.name in first.said
     assert f"trainer-{died['rank']}.log" in first.said and first.orphans() == []
 
-    again = Job(tmp_path, *run, "trainer.stream=true")
+    again = Job(tmp_path, *run, "trainer.stream=true", "observe.report=true")
     for step in (3, 4):
         held.until(again, step)
         held.release(step)

@@ -3,13 +3,14 @@ does."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,28 @@ class SlurmJob:
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
+
+    def submit_paused(self, *overrides: str) -> str:
+        """A run of which each move waits while `paused`."""
+        return self.submit(
+            "env.name=tests.job.held:PausedLake",
+            f"+env.args.paused={self._pause}",
+            "env.step_timeout_s=1000",
+            *overrides,
+        )
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What a test waits for meanwhile has the machine's cores."""
+        self._pause.touch()
+        try:
+            yield
+        finally:
+            self._pause.unlink()
+
+    @property
+    def _pause(self) -> Path:
+        return self.folder / "paused"
 
     @property
     def id(self) -> str:

@@ -86,10 +86,9 @@ def lending(cluster, tmp_path_factory):
     """A training job that goes on until the module's end; then what must hold of any run is
     checked."""
     job = SlurmJob(tmp_path_factory.mktemp("lending"))
-    job.submit(
+    job.submit_paused(
         "trainer.steps=100000",
         "trainer.batch_size=64",
-        "eval.episodes=0",
         "trainer.checkpoint_every=20",
         "transfer.keep_versions=4",
         "serving.lost_after_s=20",  # silence of a busy machine is no loss
@@ -149,11 +148,12 @@ def test_ranks_are_cancelled_killed_and_preempted_and_come_back_with_the_right_w
     lending, serve
 ):
     whole_node = ("--nodelist=n4", "--cpus-per-task=8")
-    other = serve("--partition=spare", *whole_node)
-    # heterogeneous
-    two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")
-    [third] = other.joined()
-    first, second = two_kinds.joined(2)
+    with lending.paused():
+        other = serve("--partition=spare", *whole_node)
+        # heterogeneous
+        two_kinds = serve("--partition=spare", "--ntasks=1", ":", "--partition=serve", "--ntasks=1")
+        [third] = other.joined()
+        first, second = two_kinds.joined(2)
     lends(lending, third)
     two_kinds.cancel()
     lending.until(lambda: gone(lending, first) and gone(lending, second), "the cancelled ranks")
@@ -169,7 +169,8 @@ def test_ranks_are_cancelled_killed_and_preempted_and_come_back_with_the_right_w
         lambda: happened(lending, "borrowed rank lost", third), "its loss to be noticed"
     )
     assert turns and re.search("serving.lost_after_s|connection", lost[0]["detail"])
-    again = other.joined(2)[-1]  # its command asks for another membership
+    with lending.paused():
+        again = other.joined(2)[-1]  # its command asks for another membership
     lends(lending, again)
     newest = lending.steps()[-1]
     assert newest > 1
@@ -196,8 +197,10 @@ def test_ranks_are_cancelled_killed_and_preempted_and_come_back_with_the_right_w
         check=True,
     ).stdout.strip()
     lending.until(lambda: gone(lending, again), "the preempted rank to be gone")
-    lending.until(lambda: not state.is_active(urgent), "the urgent job")
-    lends(lending, other.joined(3)[-1])  # by itself
+    with lending.paused():
+        lending.until(lambda: not state.is_active(urgent), "the urgent job")
+        last = other.joined(3)[-1]  # by itself
+    lends(lending, last)
 
 
 def profiled(lending, *arguments):
@@ -252,9 +255,10 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
         "serving.online.slo={ttft_p50_s: 5, ttft_p99_s: 10, tpot_p50_s: 1, tpot_p99_s: 2}",
     ]
     file = profiled(lending, "rollout.threads=1", *given)
-    job = serve("--partition=spare", arguments=[*given, f"serving.lending.profile={file}"])
-    [worker] = job.joined()
-    url = job.saying(r"(http://\S+) serves")[1]
+    with lending.paused():
+        job = serve("--partition=spare", arguments=[*given, f"serving.lending.profile={file}"])
+        [worker] = job.joined()
+        url = job.saying(r"(http://\S+) serves")[1]
     for _ in range(10):
         complete(url, str(model))
     lends(lending, worker)

@@ -36,7 +36,7 @@ def test_a_heterogeneous_job_of_an_installed_rose_trains_and_every_component_com
     job.front, job.environ = (str(installed.bin / "rose"), "train"), installed.environ
     job.cwd = job.folder / "empty"
     job.cwd.mkdir()
-    two_nodes = ("rollout.workers=2", "cluster.slurm.rollout.nodes=2")
+    two_nodes = ("rollout.workers=2", "cluster.slurm.rollout.nodes=2", "observe.report=true")
     said = job.submit(*two_nodes)
     assert f"submitted run as job {job.id}" in said and f"scancel {job.id}" in said
     # the same command again: nothing is sent twice
@@ -56,11 +56,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
 ):
     # both components: it is preemptible
     job.submit(
-        "trainer.steps=1000",
-        "eval.episodes=0",
-        "cluster.slurm.requeues=3",
-        "observe.report=false",
-        "cluster.slurm.trainer.partition=spare",
+        "trainer.steps=1000", "cluster.slurm.requeues=3", "cluster.slurm.trainer.partition=spare"
     )
     job.until(lambda: len(job.steps()) >= 2, "two steps")
     # Slurm's, near the limit

@@ -186,8 +186,6 @@ def test_a_run_gets_the_workers_that_it_asked_for_and_leaves_no_job_behind(job):
         "reward.timeout_s=240",
         "trainer.steps=100000",
         "trainer.batch_size=64",
-        "eval.episodes=0",
-        "observe.report=false",
         "trainer.checkpoint_every=1000",
     )
     (job.folder / "main").write_text(job.id)
