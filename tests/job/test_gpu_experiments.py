@@ -87,7 +87,7 @@ def hub_home(tmp_path_factory):
 @pytest.mark.parametrize(
     "experiment, repository, trainers, stage",
     [
-        ("qwen3_0_6b", "acme/tiny-qwen3", 1, 2),
+        # qwen3_0_6b is what gpu_check.py's `colocated` starts, also on a CPU: test_gpu_check.py
         ("qwen7b", "acme/tiny-qwen2", 1, 3),
         ("qwen7b_64k", "acme/tiny-qwen2", 2, 3),
         ("qwen7b_lora", "acme/tiny-qwen2", 1, 2),
