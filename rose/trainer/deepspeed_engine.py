@@ -42,6 +42,19 @@ PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: D
 REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names
 
 
+def _import_muon() -> None:
+    """DeepSpeed looks whether its optimizer is Muon, here Adam, and imports it for that. Muon's
+    functions are decorated to be compiled, which loads torch's compiler: 1.6 s of CPU time in each
+    rank."""
+    from deepspeed.runtime import compiler
+
+    given, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = given
+
+
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
     """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` in one layer."""
     # A bucket is allocated whole at every update: DeepSpeed's 5e8 cost a tiny model 1.3 s each.
@@ -181,6 +194,7 @@ class DeepSpeedEngine(Saving):
         if trainer.kernels == "liger":
             kernels.use_liger(policy)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
+        _import_muon()
         self.engine, *_ = deepspeed.initialize(
             model=policy,
             optimizer=_optimizer(trainer, policy),

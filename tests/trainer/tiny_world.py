@@ -392,6 +392,7 @@ def in_halves(t):
 def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
     """(`ranks` processes, and replicas behind them, to be started, the files of their words)."""
     job = job | {"ranks": ranks, "port": free_port(), "folder": str(folder)}
+    job |= {"tree": tree(job)}  # so that no rank needs Hydra and pytest
     job |= {"replica_port": free_port()} if job.get("replicas") else {}
     roles = [(run_rank, rank) for rank in range(ranks)]
     roles += [(run_replica, number) for number in range(job.get("replicas", 0))]
@@ -442,6 +443,8 @@ def server():
             "transformers",
             "rose.trainer.trainer",
             "rose.trainer.replica",
+            "rose.transfer.rice",  # numba's loops, which a trainer loads when it opens its store
+            "tests.trainer.imported",  # the last
         ]
     )
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is loaded
@@ -486,13 +489,16 @@ def watch_merging(found: list[int]) -> None:
     deepspeed._apply_weight_conversions_to_state_dict = watched
 
 
-def settings(job: dict):
-    from rose import config
+def tree(job: dict) -> dict:
     from tests.conftest import compose_tree
 
-    return config.from_dict(
-        compose_tree(*SETTINGS, *job["settings"], f"trainer.ranks={job['ranks']}")
-    )
+    return compose_tree(*SETTINGS, *job["settings"], f"trainer.ranks={job['ranks']}")
+
+
+def settings(job: dict):
+    from rose import config
+
+    return config.from_dict(job["tree"] if "tree" in job else tree(job))
 
 
 def watch_second_copies(trainer, found: list[int]) -> None:
