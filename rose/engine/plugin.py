@@ -9,6 +9,7 @@ one step for the next.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from typing import Any
@@ -36,10 +37,11 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
-    if FOLDER not in os.environ:
-        return
     from vllm.v1.engine.core import EngineCoreProc
 
+    _end_quickly(EngineCoreProc)
+    if FOLDER not in os.environ:
+        return
     from rose.processes import die_with_parent
 
     parent = multiprocessing.parent_process()
@@ -61,6 +63,24 @@ def register() -> None:
 
     run_busy_loop.attaches = True
     EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
+
+
+def _end_quickly(core: type) -> None:
+    """An engine's process ends with its engine, and its memory with it. vLLM has Python's collector
+    look through all that was ever imported before, twice: more CPU time than the engine's start."""
+    original = core.shutdown
+    if getattr(original, "quick", False):
+        return
+
+    def shutdown(self):
+        collect, gc.collect = gc.collect, lambda *_: 0
+        try:
+            original(self)
+        finally:
+            gc.collect = collect
+
+    shutdown.quick = True
+    core.shutdown = shutdown
 
 
 def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
