@@ -109,10 +109,10 @@ def join_world(
     import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
 
     if device.type == "cpu":
-        # Its shared-memory allreduce would be compiled at first use (160 s), for nothing but speed
-        # on one machine. Not on a GPU: there this look-up makes DeepSpeed try the compilers for all
-        # of its CUDA operators.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Its shared-memory allreduce, the one operator that is looked up here, would be compiled at
+        # first use (160 s), for nothing but speed on one machine. A look-up makes DeepSpeed try the
+        # compilers for all of its operators first.
+        deepspeed.ops.__compatible_ops__ = {}
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # where DeepSpeed looks for its device
     backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)
     place.use_interface()
