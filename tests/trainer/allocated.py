@@ -8,7 +8,6 @@ as it comes and goes. What is estimated is rose/launch/memory.py's, which dry ru
 from __future__ import annotations
 
 import json
-import multiprocessing
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
+from tests.trainer import tiny_world
 
 SHAPE = {
     "layers": 4,
@@ -38,7 +38,7 @@ def measure(
     """moment -> (estimated, allocated), bytes. Raises RuntimeError when the rank fails."""
     job = {"tokens": tokens, "port": free_port(), "overrides": overrides, "shape": SHAPE | shape}
     with tempfile.TemporaryDirectory(prefix="rose-memory-") as folder:
-        process = multiprocessing.get_context("spawn").Process(target=_rank, args=(job, folder))
+        process = tiny_world.server().Process(target=_rank, args=(job, folder))
         process.start()
         try:
             process.join(DEADLINE_S)
