@@ -37,11 +37,10 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
-    from vllm.v1.engine.core import EngineCoreProc
-
-    _end_quickly(EngineCoreProc)
     if FOLDER not in os.environ:
         return
+    from vllm.v1.engine.core import EngineCoreProc
+
     from rose.processes import die_with_parent
 
     parent = multiprocessing.parent_process()
@@ -65,9 +64,10 @@ def register() -> None:
     EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
 
 
-def _end_quickly(core: type) -> None:
-    """An engine's process ends with its engine, and its memory with it. vLLM has Python's collector
-    look through all that was ever imported before, twice: more CPU time than the engine's start."""
+def end_quickly(core: type) -> None:
+    """For vLLM's EngineCoreProc, whose process ends with it, and its memory with the process. vLLM
+    has Python's collector look through all that was ever imported before, twice: more CPU time than
+    the engine's start."""
     original = core.shutdown
     if getattr(original, "quick", False):
         return

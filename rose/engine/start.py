@@ -171,11 +171,13 @@ def build(args: dict, gpus: bool):
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor import Executor
 
     from rose.engine import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
+    plugin.end_quickly(EngineCoreProc)
     # rose.engine.worker_extension registers it in each worker
     transfer = WeightTransferConfig(backend="rose")
     if args.get("enable_return_routed_experts") and not gpus:

@@ -1,5 +1,6 @@
 """vLLM's entry point into ROSE, in an engine that shares no device."""
 
+import gc
 import subprocess
 import sys
 
@@ -18,6 +19,21 @@ def test_every_engine_asks_for_the_amx_tiles_that_its_cpu_has(monkeypatch, has_t
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
     plugin.register()
     assert asked == [True] * has_tiles
+
+
+def test_an_engine_that_ends_collects_nothing_and_its_process_does_later():
+    class Core:
+        def shutdown(self):
+            self.found = gc.collect()
+
+    plugin.end_quickly(Core)
+    plugin.end_quickly(Core)
+    circle = []
+    circle.append(circle)
+    del circle
+    core = Core()
+    core.shutdown()
+    assert core.found == 0 < gc.collect()
 
 
 # Steps, each with somewhat larger buffers: glibc maps what is larger than all that it has seen.

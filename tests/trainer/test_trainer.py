@@ -250,6 +250,11 @@ def test_every_group_of_ranks_waits_as_long_as_a_step_may_take(world):
         }
 
 
+def test_no_rank_loads_torchs_compiler_or_tries_a_c_compiler(world):
+    for report in world.reports:
+        assert not report["compiler"] and report["operators"] == {}
+
+
 @pytest.mark.parametrize(
     ("stage", "more"),
     [

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from contextlib import nullcontext, suppress
 from multiprocessing import forkserver
@@ -585,6 +586,8 @@ def main(job: dict, rank: int) -> None:
     gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds. ["shared", seed, limit,
     replicas, lost, version, gradient]: a step on the weights of the published `version`, of whose
     replicas the first `lost` ones give no gradient."""
+    import deepspeed
+
     from rose import protocol as p
     from rose.comm.address import local_place
     from rose.config import read_shape
@@ -706,5 +709,7 @@ def main(job: dict, rank: int) -> None:
     if helpers is not None:
         helpers.close()
     report["forms"] = forms(trainer)
+    report["compiler"] = "torch._inductor.compile_fx" in sys.modules
+    report["operators"] = deepspeed.ops.__compatible_ops__
     (folder / f"{job['name']}-{rank}.json").write_text(json.dumps(report))
     trainer.close()
