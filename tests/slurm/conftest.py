@@ -91,13 +91,14 @@ class SlurmJob:
         )
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What a test waits for meanwhile has the machine's cores."""
-        self._pause.touch()
+    def works(self) -> Iterator[None]:
+        """Meanwhile it goes on, and pauses at the end: what a test waits for otherwise has the
+        machine's cores."""
+        self._pause.unlink(missing_ok=True)
         try:
             yield
         finally:
-            self._pause.unlink()
+            self._pause.touch()
 
     @property
     def _pause(self) -> Path:
