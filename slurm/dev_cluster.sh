@@ -224,13 +224,15 @@ return_node() {  # NAME
     wait_for "$1 to report in" $log/slurmd-$1.log sh -c "sinfo -h -N -n $1 -t idle,alloc,mix | grep -q ."
 }
 
-end() {  # PIDFILE: TERM, then KILL after 10 s
-    alive "$1" || { rm -f "$1"; return 0; }
-    local pid; pid=$(cat "$1")
-    kill "$pid"
-    for _ in $(seq 100); do runs "$pid" || break; sleep 0.1; done
-    runs "$pid" && kill -9 "$pid" 2>/dev/null
-    rm -f "$1"
+end() {  # PIDFILE...: TERM to all at once, as each takes two seconds to leave, then KILL after 10 s
+    local pids="" pid
+    for file in "$@"; do alive "$file" && pids="$pids $(cat "$file")"; done
+    for pid in $pids; do kill "$pid"; done
+    for pid in $pids; do
+        for _ in $(seq 100); do runs "$pid" || break; sleep 0.1; done
+        runs "$pid" && kill -9 "$pid" 2>/dev/null
+    done
+    rm -f "$@"
 }
 
 stop() {
@@ -239,9 +241,9 @@ stop() {
         local tidy=$((SECONDS + 15))
         while [ $SECONDS -lt $tidy ] && [ -n "$(squeue -h -t running,completing 2>/dev/null)" ]; do sleep 0.2; done
     fi
-    for file in $run/slurmd-*.pid $run/slurmctld.pid $run/slurmdbd.pid $run/mariadbd.pid $run/munged.pid; do
-        [ -e "$file" ] && end "$file"
-    done
+    end $run/slurmd-*.pid $run/slurmctld.pid  # those that others need go after them
+    end $run/slurmdbd.pid
+    end $run/mariadbd.pid $run/munged.pid
     return 0
 }
 
