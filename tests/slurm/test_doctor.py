@@ -7,30 +7,15 @@ import sys
 
 import pytest
 
+from rose.doctor import slurm
 from tests import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-@pytest.fixture
-def doctor(cluster, tmp_path):
-    def examine(*overrides, folder=tmp_path):
-        return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "rose.doctor",
-                "--folder",
-                str(folder),
-                "cluster=dev",
-                *overrides,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-
-    yield examine
+@pytest.fixture(autouse=True)
+def nothing_stays(cluster):
+    yield
 
     def queued() -> list[str]:
         left = subprocess.run(
@@ -44,10 +29,27 @@ def doctor(cluster, tmp_path):
     assert processes.left(queued) == []  # Slurm ends what was cancelled some time later
 
 
-def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_two_nodes(
-    doctor, tmp_path
-):
-    well = doctor()
+@pytest.fixture
+def examine(make_config):
+    """examine(folder, overrides) -> what the doctor finds about Slurm, by its part; the rest of
+    what it examines is the same on any machine."""
+
+    def found(folder, *overrides):
+        folder.mkdir(exist_ok=True)
+        config = make_config("cluster=dev", *overrides)
+        return {finding.part: finding for finding in slurm.examine(config, folder)}
+
+    return found
+
+
+def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_two_nodes(tmp_path):
+    """The command, with all that it examines."""
+    well = subprocess.run(
+        [sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path), "cluster=dev"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert well.returncode == 0, well.stdout + well.stderr
     for part in (
         "files seen between nodes: a file of n",
@@ -58,21 +60,20 @@ def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_tw
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kind_of_mpi_that_is_not_there_is_named(doctor):
-    ill = doctor("cluster.mpi.srun=['--mpi=pmi9']")
-    assert ill.returncode == 1 and "failed   srun --mpi: no pmi9 here" in ill.stdout, ill.stdout
+def test_a_kind_of_mpi_that_is_not_there_is_named(examine, tmp_path):
+    ill = examine(tmp_path, "cluster.mpi.srun=['--mpi=pmi9']")["srun --mpi"]
+    assert ill.state == "failed" and ill.words.startswith("no pmi9 here"), ill
 
 
-def test_a_folder_of_one_node_is_not_shared(doctor, cluster):
+def test_a_folder_of_one_node_is_not_shared(examine, cluster):
     """Each node of the dev cluster has a folder of its own mounted there."""
     if subprocess.run(["unshare", "--mount", "--uts", "true"], timeout=120).returncode:
         pytest.skip("no namespaces here, so all nodes have the same folders")
-    ill = doctor(folder=cluster / "pmix" / "runs")
-    assert ill.returncode == 1 and "failed   files seen between nodes" in ill.stdout, ill.stdout
-    assert "on a file system that all nodes share" in ill.stdout
+    ill = examine(cluster / "pmix" / "runs", "cluster.mpi.join=false")["files seen between nodes"]
+    assert ill.state == "failed" and "on a file system that all nodes share" in ill.remedy, ill
 
 
-def test_where_none_can_join_it_says_what_is_lost(doctor, tmp_path, monkeypatch):
+def test_where_none_can_join_it_says_what_is_lost(examine, tmp_path, monkeypatch):
     """In a container, by an Apptainer of our own that notes its arguments and starts what it was to
     start."""
     (tmp_path / "bin").mkdir()
@@ -84,14 +85,13 @@ def test_where_none_can_join_it_says_what_is_lost(doctor, tmp_path, monkeypatch)
     apptainer.chmod(0o755)
     monkeypatch.setenv("PATH", str(apptainer.parent), prepend=os.pathsep)
     box = f"{{runtime: apptainer, image: /no/image.sif, python: {sys.executable}, mounts: [/tmp], args: [--no-home]}}"
-    said = doctor("cluster.mpi.join=false", f"cluster.slurm.container={box}")
-    assert said.returncode == 0, said.stdout
-    # the doctor also tries it as a sandbox
-    lines = (tmp_path / "bin" / "started").read_text().splitlines()
-    started = [line for line in lines if "-m rose.doctor.rank" in line]
-    assert len(started) == 2 and all(line.startswith("exec --bind ") for line in started)
-    assert "ok       one MPI world, srun over two components" in said.stdout
-    assert (
-        "warning  join and survive a killed peer: not tried: cluster.mpi.join=false" in said.stdout
+    said = examine(tmp_path, "cluster.mpi.join=false", f"cluster.slurm.container={box}")
+    assert not [finding for finding in said.values() if finding.state == "failed"], said
+    started = (tmp_path / "bin" / "started").read_text().splitlines()
+    assert len(started) == 2 and all(
+        line.startswith("exec --bind ") and "-m rose.doctor.rank" in line for line in started
     )
-    assert "dedicated rollout ranks only" in said.stdout
+    assert said["one MPI world, srun over two components"].state == "ok"
+    lost = said["join and survive a killed peer"]
+    assert lost.state == "warning" and lost.words.startswith("not tried: cluster.mpi.join=false")
+    assert "dedicated rollout ranks only" in lost.remedy
