@@ -79,8 +79,9 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
         timeout=120,
     ).stdout.strip()
     job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted")
-    goes_on(job, 3)
+    comes(job, 3)
 
+    # lost while it starts; what the preempted attempt has left is still what the next one continues
     node = ranks(job, 3)[0].host
     dev_cluster(cluster, "lose", node)
     try:
@@ -103,9 +104,13 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     )
 
 
+def comes(job, attempt):
+    job.until(lambda: len(ranks(job, attempt)) == 4, f"the ranks of attempt {attempt}")
+
+
 def goes_on(job, attempt):
     """The attempt comes, and continues from the last checkpoint: each step is there once."""
-    job.until(lambda: len(ranks(job, attempt)) == 4, f"the ranks of attempt {attempt}")
+    comes(job, attempt)
     before = job.steps()[-1]
     job.until(lambda: job.steps()[-1] > before, f"a step of attempt {attempt}")
     steps = job.steps()
