@@ -41,6 +41,7 @@ PLAN = {
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
+CALIBRATE_S = (6.0, 12.0)  # runs of S alone, each at the load that the one before suggests
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
 EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
 CALM, TRIES = 0.04, 3  # of the machine's time, that a hypervisor may take from a run
@@ -403,7 +404,7 @@ class Bench:
     def calibrate(self) -> Iterator[str]:
         """Set the factor of the trace's times such that S alone is busy for `busy` of the time;
         yields what it found."""
-        for seconds in (6.0, 12.0):
+        for seconds in CALIBRATE_S:
             rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
             self.factor = len(self.trace) / self.trace.seconds / rate
             found = self.calm_run(ALONE, 1000, self.slice(1000 + int(seconds), seconds), seconds)

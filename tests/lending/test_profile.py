@@ -308,7 +308,7 @@ def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_
         "rollout.max_sequences=8",
         f"serving.online.model={folder}",
     ]
-    done = run(f"out={path}", "seconds=20", f"model={folder}", *settings, timeout=800)
+    done = run(f"out={path}", "seconds=10", f"model={folder}", *settings, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "P99 residual" in done.stdout and str(path) in done.stdout
     found = device_profile.load(path)
