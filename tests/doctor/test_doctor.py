@@ -390,6 +390,19 @@ def test_bad_overrides_are_refused_with_code_2(monkeypatch, capsys, overrides, w
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("state, code", [("ok", 0), ("warning", 0), ("failed", 1)])
+def test_what_failed_is_printed_with_its_remedy_and_has_code_1(monkeypatch, capsys, state, code):
+    found = [
+        findings.Finding("ok", "import vllm", "0.32"),
+        findings.Finding(state, "srun --mpi", "no pmi9 here; [pmix]", "set cluster.mpi.srun"),
+    ]
+    monkeypatch.setattr(command, "examine", lambda c, folder: iter(found))
+    monkeypatch.setattr(sys, "argv", ["doctor"])
+    assert command.main() == code
+    line = f"{state:8} srun --mpi: no pmi9 here; [pmix]. set cluster.mpi.srun"
+    assert capsys.readouterr().out.splitlines() == ["ok       import vllm: 0.32", line]
+
+
 @pytest.mark.slow
 def test_this_machine_works(tmp_path):
     done = subprocess.run(
