@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from rose.trainer import compilers
 from rose.trainer.model import Policy
 from rose.trainer.prefix_tree import build_from_rows
 
+SILU = ("silu", "swish")  # as a config.json calls it
 MOST_FORMS = 16  # of one function that are compiled; more run uncompiled
 MOST_WORKERS = 32  # processes that compile for one rank; torch's own limit, whatever the ranks
 SLOW_S = 60.0  # after so long it is said once more what is being waited for
@@ -147,12 +149,18 @@ def use_liger(policy: Policy) -> None:
     """Liger's kernels in place of the model's own; one of `compilers.LIGER_TYPES`."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
 
+    config, module = policy.hf.config, sys.modules[type(policy.hf).__module__]
+    classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     monkey_patch._apply_liger_kernel_to_instance(
         policy.hf,
         rope=True,
         rms_norm=True,
-        # of a mixture it would take the place of rose/trainer/mixture.py's experts
-        swiglu=not getattr(policy.hf.config, "num_experts", 0),
+        # of a mixture it would take the place of rose/trainer/mixture.py's experts; it is SiLU's,
+        # and asks nobody whether the model's is another
+        swiglu=not getattr(config, "num_experts", 0) and config.hidden_act in SILU,
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
+    # A reference is read after this. Liger's own classes, which it puts in the place of the model's
+    # for that, have no biases, so those of the folder would be left out.
+    vars(module).update(classes)

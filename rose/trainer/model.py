@@ -143,7 +143,8 @@ class Policy(nn.Module):
             inputs, targets, mask = (F.pad(x, (0, 1)) for x in (inputs, targets, mask))
             if tree is not None:
                 tree = tree._replace(nodes=F.pad(tree.nodes, (0, 1)))
-            logprobs, entropy = self(inputs, targets, mask, tree)
+            # not `self(...)`: ZeRO-3's hooks would begin a pass within the pass
+            logprobs, entropy = self.forward(inputs, targets, mask, tree)
             return logprobs[:, :1], entropy
         made = mask.bool()
         if self.replay is not None:

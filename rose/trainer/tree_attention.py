@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ BLOCK = 128  # tokens; of the kernel's, too
 SMALLEST = 2 * BLOCK
 # of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in each layer's call
 DENSE_TOKENS = 8192
+OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's variables
 CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
 # shared and own tokens of the trees that are tried at start
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
@@ -142,6 +144,9 @@ def why_not_flex(
     """Why flex attention can't train this shape on this device; "" if it can. It is tried."""
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
+    for variable in OFF:
+        if os.environ.get(variable) == "1":  # it would run, L x L in float32
+            return f"{variable}=1 is set here, so torch compiles no flex attention"
     form = (heads, kv_heads, head_dim, dtype)
     try:  # a second length: torch compiles once more, for all that come
         found = max(difference(device, *form, times) for times in (1, 3, 2))

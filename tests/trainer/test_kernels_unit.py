@@ -1,10 +1,14 @@
 """What rose/trainer/kernels.py says and asks for, and the shapes that compiled layers get, without
 compilers."""
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 from rose.trainer import kernels, model
 from rose.trainer.prefix_tree import build
@@ -63,3 +67,59 @@ def test_what_is_no_longer_compiled_is_said_with_the_remedy(capsys):
     finally:
         logger.removeFilter(kernels._explained)
     assert capsys.readouterr().out.count("uncompiled from now on") == 1
+
+
+class Biasless(torch.nn.Module):
+    """As LigerSwiGLUMLP."""
+
+    def __init__(self, config):
+        super().__init__()
+        sides = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
+        for name, (ins, outs) in sides.items():
+            setattr(self, name, torch.nn.Linear(ins, outs, bias=False))
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Liger's way of patching, without its kernels, which need a GPU; what it was asked for."""
+    asked: dict[str, bool] = {}
+
+    def apply(hf, **options):
+        asked.update(options)
+        monkeypatch.setattr(modeling_llama, "LlamaMLP", Biasless)
+
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    patches = ModuleType("monkey_patch")
+    patches._apply_liger_kernel_to_instance = apply
+    sys.modules["liger_kernel.transformers"].monkey_patch = patches
+    return asked
+
+
+def save_llama(folder, **more):
+    config = LlamaConfig(
+        vocab_size=7,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        mlp_bias=True,
+        **more,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return model.load(folder, torch.float32, False)
+
+
+def test_a_reference_that_is_read_after_ligers_kernels_has_all_of_its_weights(tmp_path, liger):
+    policy = save_llama(tmp_path)
+    kernels.use_liger(policy)
+    again = model.load(tmp_path, torch.float32, False)
+    names = [name for name, _ in policy.named_weights()]
+    assert [name for name, _ in again.named_weights()] == names
+    assert any(name.endswith("mlp.down_proj.bias") for name in names)
+    assert liger["swiglu"]
+
+
+def test_ligers_silu_takes_no_other_activations_place(tmp_path, liger):
+    kernels.use_liger(save_llama(tmp_path, hidden_act="gelu"))
+    assert not liger["swiglu"] and liger["rms_norm"]

@@ -153,6 +153,12 @@ def test_a_models_values_and_gradients_by_blocks_are_those_of_padded_rows(
 def test_a_device_or_compiler_that_fails_is_told_and_one_that_errs_too(monkeypatch):
     assert "GPUs only" in tree_attention.why_not_flex(CPU, 4, 2, 16, torch.bfloat16)
     gpu = torch.device("cuda")
+    for variable in tree_attention.OFF:
+        monkeypatch.delenv(variable, raising=False)
+    for variable in tree_attention.OFF:
+        monkeypatch.setenv(variable, "1")
+        assert f"{variable}=1" in tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
+        monkeypatch.delenv(variable)
 
     def broken(*_):
         raise RuntimeError("Cannot find a working triton installation\nmore")
