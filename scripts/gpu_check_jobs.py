@@ -66,6 +66,7 @@ HYBRID = [
     "scheduler.provisioning.args.hybrid_wait_s=0",
 ]
 REPLICAS = ["trainer.elastic_replicas=1"]
+SEVERAL = 30  # steps: the replica starts beside them
 ON_CPU = [
     *SMALL,
     "rollout.kv_cache_gib=0.05",
@@ -136,7 +137,7 @@ def job(report: Report) -> None:
             "steps in which the replica had a part",
             len(shared),
             least=1,
-            remedy="its log beside the engine's in logs/latest tells why it was not up in time",
+            remedy="the engine's log in logs/latest, which is its too, tells why it was not up",
         )
         report.figure("parts that it lost", sum(row["replicas_lost"] for row in steps), equal=0)
     for name in sorted(k for k in last if k.startswith("hybrid_")):
@@ -194,8 +195,8 @@ CHECKS = (
         "launch.py on two GPUs: one trains, one rolls out and trains in turn",
         job,
         {
-            "cuda": Run([*ON_GPU, *REPLICAS, "cluster.gpus=2"], 6, 0.05),
-            "cpu": Run([*ON_CPU, *REPLICAS], 6, 1e-3),
+            "cuda": Run([*ON_GPU, *REPLICAS, "cluster.gpus=2"], SEVERAL, 0.05),
+            "cpu": Run([*ON_CPU, *REPLICAS], SEVERAL, 1e-3),
         },
         400.0,
         "`colocated` tells whether it is the engine's sleep; the log has each process's last words",

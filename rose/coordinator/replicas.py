@@ -85,7 +85,7 @@ class Replicas(DeviceTurns):
         self._why = why
         if not chosen:
             self._training.complete(step, groups)
-            self._row = {"replicas": 0, "replica_token_share": 0.0}
+            self._row = {"replicas": 0, "replicas_lost": 0, "replica_token_share": 0.0}
             return
         began = time.monotonic()
         asked = self._deal(step, groups, chosen)
