@@ -630,14 +630,16 @@ class Coordinator:
         for rank in others:
             self.mailbox.send(rank, p.Shutdown(reason))
         end = time.monotonic() + self.config.cluster.stop_timeout_s / 3
-        while self.gone < others and time.monotonic() < end:
-            got = self.mailbox.poll()
-            if got is None:
-                await asyncio.sleep(0.005)
-            elif isinstance(got[1], p.Goodbye):
-                self.gone.add(got[1].rank)
-        if self.replicas:
-            self.replicas.close()
+        try:
+            while self.gone < others and time.monotonic() < end:
+                got = self.mailbox.poll()
+                if got is None:
+                    await asyncio.sleep(0.005)
+                elif isinstance(got[1], p.Goodbye):
+                    self.gone.add(got[1].rank)
+        finally:
+            if self.replicas:
+                self.replicas.close()
 
 
 async def drive(coordinator: Coordinator) -> None:

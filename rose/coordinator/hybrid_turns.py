@@ -55,7 +55,7 @@ class HybridTurns(DeviceTurns):
         self._closed = False
         self._waited_s = 0.0  # since the last `figures`
         self._move_began = 0.0
-        self.delay = 0.0  # `hybrid_delay` of the step before
+        self.delay = 0.0  # for which the scheduler answers, of the step before: `StepBegun`'s
 
     def begin(self, role: p.Role) -> None:
         """Begin to move to `role`, unless that is done or under way; a move to the other role is
@@ -114,15 +114,16 @@ class HybridTurns(DeviceTurns):
         c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
         step_s = max(sum(times.values()), 1e-9)
         idle_s = max(step_s - times["train"] + waited_s, 1e-9)
-        self.delay = waited_s / step_s
+        delay, broken_off = waited_s / step_s, self.starts.take_broken_off()
+        self.delay = 0.0 if broken_off else delay  # an earlier tail would not have helped
         given_s = sum(w.busy_s(at) for w in workers) * c.rollout.tensor_parallel
         return {
             "hybrid_idle_used": given_s / c.trainer.ranks / idle_s,
             "device_seconds_hybrid": given_s,
             "hybrid_token_share": sum(w.tokens for w in workers) / max(made, 1),
-            "hybrid_delay": self.delay,
+            "hybrid_delay": delay,
             "seconds_hybrid_delay": waited_s,
-            "starts_broken_off": self.starts.take_broken_off(),
+            "starts_broken_off": broken_off,
         }
 
     async def _move(self, before: asyncio.Task | None, role: p.Role) -> None:

@@ -148,7 +148,8 @@ class Replicas(DeviceTurns):
                 self._orders.pop(worker, None)
 
     def close(self) -> None:
-        """The run is over, and its ranks are gone: one might still read or write a gradient."""
+        """The run is over, its ranks are gone or about to be ended: not before, as one might still
+        read or write a gradient."""
         self._clear()
 
     def take_row(self) -> dict[str, float]:

@@ -179,7 +179,7 @@ class TurnHub:
         self._drop_turns(trajectory)
         tokens = self._forget_trajectory(trajectory)
         self.log.forget(trajectory)
-        self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory))
+        self.feed(ev.TrajectoryEnded(at=time.time(), trajectory=trajectory, failed=True))
         return tokens
 
     def _forget_trajectory(self, trajectory: str) -> int:
@@ -514,6 +514,8 @@ class TurnHub:
 
     def _version_failed(self, source: int, m: p.VersionFailed) -> None:
         worker = self.workers.get(m.worker)
+        if worker is not None and worker.incarnation != m.incarnation:
+            return
         # one that nobody waits for was too slow, or a newer version is there: the next one, then
         if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
             if worker.pool == "hybrid" and m.version == self.version:

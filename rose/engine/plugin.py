@@ -67,7 +67,7 @@ def register() -> None:
 def end_quickly(core: type) -> None:
     """For vLLM's EngineCoreProc, whose process ends with it, and its memory with the process. vLLM
     has Python's collector look through all that was ever imported before, twice: more CPU time than
-    the engine's start."""
+    the engine's start. Not for GPUs: the order in which sleep mode's pools go depends on it."""
     original = core.shutdown
     if getattr(original, "quick", False):
         return

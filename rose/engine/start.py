@@ -177,7 +177,8 @@ def build(args: dict, gpus: bool):
     from rose.engine import plugin
 
     plugin.register()  # also where ROSE is imported from a folder and not installed
-    plugin.end_quickly(EngineCoreProc)
+    if not gpus:
+        plugin.end_quickly(EngineCoreProc)
     # rose.engine.worker_extension registers it in each worker
     transfer = WeightTransferConfig(backend="rose")
     if args.get("enable_return_routed_experts") and not gpus:

@@ -1,5 +1,5 @@
-"""Watches a started job to its end, whatever the end is, and leaves no process behind, nor, on this
-machine, what one that was killed had in its memory.
+"""Watches a started job to its end, whatever the end is, and leaves no process behind, nor what
+those that it killed on this machine had in its memory.
 
 A dead rank ends the job, and so do a trainer rank for which the others wait too long and a run
 folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
@@ -97,9 +97,9 @@ class Job:
             return self._watch()
         finally:
             end_all(self.process)
-            mirror.remove_left(self.run_dir)  # of ranks that were killed
             for number, handler in before.items():
                 signal.signal(number, handler)
+            mirror.remove_left(self.run_dir)  # of ranks that were killed
 
     def _watch(self) -> Outcome:
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}

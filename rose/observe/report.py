@@ -140,7 +140,7 @@ def _hybrid(steps: list[dict[str, Any]]) -> str:
         f"<p>Engines on the trainer's devices (rollout.hybrid) had turns for {used:.0%} of the "
         f"time in which these had nothing to train ({given} of devices), and made {tokens:.0%} of "
         f"the tokens. The trainer waited for its devices for {delay:.1%} of a step. Starts of such "
-        f"engines that took longer than a rollout: {late}.</p>"
+        f"engines that were broken off for it: {late}.</p>"
     )
 
 

@@ -22,6 +22,7 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 MAX_BACK_OFF = 64  # times `back_off_s`
 MOST_DELAY = 0.02  # of a step
+CALM = 20  # steps without such a delay, after which half as early a rest is tried
 
 
 class OnDemand:
@@ -113,7 +114,8 @@ class AllIdle(RoseProvisioning):
     until no more than `hybrid_tail` trajectories per dedicated worker are left, once a group of the
     step is in (0: until the batch is complete): these go on there from the tokens that they have,
     and the trainer has its GPUs again before the batch is due. After a step of which the trainer
-    waited for its GPUs for more than MOST_DELAY, that is twice as many, and one at least. The other
+    waited for its GPUs for more than MOST_DELAY, that is twice as many, and one at least; after
+    CALM steps of which it didn't, half as many again, and no fewer than at first. The other
     arguments are those of `rose`.
     """
 
@@ -133,6 +135,7 @@ class AllIdle(RoseProvisioning):
                 f"hybrid_wait_s={hybrid_wait_s} and hybrid_tail={hybrid_tail} must not be negative"
             )
         self.hybrid_wait_s, self.hybrid_tail = hybrid_wait_s, hybrid_tail
+        self._first_tail, self._calm = hybrid_tail, 0
         self._rolls = False  # hybrid workers may, now
         self._finished = 0  # groups, since the step's begin
         self._waits_since = 0.0
@@ -146,8 +149,8 @@ class AllIdle(RoseProvisioning):
 
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         actions = super().on_event(event, cluster)
-        if isinstance(event, StepBegun) and event.hybrid_delay > MOST_DELAY:
-            self.hybrid_tail = max(1.0, 2 * self.hybrid_tail)
+        if isinstance(event, StepBegun):
+            self._set_tail(event.hybrid_delay)
         match event:
             case StepBegun(at=at) if not cluster.training:
                 waited, self._waits_since, self._finished = self._waited_s, at, 0
@@ -164,12 +167,21 @@ class AllIdle(RoseProvisioning):
                 return actions + self._hybrid(cluster, RestWorker)
             case GroupFinished():
                 self._finished += 1
-            case TrajectoryEnded(trajectory=ended, tokens=tokens) if (
-                self._rolls and tokens and self._in_tail(ended, cluster)
+            case TrajectoryEnded(trajectory=ended, failed=False) if self._rolls and self._in_tail(
+                ended, cluster
             ):
                 self._rolls = False
                 return actions + self._hybrid(cluster, RestWorker)
         return actions
+
+    def _set_tail(self, delay: float) -> None:
+        """By the delay of the step before."""
+        self._calm = self._calm + 1 if delay <= MOST_DELAY else 0
+        if not self._calm:
+            self.hybrid_tail = max(1.0, 2 * self.hybrid_tail)
+        elif self._calm % CALM == 0:
+            half = self.hybrid_tail / 2
+            self.hybrid_tail = max(half if half >= 1 else 0.0, self._first_tail)
 
     def _in_tail(self, trajectory: str, cluster: Cluster) -> bool:
         """Whether what the trajectory leaves of the admitted groups, begun or not, is few enough

@@ -365,7 +365,7 @@ class Scheduler:
         self._leave_home(e.trajectory)
         self.cluster.saved.pop(e.trajectory, None)
         group = self.cluster.group_of.pop(e.trajectory, "")
-        if group in self.cluster.admitted and e.tokens:  # else another takes its place
+        if group in self.cluster.admitted and not e.failed:
             self.cluster.admitted[group] += 1
         return self._carry_out(self._batching_trajectory_ended(e.trajectory, group))
 

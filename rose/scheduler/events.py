@@ -147,8 +147,11 @@ class TurnReturned(Event):
 
 
 class TrajectoryEnded(Event):
+    """`failed`: or it was cancelled; another takes its place, unless its group is dropped."""
+
     trajectory: str
-    tokens: int = 0  # made in it; 0: it was cancelled, or its environment failed
+    tokens: int = 0  # made in it; 0 if it failed
+    failed: bool = False
 
 
 class HostLoad(Event):

@@ -294,6 +294,7 @@ class Simulation:
                 at=now,
                 trajectory=trajectory.key,
                 tokens=0 if trajectory.dead else trajectory.generated,
+                failed=trajectory.dead,
             )
         )
 

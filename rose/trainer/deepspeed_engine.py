@@ -44,8 +44,7 @@ REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names
 
 def _import_muon() -> None:
     """DeepSpeed looks whether its optimizer is Muon, here Adam, and imports it for that. Muon's
-    functions are decorated to be compiled, which loads torch's compiler: 1.6 s of CPU time in each
-    rank."""
+    functions are decorated to be compiled, which loads the rest of torch's compiler."""
     from deepspeed.runtime import compiler
 
     given, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function

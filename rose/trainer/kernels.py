@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,6 +146,11 @@ def _announced() -> Iterator[None]:
     print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
 
 
+def _rotates_whole_heads(config: Any) -> bool:
+    """Liger's kernel rotates all of a head's dimensions; some Phi-3 models rotate a part."""
+    return (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) == 1
+
+
 def use_liger(policy: Policy) -> None:
     """Liger's kernels in place of the model's own; one of `compilers.LIGER_TYPES`."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
@@ -153,7 +159,7 @@ def use_liger(policy: Policy) -> None:
     classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     monkey_patch._apply_liger_kernel_to_instance(
         policy.hf,
-        rope=True,
+        rope=_rotates_whole_heads(config),
         rms_norm=True,
         # of a mixture it would take the place of rose/trainer/mixture.py's experts; it is SiLU's,
         # and asks nobody whether the model's is another

@@ -40,7 +40,7 @@ def choose_path(run_dir: Path, folder: Path | None = None) -> Path:
     prefix = f"rose-{os.getuid()}-{run}-"
     for left in parent.glob(f"{prefix}*"):
         pid, _, start = left.name.removeprefix(prefix).partition(".")
-        if _start_time(int(pid)) != start:
+        if pid.isdecimal() and _start_time(int(pid)) != start:
             shutil.rmtree(left, ignore_errors=True)
     return parent / f"{prefix}{os.getpid()}.{_start_time(os.getpid())}"
 

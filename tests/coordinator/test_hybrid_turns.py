@@ -2,11 +2,12 @@
 are trained as without, whoever dies."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import journal
+from rose.coordinator import hybrid_turns, journal
 from rose.coordinator.coordinator import Stopped
 from rose.coordinator.hybrid_starts import RECENT, HybridStarts
 from rose.coordinator.hybrid_turns import HybridTurns
@@ -221,7 +222,7 @@ class Starts:
         said = (lambda: self.up, True, lambda what, detail: self.faults.append(detail))
         self.starts = HybridStarts({7: "rollout-1"}, *said)
 
-    def rollout(self, seconds, up_after=None):
+    def rollout(self, seconds, up_after=None, turn=None):
         """Whether the rank gets its turn."""
         worth = self.starts.worth(7)
         if worth:
@@ -229,7 +230,7 @@ class Starts:
         if worth and up_after is not None:
             self.up = {7}
             self.starts.look(100.0 + up_after)
-        self.starts.sleeps(100.0 + seconds)
+        self.starts.sleeps(100.0 + (turn or seconds))
         self.starts.asleep()
         self.starts.rolled_out(seconds)
         return worth
@@ -254,7 +255,21 @@ def test_an_engine_is_started_again_when_rollouts_are_longer_than_a_start_is_kno
         assert not made.rollout(length)
     for _ in range(RECENT):
         assert not made.rollout(71.0)
-    assert made.rollout(71.0)
+    assert not made.rollout(75.0), "as long as it took once is not longer"
+    for _ in range(RECENT - 1):
+        assert not made.rollout(75.0)
+    assert made.rollout(75.0)
+
+
+def test_a_turn_that_was_ended_early_once_bars_no_start_and_a_habit_does():
+    made = Starts()
+    for _ in range(RECENT):
+        assert made.rollout(300.0, turn=200.0)
+    made.up = set()
+    assert made.rollout(300.0, turn=10.0), "its device was free for a moment only"
+    assert made.rollout(290.0, turn=10.0) and made.rollout(295.0, turn=10.0)
+    assert not made.rollout(299.0) and "more than 10.0 s" in made.faults[-1]
+    assert len(made.faults) == RECENT
 
 
 def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
@@ -276,8 +291,11 @@ def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     assert not made.rollout(50.0)
 
 
-def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(config):
-    sent = []
+def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
+    config, monkeypatch
+):
+    sent, now = [], [0.0]
+    monkeypatch.setattr(hybrid_turns, "time", SimpleNamespace(time=lambda: now[0]))
 
     async def scene():
         made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
@@ -296,13 +314,15 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
             sent.clear()
             await turns.to(p.Role.ROLLOUT)
             woken.append([rank for rank, order in sent if order is p.Wake])
+            now[0] += 50.0
             up = {5}
             turns.changed()
+            now[0] += 10.0
             sent.clear()
             await turns.to(p.Role.TRAINER)
             assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
             turns.starts.rolled_out(60.0)
-        # it died in its first turn, and had the second in vain
+        # it died late in its first turn, and had the second in vain
         assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
         up = {5, 6}  # whoever is up has its turn
         await turns.to(p.Role.ROLLOUT)

@@ -333,6 +333,12 @@ def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
 
 
+def test_a_late_word_of_an_engine_that_died_is_not_the_new_ones(world):
+    world.hub.publish(1, "store")
+    world.hub.handle(10, p.VersionFailed("rollout-0", 0, 1, "tensor 'x' is corrupted"))
+    assert world.actions == [] and world.hub.workers["rollout-0"].failed_loads == 0
+
+
 def test_a_policy_may_rest_a_worker_that_has_left(world):
     world.scheduler._provisioning.decide = lambda at, cluster: [ev.RestWorker("gone")]
     world.hub.feed(ev.Tick(at=time.time()))

@@ -171,7 +171,7 @@ def test_the_report_tells_what_hybrid_engines_did(tmp_path):
     assert "devices), and made 20% of the tokens. The trainer waited for its devices for 1.0%" in (
         html
     )
-    assert "Starts of such engines that took longer than a rollout: 1.</p>" in html
+    assert "Starts of such engines that were broken off for it: 1.</p>" in html
 
 
 def test_text_of_the_run_cannot_become_markup(tmp_path):

@@ -9,6 +9,7 @@ from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
 from rose.policies.libra import Measured, makespan
+from rose.policies.ours import CALM
 from rose.scheduler import events as ev
 
 ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
@@ -474,6 +475,19 @@ def test_a_trainer_that_waited_for_its_gpus_has_them_earlier_in_the_next_steps()
     ]
 
 
+def test_after_many_steps_without_a_wait_a_later_rest_is_tried_and_none_later_than_at_first():
+    s, tails = all_idle(hybrid_tail=1.5), []
+    for step, delay in enumerate([0.5, 0.5] + [0.02] * 2 * CALM):
+        s.handle(ev.StepBegun(at=float(step), step=step, groups=1, hybrid_delay=delay))
+        tails.append(s._provisioning.hybrid_tail)
+    assert tails == [3.0, 6.0] + [6.0] * (CALM - 1) + [3.0] * CALM + [1.5]
+    s = all_idle()
+    for step, delay in enumerate([0.5] + [0.0] * CALM):
+        s.handle(ev.StepBegun(at=float(step), step=step, groups=1, hybrid_delay=delay))
+        tails.append(s._provisioning.hybrid_tail)
+    assert tails[-CALM - 1 :] == [1.0] * CALM + [0.0]
+
+
 def test_a_trajectory_that_fails_leaves_the_tail_as_long_as_it_was():
     s = all_idle(hybrid_tail=2.0)
     s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=4))
@@ -481,10 +495,11 @@ def test_a_trajectory_that_fails_leaves_the_tail_as_long_as_it_was():
     for i in range(4):
         end(s, f"g0.{i}", 10.0)
     s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
-    end(s, "g1.0", 11.0)
+    s.handle(ev.TurnEnded(at=11.0, turn="g1.0.t0"))
+    s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g1.0"))  # in, though it made nothing
     for i in (1, 2):  # others begin in their places
         s.handle(ev.TurnEnded(at=12.0, turn=f"g1.{i}.t0"))
-        s.handle(ev.TrajectoryEnded(at=12.0, trajectory=f"g1.{i}"))
+        s.handle(ev.TrajectoryEnded(at=12.0, trajectory=f"g1.{i}", failed=True))
     assert used(s, "hybrid") == ["h"], "three are left, and the dedicated worker gets two"
     end(s, "g1.3", 13.0)
     assert used(s, "hybrid") == []

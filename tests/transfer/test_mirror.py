@@ -119,6 +119,7 @@ def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_p
     )
     dead, other = map(Path, done.stdout.split())
     alive = choose_path(runs[0], tmp_path)
+    (tmp_path / f"{alive.name.rpartition('-')[0]}-copy").mkdir()  # somebody else's, of no process
     alive.mkdir()
     assert not dead.exists() and other.is_dir()
     # our pid, of another start
