@@ -103,6 +103,8 @@ def _check_container(c: Config) -> Iterator[str]:
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
+    if Role.ROLLOUT in estimates:
+        _check_cache(c, estimates[Role.ROLLOUT])
     limit = c.cluster.gpu_memory_gib
     if not c.cluster.gpus or limit is None:
         return
@@ -112,9 +114,9 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
-            f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone "
-            f"take {trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, "
-            "or set trainer.offload_optimizer=true"
+            f"cluster.gpu_memory_gib={c.cluster.gpu_memory_gib}: the trainer's weights, gradients "
+            f"and optimizer alone take {trainer.firm:.1f} of {limit:g} GiB on each GPU; raise "
+            "trainer.zero_stage or trainer.ranks, or set trainer.offload_optimizer=true"
         )
     if Role.ROLLOUT in estimates:
         _check_engines(
@@ -217,16 +219,28 @@ def _check_share(c: Config, limit: float) -> None:
         )
 
 
+def _check_cache(c: Config, rollout: memory.Estimate) -> None:
+    """A KV cache of a given size has room for a sequence: vLLM starts with no less."""
+    cache = c.rollout.kv_cache_gib
+    if cache is not None and rollout.kv_tokens < c.model.max_context:
+        raise ConfigError(
+            f"rollout.kv_cache_gib={cache:g}: has room for {rollout.kv_tokens} tokens, and one "
+            f"sequence may have model.max_context={c.model.max_context}; raise it, or lower "
+            "model.max_context"
+        )
+
+
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
     """`budget`: GiB of each GPU that an engine may take."""
     if rollout.kv_tokens < c.model.max_context or rollout.total > max(budget, rollout.firm):
+        r, work = c.rollout, rollout.items["activations"]
         raise ConfigError(
-            f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} "
-            "GiB) and the KV cache "
+            f"rollout.tensor_parallel={r.tensor_parallel}: weights ({rollout.firm:.1f} GiB), a "
+            f"step of rollout.max_batched_tokens={r.max_batched_tokens} tokens and "
+            f"rollout.max_sequences={r.max_sequences} sequences ({work:.1f} GiB) and the KV cache "
             f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into "
-            f"{budget:.1f} GiB of "
-            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or "
-            "model.max_context"
+            f"{budget:.1f} GiB of each GPU; raise rollout.tensor_parallel, or lower "
+            "rollout.kv_cache_gib or the larger of these"
         )
 
 

@@ -383,6 +383,11 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
         (["trainer.zero_stage=0"], ["cluster.gpu_memory_gib=79.0", "trainer.zero_stage"]),
         (["cluster.gpu_memory_gib=16"], ["cluster.gpu_memory_gib", "trainer.ranks"]),
         (["rollout.kv_cache_gib=70"], ["rollout.tensor_parallel=1", "rollout.kv_cache_gib"]),
+        (["rollout.kv_cache_gib=1"], ["rollout.kv_cache_gib=1: has room for 7281", "raise it"]),
+        (
+            ["rollout.max_batched_tokens=2000000"],
+            ["rollout.max_batched_tokens=2000000 tokens", "(168.2 GiB)"],
+        ),
         (
             ["model.max_context=400000", "trainer.micro_batch_tokens=400000"],
             ["model.max_context=400000"],
@@ -407,6 +412,22 @@ def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, 
     with pytest.raises(ConfigError) as refused:
         plan.make(c, c.model.shape)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_cache_of_a_given_size_holds_a_sequence_on_a_cpu_too(make_config):
+    c = make_config("model=qwen3_8b", "rollout.kv_cache_gib=2", "trainer.micro_batch_tokens=16384")
+    with pytest.raises(ConfigError, match="rollout.kv_cache_gib=2: has room for 14563 tokens, and"):
+        plan.make(c, c.model.shape)
+    assert plan.make(make_config("rollout.kv_cache_gib=0.001"), None).memory == {}
+
+
+def test_what_shared_gpus_leave_is_said_beside_the_key_as_it_was_set(make_config):
+    c = make_config(
+        *("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=1"),
+        *("trainer.ranks=1", "rollout.workers=1", "rollout.environment_hosts=1"),
+    )
+    with pytest.raises(ConfigError, match="cluster.gpu_memory_gib=79.0: .* of 77.5 GiB on each"):
+        plan.make(c, c.model.shape)
 
 
 def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config):

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from rose.config.checks import machine, serving, tasks, training
+from rose.config.checks import machine, serving, sizes, tasks, training
 from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
 from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
@@ -28,6 +28,7 @@ def check(c: Config) -> None:
     serving.check(c.serving, need)
     tasks.check(c, need)
     training.check(c, need)
+    sizes.check(c, need)
     machine.check(c, need)
 
 
