@@ -31,6 +31,7 @@ from rose import policies, processes
 from rose.agent import envs, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
+from rose.engine import arguments
 from rose.files import write_whole
 from rose.launch import (
     errors,
@@ -203,6 +204,7 @@ def check(tree: dict) -> plan.Plan:
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     check_draft(c)
+    arguments.check(c)
     compilers.check(c)
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:

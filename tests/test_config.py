@@ -156,6 +156,14 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"],
         ),
         (
+            "+rollout.engine_args.logprobs_mode=processed_logprobs",
+            ["rollout.engine_args.logprobs_mode='processed_logprobs'", "is set by ROSE"],
+        ),
+        (
+            "+rollout.engine_args.max-num-seqs=4",
+            ["rollout.engine_args.max-num-seqs=4", "from rollout.max_sequences"],
+        ),
+        (
             "trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=30",
             ["trainer.optimizer.warmup_steps=30", "below 30", "trainer.steps=30", "cosine"],
         ),

@@ -222,7 +222,8 @@ def _check_share(c: Config, limit: float) -> None:
 def _check_cache(c: Config, rollout: memory.Estimate) -> None:
     """A KV cache of a given size has room for a sequence: vLLM starts with no less."""
     cache = c.rollout.kv_cache_gib
-    if cache is not None and rollout.kv_tokens < c.model.max_context:
+    narrower = "kv_cache_dtype" in c.rollout.engine_args  # than what is estimated
+    if cache is not None and not narrower and rollout.kv_tokens < c.model.max_context:
         raise ConfigError(
             f"rollout.kv_cache_gib={cache:g}: has room for {rollout.kv_tokens} tokens, and one "
             f"sequence may have model.max_context={c.model.max_context}; raise it, or lower "

@@ -216,6 +216,10 @@ def launch(tmp_path, monkeypatch, capsys):
             ["output_dir=/dev/null/runs"],
             ["output_dir='/dev/null/runs'", "Not a directory", "may write"],
         ),
+        (
+            ["+rollout.engine_args.block_sise=32"],
+            ["rollout.engine_args.block_sise=32", "no such argument", "did you mean block_size"],
+        ),
         (["cluster=gpus", "cluster.gpus=2"], ["cluster.gpus=2", "needs 3"]),
         (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
         (["name=a/b"], ["name='a/b'", "letters"]),
