@@ -209,7 +209,7 @@ def check(tree: dict) -> plan.Plan:
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch)
+    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch) + narrowed(c)
     made = plan.make(c, model.shape(c), doubts, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -360,6 +360,23 @@ def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     if name == "one_step_off":
         return (words,)
     raise ConfigError(words)
+
+
+def narrowed(c: Config) -> tuple[str, ...]:
+    """Doubts about tokens that are drawn from another distribution than the one that is trained:
+    engine and trainer both give log-probabilities at temperature 1, of all tokens."""
+    r = c.rollout
+    found = {"temperature": (r.temperature, 1.0), "top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
+    other = {
+        f"rollout.{name}={v:g}": f"{usual:g}" for name, (v, usual) in found.items() if v != usual
+    }
+    if not other or r.replay is not None:
+        return ()
+    return (
+        f"{', '.join(other)}: tokens are drawn from another distribution than the one that is "
+        "trained, which is that of temperature 1 and all tokens, and no weight corrects for it: "
+        f"what is drawn too often is reinforced too often; {', '.join(other.values())} is exact",
+    )
 
 
 def _still_there(c: Config) -> str | None:

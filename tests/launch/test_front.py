@@ -276,6 +276,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch):
+    code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7", "rollout.top_k=3")
+    words = " ".join(out.split())
+    assert code == 0
+    assert "warning: rollout.temperature=0.7, rollout.top_k=3: tokens are drawn from" in words
+    assert "1, 0 is exact" in words and "top_p" not in words
+    code, out, _ = launch("cluster.dry_run=true")
+    assert code == 0 and "warning" not in out
+
+
 def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
     code, out, err = launch("cluster=slurm", "cluster/mpi=cray_mpich", "cluster.dry_run=true")
     assert code == 0 and not err
