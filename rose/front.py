@@ -209,7 +209,8 @@ def check(tree: dict) -> plan.Plan:
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch) + narrowed(c)
+    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch)
+    doubts += narrowed(c) + still_warming_up(c)
     made = plan.make(c, model.shape(c), doubts, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -376,6 +377,19 @@ def narrowed(c: Config) -> tuple[str, ...]:
         f"{', '.join(other)}: tokens are drawn from another distribution than the one that is "
         "trained, which is that of temperature 1 and all tokens, and no weight corrects for it: "
         f"what is drawn too often is reinforced too often; {', '.join(other.values())} is exact",
+    )
+
+
+def still_warming_up(c: Config) -> tuple[str, ...]:
+    """A doubt about a warm-up that the run ends in; longer runs may be meant, which go on."""
+    o, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
+    if o.warmup_steps <= updates:
+        return ()
+    last = o.lr * updates / o.warmup_steps
+    return (
+        f"trainer.optimizer.warmup_steps={o.warmup_steps}: trainer.steps={c.trainer.steps} gives "
+        f"{updates} updates, the last of them at a learning rate of {last:g}, not "
+        f"trainer.optimizer.lr={o.lr:g}",
     )
 
 

@@ -286,6 +286,15 @@ def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch):
     assert code == 0 and "warning" not in out
 
 
+def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
+    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300")
+    words = " ".join(out.split())
+    assert (
+        code == 0 and "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
+    )
+    assert "at a learning rate of 7e-05, not trainer.optimizer.lr=0.0007" in words
+
+
 def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
     code, out, err = launch("cluster=slurm", "cluster/mpi=cray_mpich", "cluster.dry_run=true")
     assert code == 0 and not err
