@@ -34,6 +34,7 @@ from rose.coordinator import replay
 from rose.engine import arguments
 from rose.files import write_whole
 from rose.launch import (
+    doubts,
     errors,
     gpus,
     local,
@@ -209,9 +210,8 @@ def check(tree: dict) -> plan.Plan:
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch)
-    doubts += narrowed(c) + still_warming_up(c)
-    made = plan.make(c, model.shape(c), doubts, _host_gib(c))
+    found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
+    made = plan.make(c, model.shape(c), found, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
         if c.cluster.kind == "slurm":
@@ -343,54 +343,6 @@ def check_turn_rewards(c: Config) -> None:
             f"those of turns, {needs}; reward=environment, or reward=sum with a part "
             "{name: environment}"
         )
-
-
-def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects
-    for its age; where training so is a paper's own practice, that is a doubt: one-step-off's (arXiv
-    2410.18252) loss has no weights."""
-    if not staleness or corrects or c.algorithm.importance_cap is not None:
-        return ()
-    name = c.scheduler.batching.name
-    words = (
-        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and "
-        f"nothing corrects for their age: algorithm.name={c.algorithm.name!r} does not, and "
-        "algorithm.importance_cap=null; take algorithm=decoupled_ppo, or "
-        "algorithm.importance_cap=2.0"
-    )
-    if name == "one_step_off":
-        return (words,)
-    raise ConfigError(words)
-
-
-def narrowed(c: Config) -> tuple[str, ...]:
-    """Doubts about tokens that are drawn from another distribution than the one that is trained:
-    engine and trainer both give log-probabilities at temperature 1, of all tokens."""
-    r = c.rollout
-    found = {"temperature": (r.temperature, 1.0), "top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
-    other = {
-        f"rollout.{name}={v:g}": f"{usual:g}" for name, (v, usual) in found.items() if v != usual
-    }
-    if not other or r.replay is not None:
-        return ()
-    return (
-        f"{', '.join(other)}: tokens are drawn from another distribution than the one that is "
-        "trained, which is that of temperature 1 and all tokens, and no weight corrects for it: "
-        f"what is drawn too often is reinforced too often; {', '.join(other.values())} is exact",
-    )
-
-
-def still_warming_up(c: Config) -> tuple[str, ...]:
-    """A doubt about a warm-up that the run ends in; longer runs may be meant, which go on."""
-    o, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
-    if o.warmup_steps <= updates:
-        return ()
-    last = o.lr * updates / o.warmup_steps
-    return (
-        f"trainer.optimizer.warmup_steps={o.warmup_steps}: trainer.steps={c.trainer.steps} gives "
-        f"{updates} updates, the last of them at a learning rate of {last:g}, not "
-        f"trainer.optimizer.lr={o.lr:g}",
-    )
 
 
 def _still_there(c: Config) -> str | None:

@@ -52,7 +52,7 @@ def make(
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
-    if c.hybrids and host_gib is not None:
+    if host_gib is not None and (c.hybrids or c.shares_devices and c.cluster.gpus):
         _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
     if c.elastic_replicas:
         _check_replicas(c, shape, estimates, host_gib)
@@ -132,8 +132,8 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
 def _check_host(
     c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
 ) -> None:
-    """On CPUs hybrid engines and the trainer are there at once; beside GPUs either waits in host
-    memory, which has what is offloaded, too."""
+    """On CPUs hybrid engines and the trainer are there at once; beside GPUs that they share either
+    waits in host memory, which has what is offloaded, too."""
     engines = (c.rollout.workers + c.hybrids) * rollout.total
     states, weights = (
         memory.waiting_gib(c, trainer, rollout)
@@ -142,11 +142,14 @@ def _check_host(
     )
     offloaded, staged = memory.host_gib(c, trainer, rollout)
     states, weights = states + offloaded, weights + staged
+    key, remedy = f"rollout.hybrid={c.hybrids}", "rollout.hybrid=0"
+    if not c.hybrids:
+        key = f"colocate={c.colocate}" + " (one GPU)" * (c.colocate is None)
+        remedy = "an adapter (trainer.lora) or a smaller model, or colocate=false on more GPUs"
     if states + weights > host_gib:
         raise ConfigError(
-            f"rollout.hybrid={c.hybrids}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of "
-            f"engines don't fit into the {host_gib:.1f} GiB of memory that the run may take here; "
-            "rollout.hybrid=0"
+            f"{key}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of engines don't fit "
+            f"into the {host_gib:.1f} GiB of memory that the run may take here; {remedy}"
         )
 
 

@@ -135,6 +135,15 @@ def test_host_memory_has_to_hold_what_is_offloaded_while_hybrid_engines_roll_out
     plan.make(c, c.model.shape, host_gib=400.0)
 
 
+def test_host_memory_has_to_hold_who_waits_where_trainer_and_engines_share_gpus(make_config):
+    alone = make_config("+experiment=qwen3_0_6b", "colocate=null")
+    plan.make(alone, alone.model.shape, host_gib=32.0)
+    with pytest.raises(ConfigError, match=r"colocate=None \(one GPU\): 11.1 GiB of .* 8.0 GiB"):
+        plan.make(alone, alone.model.shape, host_gib=8.0)
+    here = make_config("trainer.ranks=2", "colocate=true")  # on CPUs states wait in a file
+    plan.make(here, alone.model.shape, host_gib=0.1)
+
+
 def test_memory_for_replicas_is_there_beside_engines_on_cpus_and_instead_of_them_on_gpus(
     make_config,
 ):
