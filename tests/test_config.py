@@ -357,6 +357,12 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "rollout/draft=group rollout.draft.tokens=4096",
             ["rollout.draft.tokens=4096", "below model.max_context="],
         ),
+        ("trainer.batch_size=80000000", ["trainer.batch_size=80000000", "at most 10000000"]),
+        (
+            "scheduler/batching=bounded_staleness scheduler.batching.args.eta=1000000",
+            ["scheduler.batching.args.eta=1000000", "at most 1000 batches at once"],
+        ),
+        ("eval.samples=1000000", ["eval.episodes=128", "with 1000000 samples of each at most 10"]),
         ("model=qwen3_8b model.shape.layers=0", ["model.shape.layers=0", ">= 1"]),
         ("name=../up", ["name='../up'", "letters"]),
         ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),

@@ -22,6 +22,7 @@ MOST = {
     "_gib": (1e6, "at most 1e6 GiB"),
     "threads": (2**12, f"at most {2**12}"),
 }
+MOST_AT_ONCE = 10**7  # trajectories of a batch or an evaluation, which the coordinator lists
 MOST_WHOLE, MOST_OTHER = 2**63 - 1, 1e15  # of all others; seeds use all bits of a machine's integer
 
 
