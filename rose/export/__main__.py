@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _best(run: Path) -> int:
-    """Raises `ConfigError` for a folder that is no run's, and a run that was never evaluated after a
+    """Raises `ConfigError` for a folder that is no run's, or a run not evaluated after a
     step."""
     if not (run / "config.json").is_file():
         raise ConfigError(f"{run}: no run there (no config.json); give its folder, as outputs/NAME")

@@ -23,7 +23,6 @@ from rose.transfer.blocks import Block, Tensor
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.versions import Digests
 
-
 PREFIX = "base_model.model."  # PEFT's, of the names in its files
 FILE = "adapter_model.safetensors"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
