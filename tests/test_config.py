@@ -354,8 +354,8 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["rollout.max_sequences=4097", "at most rollout.max_batched_tokens=4096"],
         ),
         (
-            "rollout/draft=group rollout.draft.tokens=4096",
-            ["rollout.draft.tokens=4096", "below model.max_context="],
+            "rollout/draft=group rollout.draft.tokens=129",
+            ["rollout.draft.tokens=129", "at most 128", "vLLM checks no longer"],
         ),
         ("trainer.batch_size=80000000", ["trainer.batch_size=80000000", "at most 10000000"]),
         (

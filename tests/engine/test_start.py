@@ -1,5 +1,6 @@
 """What vLLM is started with."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,9 @@ def test_arguments_are_those_that_vllms_source_has(rollout, model_config):
     refused = {*engines.OTHER_WEIGHTS, *engines.OWN, *engines.FIXED}
     assert {*started, *refused, "enable_sleep_mode", "speculative_config"} <= known
     assert "not_one" not in known and len(known) > 100
+
+
+def test_the_longest_draft_is_vllms():
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    source = (folder / "v1/sample/rejection_sampler.py").read_text()
+    assert f"\nMAX_SPEC_LEN = {engines.MOST_DRAFTED}\n" in source

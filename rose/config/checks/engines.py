@@ -35,6 +35,9 @@ FIXED = (
     "skip_tokenizer_init",
     "generation_config",
 )
+MOST_DRAFTED = (
+    128  # tokens of a draft: vLLM's MAX_SPEC_LEN, above which its engine ends at the first
+)
 MOST_RANKS = 2**16  # of a run: more than any MPI launcher starts, and each is an entry of the plan
 
 
@@ -72,11 +75,12 @@ def _check_steps(c: Config, need: Need) -> None:
         f"at most rollout.max_batched_tokens={r.max_batched_tokens}: each takes one token of an "
         "engine's step",
     )
+    most = min(MOST_DRAFTED, c.model.max_context - 1)
     need(
-        r.draft.method == "none" or r.draft.tokens < c.model.max_context,
+        r.draft.method == "none" or r.draft.tokens <= most,
         "rollout.draft.tokens",
-        f"below model.max_context={c.model.max_context}, which a draft can't pass; few drafts of "
-        "more than 16 tokens are accepted whole",
+        f"at most {most}: vLLM checks no longer drafts, nor any beyond model.max_context="
+        f"{c.model.max_context}",
     )
 
 
