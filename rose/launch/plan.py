@@ -20,6 +20,7 @@ from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
 from rose.protocol import Role
 
+ROUNDING_GIB = 1e-6
 GPUS_OF_A_MACHINE = 8  # that most have at most
 
 
@@ -119,14 +120,26 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
             "trainer.zero_stage or trainer.ranks, or set trainer.offload_optimizer=true"
         )
     if Role.ROLLOUT in estimates:
-        _check_engines(
-            c, estimates[Role.ROLLOUT], c.cluster.gpu_memory_gib * c.rollout.gpu_memory_utilization
-        )
+        rollout, share = estimates[Role.ROLLOUT], c.rollout.gpu_memory_utilization
+        _check_engines(c, rollout, c.cluster.gpu_memory_gib * share)
+        if rollout.total > limit:
+            yield (
+                f"an engine may need {rollout.total:.1f} of {limit:g} GiB, {rollout.outside:.1f} "
+                f"of them beside its share; lower rollout.gpu_memory_utilization={share:g}"
+                f"{_fewer_drafts(c)}"
+            )
     if trainer.total > limit:
         yield (
             f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; "
             f"{' or '.join(_less_memory(c))}"
         )
+
+
+def _fewer_drafts(c: Config) -> str:
+    r = c.rollout
+    if r.draft.method == "none":
+        return ""
+    return f", rollout.draft.tokens={r.draft.tokens} or rollout.max_sequences={r.max_sequences}"
 
 
 def _check_host(
@@ -236,7 +249,8 @@ def _check_cache(c: Config, rollout: memory.Estimate) -> None:
 
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
     """`budget`: GiB of each GPU that an engine may take."""
-    if rollout.kv_tokens < c.model.max_context or rollout.total > max(budget, rollout.firm):
+    own = rollout.total - rollout.outside
+    if rollout.kv_tokens < c.model.max_context or own > max(budget, rollout.firm) + ROUNDING_GIB:
         r, work = c.rollout, rollout.items["activations"]
         raise ConfigError(
             f"rollout.tensor_parallel={r.tensor_parallel}: weights ({rollout.firm:.1f} GiB), a "

@@ -430,6 +430,28 @@ def test_a_cache_of_a_given_size_holds_a_sequence_on_a_cpu_too(make_config):
     assert plan.make(make_config("rollout.kv_cache_gib=0.001"), None).memory == {}
 
 
+def test_what_engines_hold_beside_their_share_takes_nothing_from_it(make_config):
+    bare, nccl, drafts = (
+        make_config(*QWEN3_8B, *more)
+        for more in ([], ["transfer.broadcast=nccl"], ["rollout/draft=group"])
+    )
+    made = [plan.make(c, c.model.shape) for c in (bare, nccl, drafts)]
+    engines = [each.memory[Role.ROLLOUT] for each in made]
+    assert len({engine.kv_tokens for engine in engines}) == 1
+    assert engines[1].total == pytest.approx(engines[0].total + memory.RUNTIME_GIB)
+    # of 256 sequences 8 drafted tokens each, the first of which vLLM's profile knows
+    checked = 256 * 7 * 151936 * (2 * 2 + 3 * 4) / GIB
+    assert engines[2].total == pytest.approx(engines[0].total + checked)
+    assert not any("an engine may need" in word for each in made for word in each.warnings)
+
+
+def test_drafts_for_whose_check_a_gpu_has_no_room_are_a_doubt(make_config):
+    c = make_config(*QWEN3_8B, "rollout/draft=group", "rollout.draft.tokens=32")
+    words = plan.make(c, c.model.shape).warnings[-1]
+    assert "an engine may need" in words and "18.0 of them beside its share" in words
+    assert "rollout.draft.tokens=32 or rollout.max_sequences=256" in words
+
+
 def test_what_shared_gpus_leave_is_said_beside_the_key_as_it_was_set(make_config):
     c = make_config(
         *("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=1"),
