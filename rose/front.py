@@ -31,8 +31,10 @@ from rose import policies, processes
 from rose.agent import envs, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
+from rose.engine import arguments
 from rose.files import write_whole
 from rose.launch import (
+    doubts,
     errors,
     gpus,
     local,
@@ -203,12 +205,13 @@ def check(tree: dict) -> plan.Plan:
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     check_draft(c)
+    arguments.check(c)
     compilers.check(c)
     check_forks(c, getattr(algorithm, "trains_segments", False))
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    doubts = check_stale(c, scheduler.staleness, algorithm.corrects_mismatch)
-    made = plan.make(c, model.shape(c), doubts, _host_gib(c))
+    found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
+    made = plan.make(c, model.shape(c), found, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
         if c.cluster.kind == "slurm":
@@ -340,24 +343,6 @@ def check_turn_rewards(c: Config) -> None:
             f"those of turns, {needs}; reward=environment, or reward=sum with a part "
             "{name: environment}"
         )
-
-
-def check_stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects
-    for its age; where training so is a paper's own practice, that is a doubt: one-step-off's (arXiv
-    2410.18252) loss has no weights."""
-    if not staleness or corrects or c.algorithm.importance_cap is not None:
-        return ()
-    name = c.scheduler.batching.name
-    words = (
-        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and "
-        f"nothing corrects for their age: algorithm.name={c.algorithm.name!r} does not, and "
-        "algorithm.importance_cap=null; take algorithm=decoupled_ppo, or "
-        "algorithm.importance_cap=2.0"
-    )
-    if name == "one_step_off":
-        return (words,)
-    raise ConfigError(words)
 
 
 def _still_there(c: Config) -> str | None:

@@ -156,6 +156,14 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["rollout.engine_args.quantization='fp8'", "trainer's bit for bit"],
         ),
         (
+            "+rollout.engine_args.logprobs_mode=processed_logprobs",
+            ["rollout.engine_args.logprobs_mode='processed_logprobs'", "is set by ROSE"],
+        ),
+        (
+            "+rollout.engine_args.max-num-seqs=4",
+            ["rollout.engine_args.max-num-seqs=4", "from rollout.max_sequences"],
+        ),
+        (
             "trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=30",
             ["trainer.optimizer.warmup_steps=30", "below 30", "trainer.steps=30", "cosine"],
         ),
@@ -331,6 +339,31 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "cluster=dev cluster/mpi=openmpi reward=function reward.args.path=a.py:f reward.max_jobs=2",
             ["reward.max_jobs=2", "no rank can join"],
         ),
+        (
+            "rollout.environment_hosts=1000000000000",
+            ["rollout.environment_hosts=1000000000000", "at most 65536 ranks"],
+        ),
+        ("rollout.workers=65536", ["rollout.workers=65536", "at most 65536 ranks"]),
+        ("rollout.turn_timeout_s=1e300", ["rollout.turn_timeout_s=1e+300", "1e9 seconds"]),
+        ("transfer.mirror_gib=1e308", ["transfer.mirror_gib=1e+308", "at most 1e6 GiB"]),
+        ("trainer.threads=2147483648", ["trainer.threads=2147483648", "at most 4096"]),
+        ("seed=9223372036854775808", ["seed=9223372036854775808", "below 2**63"]),
+        ("algorithm.importance_cap=1e300", ["algorithm.importance_cap=1e+300", "at most 1e+15"]),
+        (
+            "rollout.max_sequences=4097",
+            ["rollout.max_sequences=4097", "at most rollout.max_batched_tokens=4096"],
+        ),
+        (
+            "rollout/draft=group rollout.draft.tokens=129",
+            ["rollout.draft.tokens=129", "at most 128", "vLLM checks no longer"],
+        ),
+        ("trainer.batch_size=80000000", ["trainer.batch_size=80000000", "at most 10000000"]),
+        (
+            "scheduler/batching=bounded_staleness scheduler.batching.args.eta=1000000",
+            ["scheduler.batching.args.eta=1000000", "at most 1000 batches at once"],
+        ),
+        ("eval.samples=1000000", ["eval.episodes=128", "with 1000000 samples of each at most 10"]),
+        ("model=qwen3_8b model.shape.layers=0", ["model.shape.layers=0", ">= 1"]),
         ("name=../up", ["name='../up'", "letters"]),
         ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
         ("~trainer.steps", ["trainer.steps", "missing"]),
@@ -619,7 +652,18 @@ def test_shape_comes_from_the_models_folder(tmp_path):
     assert read_shape(tmp_path) == shape()
 
 
-@pytest.mark.parametrize("content", [None, "not json", '{"model_type": "clip"}'])
+NO_HEADS = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+NO_HEADS |= {"num_attention_heads": 0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, "not json", '{"model_type": "clip"}', "[1]", json.dumps(NO_HEADS)),
+        json.dumps(NO_HEADS | {"num_attention_heads": "8"}),
+        json.dumps(NO_HEADS | {"num_attention_heads": 8, "num_hidden_layers": 0}),
+    ],
+)
 def test_a_folder_without_a_decoder_is_refused_by_name(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)

@@ -217,29 +217,32 @@ def read_shape(folder: Path) -> ModelShape:
     """Shape from an HF folder's config.json. Raises `ConfigError` when it is absent or
     unreadable."""
     path = Path(folder) / "config.json"
+    where = f"model.path={str(folder)!r}"
     try:
-        raw = json.loads(path.read_text())
-        heads = raw["num_attention_heads"]
-        return ModelShape(
-            layers=raw["num_hidden_layers"],
-            hidden=raw["hidden_size"],
-            intermediate=raw["intermediate_size"],
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads", heads),
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            vocab=raw["vocab_size"],
-            tied_embeddings=raw.get("tie_word_embeddings", False),
-            # as the hub's folders have it, or as transformers 5 writes it
-            experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
-            experts_per_token=raw.get("num_experts_per_tok") or 0,
-            expert_intermediate=raw.get("moe_intermediate_size") or 0,
-        )
+        return _shape(json.loads(path.read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"model.path={str(folder)!r}: no config.json there; give the folder of a Hugging Face "
-            "model"
+            f"{where}: no config.json there; give the folder of a Hugging Face model"
         ) from None
-    except (KeyError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"model.path={str(folder)!r}: config.json is no decoder model's ({error!r})"
-        ) from None
+    except (KeyError, TypeError, ZeroDivisionError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{where}: config.json is no decoder model's ({error!r})") from None
+
+
+def _shape(raw: dict[str, Any]) -> ModelShape:
+    """Of what a config.json says. Raises whatever it lacks, or has and no decoder can have."""
+    heads = raw["num_attention_heads"]
+    found = {
+        "layers": raw["num_hidden_layers"],
+        "hidden": raw["hidden_size"],
+        "intermediate": raw["intermediate_size"],
+        "heads": heads,
+        "kv_heads": raw.get("num_key_value_heads", heads),
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "vocab": raw["vocab_size"],
+        "tied_embeddings": raw.get("tie_word_embeddings", False),
+        # as the hub's folders have it, or as transformers 5 writes it
+        "experts": raw.get("num_experts") or raw.get("num_local_experts") or 0,
+        "experts_per_token": raw.get("num_experts_per_tok") or 0,
+        "expert_intermediate": raw.get("moe_intermediate_size") or 0,
+    }
+    return msgspec.convert(found, ModelShape)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from rose.config.common import Count, Section
+from rose.config.common import Count, Natural, Section
 
 
 class ModelShape(Section):
     """The numbers of a decoder's config.json that planning needs; read from the folder if null."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
+    layers: Count
+    hidden: Count
+    intermediate: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    vocab: Count
     tied_embeddings: bool
     # of a mixture, in each layer; 0: dense, and `intermediate` is the MLP's
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
+    experts: Natural = 0
+    experts_per_token: Natural = 0
+    expert_intermediate: Natural = 0
 
     @property
     def mlp_width(self) -> int:

@@ -27,7 +27,7 @@ from rose.files import advice
 from rose.observe import held_out
 from rose.observe.metrics import read_metrics
 
-SHARD_GIB = 4.0
+SHARD_GIB, MOST_GIB = 4.0, 1e6
 
 
 def main(arguments: list[str]) -> int:
@@ -61,8 +61,9 @@ def main(arguments: list[str]) -> int:
         help="of a LoRA run: the whole model with the adapter in it, rather than the adapter",
     )
     args = parser.parse_args(arguments)
-    if not args.shard_gib > 0:
-        parser.error(f"--shard-gib {args.shard_gib:g}: must be greater than 0")
+    if not 0 < args.shard_gib <= MOST_GIB:
+        most = f"at most {MOST_GIB:g}"
+        parser.error(f"--shard-gib {args.shard_gib:g}: must be greater than 0, and {most}")
     if args.step is not None and args.step < 0:
         parser.error(f"--step {args.step}: must not be negative")
     try:
@@ -77,8 +78,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _best(run: Path) -> int:
-    """Raises `ConfigError` for a run that was never evaluated after a step, or whose best step is
-    gone."""
+    """Raises `ConfigError` for a folder that is no run's, or a run not evaluated after a
+    step."""
+    if not (run / "config.json").is_file():
+        raise ConfigError(f"{run}: no run there (no config.json); give its folder, as outputs/NAME")
     rows = read_metrics(run)
     best = held_out.best(rows)
     if best is None:

@@ -28,6 +28,10 @@ FILE = "adapter_model.safetensors"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+class OtherBase(TransferError):
+    """The base model's folder is another's: no place of the adapter helps."""
+
+
 def write_config(config: Config, folder: Path) -> None:
     """adapter_config.json."""
     from peft import LoraConfig  # takes seconds
@@ -85,7 +89,7 @@ class Merged:
             raise Missing(f"{path}: {tensor.name}: {error}") from None
         patterns = patterns_of(value.reshape(-1))
         if versions.differing(patterns, tensor, self._below[tensor.name]) is not None:
-            raise TransferError(
+            raise OtherBase(
                 f"{path}: {tensor.name} is not what the adapter was trained beside: it is for "
                 "another base model; give the run's own with --base"
             )

@@ -126,6 +126,8 @@ def _first_sound(
     for weights in found:
         try:
             return weights, *write_shards(weights, part, shard_bytes)
+        except adapter.OtherBase:
+            raise
         except TransferError as error:
             wrong.append(f"{weights.where}: {error}")
             print(wrong[-1], file=sys.stderr, flush=True)

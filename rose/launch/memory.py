@@ -39,9 +39,12 @@ Rollout (vLLM), per device of a tensor-parallel group of size tp:
 - weights: b P / tp; an adapter's memory, which tp is taken not to share (it shares A or B)
 - activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), i and one more h for
   each expert chosen, and logits of max_sequences, in the dtype, in fp32 and sorted
-- CUDA graphs, unless enforce_eager; a trainer's second context with transfer.broadcast=nccl
+- CUDA graphs, unless enforce_eager
 - KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at
   least one device, so tp > kv_heads replicates
+- outside of gpu_memory_utilization: with transfer.broadcast=nccl a second context, the rank's own;
+  with rollout/draft the logits of drafted positions beyond each sequence's first, which vLLM's
+  rejection sampler has twice in the dtype and three times in fp32, and its profile leaves out
 Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
 context.
 """
@@ -74,13 +77,15 @@ Items = dict[str, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """GiB on one device by item; `firm` is the part that no batch size changes; `host`: GiB of the
-    rank's host memory, without what every Python process takes."""
+    """GiB on one device by item; `firm` is the part that no batch size changes; `outside`: the part
+    that vLLM's share doesn't have; `host`: GiB of the rank's host memory, without what every Python
+    process takes."""
 
     items: Items
     firm: float
     kv_tokens: int = 0  # rollout: tokens that the KV cache of one engine holds
     host: Items = field(default_factory=dict)
+    outside: float = 0.0
 
     @property
     def total(self) -> float:
@@ -288,24 +293,36 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     firm = items["weights"] + items.get("adapter", 0.0)
     if c.cluster.gpus and not r.enforce_eager:
         items["CUDA graphs"] = GRAPHS_GIB
-    second = RUNTIME_GIB if c.cluster.gpus and c.transfer.broadcast == "nccl" else 0.0
     if r.kv_cache_gib is not None:
         cache = r.kv_cache_gib
     elif c.cluster.gpus and c.cluster.gpu_memory_gib:
         cache = max(0.0, c.cluster.gpu_memory_gib * r.gpu_memory_utilization - sum(items.values()))
     else:
         cache = 0.0  # unknown: no budget is named
-    if second:
-        items["trainers' NCCL"] = second
+    beside = {
+        "trainers' NCCL": RUNTIME_GIB * (c.cluster.gpus > 0 and c.transfer.broadcast == "nccl"),
+        "drafts checked": _drafted(c, shape) / GIB,
+    }
+    items |= {name: gib for name, gib in beside.items() if gib}
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
     host = {
         "mirror of new versions": c.transfer.mirror_gib,
         "staged blocks": tp * c.transfer.stage_gib,
     }
-    return Estimate(
-        items, firm, int(cache * GIB / per_token), {name: gib for name, gib in host.items() if gib}
-    )
+    host = {name: gib for name, gib in host.items() if gib}
+    return Estimate(items, firm, int(cache * GIB / per_token), host, sum(beside.values()))
+
+
+def _drafted(c: Config, shape: ModelShape) -> int:
+    """Bytes of the logits of drafted positions in an engine's step, but for each sequence's
+    first."""
+    r = c.rollout
+    if r.draft.method == "none":
+        return 0
+    step = r.step_tokens(c.model.max_context, c.deterministic)
+    positions = min(r.max_sequences * r.draft.tokens, step) - r.max_sequences
+    return max(0, positions) * shape.vocab * (2 * BYTES[c.model.dtype] + 3 * 4)
 
 
 def replica(c: Config, shape: ModelShape) -> Estimate:

@@ -20,6 +20,7 @@ from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
 from rose.protocol import Role
 
+ROUNDING_GIB = 1e-6
 GPUS_OF_A_MACHINE = 8  # that most have at most
 
 
@@ -52,7 +53,7 @@ def make(
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
-    if c.hybrids and host_gib is not None:
+    if host_gib is not None and (c.hybrids or c.shares_devices and c.cluster.gpus):
         _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
     if c.elastic_replicas:
         _check_replicas(c, shape, estimates, host_gib)
@@ -103,6 +104,8 @@ def _check_container(c: Config) -> Iterator[str]:
 
 
 def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator[str]:
+    if Role.ROLLOUT in estimates:
+        _check_cache(c, estimates[Role.ROLLOUT])
     limit = c.cluster.gpu_memory_gib
     if not c.cluster.gpus or limit is None:
         return
@@ -112,14 +115,19 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
-            f"cluster.gpu_memory_gib={limit}: the trainer's weights, gradients and optimizer alone "
-            f"take {trainer.firm:.1f} GiB on each GPU; raise trainer.zero_stage or trainer.ranks, "
-            "or set trainer.offload_optimizer=true"
+            f"cluster.gpu_memory_gib={c.cluster.gpu_memory_gib}: the trainer's weights, gradients "
+            f"and optimizer alone take {trainer.firm:.1f} of {limit:g} GiB on each GPU; raise "
+            "trainer.zero_stage or trainer.ranks, or set trainer.offload_optimizer=true"
         )
     if Role.ROLLOUT in estimates:
-        _check_engines(
-            c, estimates[Role.ROLLOUT], c.cluster.gpu_memory_gib * c.rollout.gpu_memory_utilization
-        )
+        rollout, share = estimates[Role.ROLLOUT], c.rollout.gpu_memory_utilization
+        _check_engines(c, rollout, c.cluster.gpu_memory_gib * share)
+        if rollout.total > limit:
+            yield (
+                f"an engine may need {rollout.total:.1f} of {limit:g} GiB, {rollout.outside:.1f} "
+                f"of them beside its share; lower rollout.gpu_memory_utilization={share:g}"
+                f"{_fewer_drafts(c)}"
+            )
     if trainer.total > limit:
         yield (
             f"the trainer may need {trainer.total:.1f} of {limit:g} GiB; "
@@ -127,11 +135,18 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         )
 
 
+def _fewer_drafts(c: Config) -> str:
+    r = c.rollout
+    if r.draft.method == "none":
+        return ""
+    return f", rollout.draft.tokens={r.draft.tokens} or rollout.max_sequences={r.max_sequences}"
+
+
 def _check_host(
     c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
 ) -> None:
-    """On CPUs hybrid engines and the trainer are there at once; beside GPUs either waits in host
-    memory, which has what is offloaded, too."""
+    """On CPUs hybrid engines and the trainer are there at once; beside GPUs that they share either
+    waits in host memory, which has what is offloaded, too."""
     engines = (c.rollout.workers + c.hybrids) * rollout.total
     states, weights = (
         memory.waiting_gib(c, trainer, rollout)
@@ -140,11 +155,14 @@ def _check_host(
     )
     offloaded, staged = memory.host_gib(c, trainer, rollout)
     states, weights = states + offloaded, weights + staged
+    key, remedy = f"rollout.hybrid={c.hybrids}", "rollout.hybrid=0"
+    if not c.hybrids:
+        key = f"colocate={c.colocate}" + " (one GPU)" * (c.colocate is None)
+        remedy = "an adapter (trainer.lora) or a smaller model, or colocate=false on more GPUs"
     if states + weights > host_gib:
         raise ConfigError(
-            f"rollout.hybrid={c.hybrids}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of "
-            f"engines don't fit into the {host_gib:.1f} GiB of memory that the run may take here; "
-            "rollout.hybrid=0"
+            f"{key}: {states:.1f} GiB of the trainer and {weights:.1f} GiB of engines don't fit "
+            f"into the {host_gib:.1f} GiB of memory that the run may take here; {remedy}"
         )
 
 
@@ -217,16 +235,30 @@ def _check_share(c: Config, limit: float) -> None:
         )
 
 
+def _check_cache(c: Config, rollout: memory.Estimate) -> None:
+    """A KV cache of a given size has room for a sequence: vLLM starts with no less."""
+    cache = c.rollout.kv_cache_gib
+    narrower = "kv_cache_dtype" in c.rollout.engine_args  # than what is estimated
+    if cache is not None and not narrower and rollout.kv_tokens < c.model.max_context:
+        raise ConfigError(
+            f"rollout.kv_cache_gib={cache:g}: has room for {rollout.kv_tokens} tokens, and one "
+            f"sequence may have model.max_context={c.model.max_context}; raise it, or lower "
+            "model.max_context"
+        )
+
+
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
     """`budget`: GiB of each GPU that an engine may take."""
-    if rollout.kv_tokens < c.model.max_context or rollout.total > max(budget, rollout.firm):
+    own = rollout.total - rollout.outside
+    if rollout.kv_tokens < c.model.max_context or own > max(budget, rollout.firm) + ROUNDING_GIB:
+        r, work = c.rollout, rollout.items["activations"]
         raise ConfigError(
-            f"rollout.tensor_parallel={c.rollout.tensor_parallel}: weights ({rollout.firm:.1f} "
-            "GiB) and the KV cache "
+            f"rollout.tensor_parallel={r.tensor_parallel}: weights ({rollout.firm:.1f} GiB), a "
+            f"step of rollout.max_batched_tokens={r.max_batched_tokens} tokens and "
+            f"rollout.max_sequences={r.max_sequences} sequences ({work:.1f} GiB) and the KV cache "
             f"of one sequence of model.max_context={c.model.max_context} tokens don't fit into "
-            f"{budget:.1f} GiB of "
-            "each GPU; raise rollout.tensor_parallel, or lower rollout.kv_cache_gib or "
-            "model.max_context"
+            f"{budget:.1f} GiB of each GPU; raise rollout.tensor_parallel, or lower "
+            "rollout.kv_cache_gib or the larger of these"
         )
 
 

@@ -57,6 +57,7 @@ MAY_CHANGE = (
     "reward.deadline_s",
     "rollout.workers",
     "rollout.hybrid",
+    "rollout.draft.*",
     "rollout.threads",
     "rollout.environment_hosts",
     "rollout.engine_*",

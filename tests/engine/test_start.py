@@ -1,10 +1,13 @@
 """What vLLM is started with."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from rose.config import Lora
+from rose.config.checks import engines
+from rose.engine import arguments
 from rose.engine.start import engine_args, environment
 
 
@@ -32,3 +35,18 @@ def test_an_engine_has_memory_for_one_adapter_of_the_next_rank_that_vllm_has(rol
     assert not any(
         "lora" in name for name in engine_args(Path("m"), rollout, model_config, False, 0)
     )
+
+
+def test_arguments_are_those_that_vllms_source_has(rollout, model_config):
+    known = arguments.names()
+    lora = Lora(rank=8, alpha=16.0, targets=["q_proj"])
+    started = engine_args(Path("m"), rollout, model_config, True, 0, True, lora, routing=True)
+    refused = {*engines.OTHER_WEIGHTS, *engines.OWN, *engines.FIXED}
+    assert {*started, *refused, "enable_sleep_mode", "speculative_config"} <= known
+    assert "not_one" not in known and len(known) > 100
+
+
+def test_the_longest_draft_is_vllms():
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    source = (folder / "v1/sample/rejection_sampler.py").read_text()
+    assert f"\nMAX_SPEC_LEN = {engines.MOST_DRAFTED}\n" in source

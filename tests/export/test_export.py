@@ -120,8 +120,11 @@ def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, c
     metrics.close()
     code, _, err = main(capsys, run.run, "--best", "--out", tmp_path / "none")
     assert code == 2 and "no held-out evaluation after a training step" in err
-    with pytest.raises(SystemExit):
-        command.main([str(run.run), "--best", "--step", "2", "--out", str(tmp_path / "x")])
+    code, _, err = main(capsys, tmp_path / "nowhere", "--best", "--out", tmp_path / "none")
+    assert code == 2 and f"{tmp_path / 'nowhere'}: no run there" in err
+    for wrong in (["--best", "--step", "2"], ["--shard-gib", "inf"], ["--shard-gib", "nan"]):
+        with pytest.raises(SystemExit):
+            command.main([str(run.run), *wrong, "--out", str(tmp_path / "x")])
 
 
 def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, capsys):

@@ -20,7 +20,7 @@ from rose import front
 from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.coordinator import replay
-from rose.launch import plan, resume, supervise
+from rose.launch import doubts, plan, resume, supervise
 from rose.trainer import algorithms
 from tests import processes
 
@@ -29,19 +29,19 @@ CONF = REPOSITORY / "conf"
 
 
 def test_stale_data_needs_a_correction_for_its_age(make_config):
-    def doubts(*overrides, corrects=False, staleness=4):
-        return front.check_stale(make_config(*overrides), staleness, corrects)
+    def found(*overrides, corrects=False, staleness=4):
+        return doubts.stale(make_config(*overrides), staleness, corrects)
 
-    assert doubts("algorithm=grpo") == () and doubts("algorithm=decoupled_ppo", corrects=True) == ()
+    assert found("algorithm=grpo") == () and found("algorithm=decoupled_ppo", corrects=True) == ()
     bare = ("algorithm=grpo", "algorithm.importance_cap=null")
-    assert doubts(*bare, staleness=0) == ()
+    assert found(*bare, staleness=0) == ()
     with pytest.raises(
         configuration.ConfigError,
         match="name='bounded_staleness' trains on data up to 4 versions old, "
         "and nothing corrects .*importance_cap=null; take algorithm=decoupled_ppo, or",
     ):
-        doubts(*bare, "scheduler/batching=bounded_staleness")
-    [doubt] = doubts(*bare, "scheduler/batching=one_step_off", staleness=1)
+        found(*bare, "scheduler/batching=bounded_staleness")
+    [doubt] = found(*bare, "scheduler/batching=one_step_off", staleness=1)
     assert "up to 1 versions old" in doubt  # veRL's recipe trains so: it may
 
 
@@ -216,6 +216,10 @@ def launch(tmp_path, monkeypatch, capsys):
             ["output_dir=/dev/null/runs"],
             ["output_dir='/dev/null/runs'", "Not a directory", "may write"],
         ),
+        (
+            ["+rollout.engine_args.block_sise=32"],
+            ["rollout.engine_args.block_sise=32", "no such argument", "did you mean block_size"],
+        ),
         (["cluster=gpus", "cluster.gpus=2"], ["cluster.gpus=2", "needs 3"]),
         (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
         (["name=a/b"], ["name='a/b'", "letters"]),
@@ -272,6 +276,25 @@ def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch):
+    code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7", "rollout.top_k=3")
+    words = " ".join(out.split())
+    assert code == 0
+    assert "warning: rollout.temperature=0.7, rollout.top_k=3: tokens are drawn from" in words
+    assert "1, 0 is exact" in words and "top_p" not in words
+    code, out, _ = launch("cluster.dry_run=true")
+    assert code == 0 and "warning" not in out
+
+
+def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
+    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300")
+    words = " ".join(out.split())
+    assert (
+        code == 0 and "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
+    )
+    assert "at a learning rate of 7e-05, not trainer.optimizer.lr=0.0007" in words
+
+
 def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
     code, out, err = launch("cluster=slurm", "cluster/mpi=cray_mpich", "cluster.dry_run=true")
     assert code == 0 and not err
@@ -307,6 +330,14 @@ def test_what_ranks_read_has_its_whole_path_and_the_run_continues_with_either(
     )
     configuration.save(stored, before)
     resume.check(before, made)
+
+
+def test_drafts_may_begin_in_a_run_that_continues_but_what_is_drawn_stays(make_config, tmp_path):
+    path = tmp_path / "config.json"
+    configuration.save(make_config(f"output_dir={tmp_path}"), path)
+    resume.check(path, make_config(f"output_dir={tmp_path}", "rollout/draft=group"))
+    with pytest.raises(ConfigError, match=r"rollout.top_k: 0 -> 5"):
+        resume.check(path, make_config(f"output_dir={tmp_path}", "rollout.top_k=5"))
 
 
 def test_fused_operations_may_change_in_a_run_that_continues(make_config, tmp_path):

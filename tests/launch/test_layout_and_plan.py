@@ -135,6 +135,15 @@ def test_host_memory_has_to_hold_what_is_offloaded_while_hybrid_engines_roll_out
     plan.make(c, c.model.shape, host_gib=400.0)
 
 
+def test_host_memory_has_to_hold_who_waits_where_trainer_and_engines_share_gpus(make_config):
+    alone = make_config("+experiment=qwen3_0_6b", "colocate=null")
+    plan.make(alone, alone.model.shape, host_gib=32.0)
+    with pytest.raises(ConfigError, match=r"colocate=None \(one GPU\): 11.1 GiB of .* 8.0 GiB"):
+        plan.make(alone, alone.model.shape, host_gib=8.0)
+    here = make_config("trainer.ranks=2", "colocate=true")  # on CPUs states wait in a file
+    plan.make(here, alone.model.shape, host_gib=0.1)
+
+
 def test_memory_for_replicas_is_there_beside_engines_on_cpus_and_instead_of_them_on_gpus(
     make_config,
 ):
@@ -383,6 +392,11 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
         (["trainer.zero_stage=0"], ["cluster.gpu_memory_gib=79.0", "trainer.zero_stage"]),
         (["cluster.gpu_memory_gib=16"], ["cluster.gpu_memory_gib", "trainer.ranks"]),
         (["rollout.kv_cache_gib=70"], ["rollout.tensor_parallel=1", "rollout.kv_cache_gib"]),
+        (["rollout.kv_cache_gib=1"], ["rollout.kv_cache_gib=1: has room for 7281", "raise it"]),
+        (
+            ["rollout.max_batched_tokens=2000000"],
+            ["rollout.max_batched_tokens=2000000 tokens", "(168.2 GiB)"],
+        ),
         (
             ["model.max_context=400000", "trainer.micro_batch_tokens=400000"],
             ["model.max_context=400000"],
@@ -407,6 +421,44 @@ def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, 
     with pytest.raises(ConfigError) as refused:
         plan.make(c, c.model.shape)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_cache_of_a_given_size_holds_a_sequence_on_a_cpu_too(make_config):
+    c = make_config("model=qwen3_8b", "rollout.kv_cache_gib=2", "trainer.micro_batch_tokens=16384")
+    with pytest.raises(ConfigError, match="rollout.kv_cache_gib=2: has room for 14563 tokens, and"):
+        plan.make(c, c.model.shape)
+    assert plan.make(make_config("rollout.kv_cache_gib=0.001"), None).memory == {}
+
+
+def test_what_engines_hold_beside_their_share_takes_nothing_from_it(make_config):
+    bare, nccl, drafts = (
+        make_config(*QWEN3_8B, *more)
+        for more in ([], ["transfer.broadcast=nccl"], ["rollout/draft=group"])
+    )
+    made = [plan.make(c, c.model.shape) for c in (bare, nccl, drafts)]
+    engines = [each.memory[Role.ROLLOUT] for each in made]
+    assert len({engine.kv_tokens for engine in engines}) == 1
+    assert engines[1].total == pytest.approx(engines[0].total + memory.RUNTIME_GIB)
+    # of 256 sequences 8 drafted tokens each, the first of which vLLM's profile knows
+    checked = 256 * 7 * 151936 * (2 * 2 + 3 * 4) / GIB
+    assert engines[2].total == pytest.approx(engines[0].total + checked)
+    assert not any("an engine may need" in word for each in made for word in each.warnings)
+
+
+def test_drafts_for_whose_check_a_gpu_has_no_room_are_a_doubt(make_config):
+    c = make_config(*QWEN3_8B, "rollout/draft=group", "rollout.draft.tokens=32")
+    words = plan.make(c, c.model.shape).warnings[-1]
+    assert "an engine may need" in words and "18.0 of them beside its share" in words
+    assert "rollout.draft.tokens=32 or rollout.max_sequences=256" in words
+
+
+def test_what_shared_gpus_leave_is_said_beside_the_key_as_it_was_set(make_config):
+    c = make_config(
+        *("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=1"),
+        *("trainer.ranks=1", "rollout.workers=1", "rollout.environment_hosts=1"),
+    )
+    with pytest.raises(ConfigError, match="cluster.gpu_memory_gib=79.0: .* of 77.5 GiB on each"):
+        plan.make(c, c.model.shape)
 
 
 def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config):

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from rose.config.checks import machine, serving, tasks, training
+from rose.config.checks import engines, machine, serving, tasks, training
 from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
 from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
@@ -15,10 +15,15 @@ from rose.config.checks.serving import hours_of
 from rose.config.serving import Serving
 from rose.config.tree import Config
 
-__all__ = ["ASK_FOR_JOBS", "NO_DRAFTS", "check", "check_model", "check_serving", "hours_of"]
-
-# of vLLM, which rollout.engine_args may not set
-OTHER_WEIGHTS = ("quantization", "dtype", "moe_backend", "enable_eplb")
+__all__ = [
+    "ASK_FOR_JOBS",
+    "NO_DRAFTS",
+    "check",
+    "check_model",
+    "check_serving",
+    "drafts",
+    "hours_of",
+]
 
 
 def check(c: Config) -> None:
@@ -28,6 +33,7 @@ def check(c: Config) -> None:
     serving.check(c.serving, need)
     tasks.check(c, need)
     training.check(c, need)
+    engines.check(c, need)
     machine.check(c, need)
 
 
@@ -60,24 +66,6 @@ def _check_values(c: Config, need: Need) -> None:
         "rollout.temperature",
         "must be greater than 0: greedy rollouts teach nothing",
     )
-    for name, value in c.rollout.engine_args.items():
-        need(
-            name.replace("-", "_") not in OTHER_WEIGHTS,
-            f"rollout.engine_args.{name}",
-            "the engine's weights are the trainer's bit for bit, in model.dtype and the trainer's "
-            "order: quantised or otherwise converted ones can't be updated",
-        )
-        need(
-            c.cluster.gpus > 0 or not drafts(name, value), f"rollout.engine_args.{name}", NO_DRAFTS
-        )
-        need(
-            not (c.cluster.gpus and (c.trainer_sleeps or c.elastic_replicas))
-            or name.replace("-", "_") != "enable_sleep_mode"
-            or bool(value),
-            f"rollout.engine_args.{name}",
-            "engines give their GPU to the trainer, or to a replica, between rollouts "
-            "(colocate, rollout.hybrid, trainer.elastic_replicas): true, or leave it out",
-        )
     relay = c.transfer.relay
     need(
         relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None,

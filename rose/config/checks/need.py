@@ -15,10 +15,20 @@ NO_DRAFTS = (
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; a run's own engines, where "
     "ROSE mends it, have rollout/draft=group or ngram"
 )
+# What clocks, memory and threads can be counted in, by the end of a key's name: larger values are
+# refused by what has started already.
+MOST = {
+    "_s": (1e9, "at most 1e9 seconds, 31 years"),
+    "_gib": (1e6, "at most 1e6 GiB"),
+    "threads": (2**12, f"at most {2**12}"),
+}
+MOST_AT_ONCE = 10**7  # trajectories of a batch or an evaluation, which the coordinator lists
+MOST_WHOLE, MOST_OTHER = 2**63 - 1, 1e15  # of all others; seeds use all bits of a machine's integer
 
 
 def needs(tree: dict[str, Any]) -> Need:
-    """Raises `ConfigError` for the first value that is not as needed, or no finite number."""
+    """Raises `ConfigError` for the first value that is not as needed, no finite number, or larger
+    than can be counted with."""
 
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
@@ -26,7 +36,18 @@ def needs(tree: dict[str, Any]) -> Need:
 
     for key, value in leaves(tree):
         need(not isinstance(value, float) or math.isfinite(value), key, "must be a finite number")
+        if isinstance(value, (int, float)):
+            _check_size(key, value, need)
     return need
+
+
+def _check_size(key: str, value: float, need: Need) -> None:
+    for end, (most, words) in MOST.items():
+        need(not key.endswith(end) or value <= most, key, words)
+    if isinstance(value, int):
+        need(abs(value) <= MOST_WHOLE, key, "must be below 2**63")
+    else:
+        need(abs(value) <= MOST_OTHER, key, f"at most {MOST_OTHER:g}")
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

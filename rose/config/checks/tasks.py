@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from rose.config.checks.need import Need
+from rose.config.checks.need import MOST_AT_ONCE, Need
 from rose.config.errors import ConfigError
+from rose.config.rollout import Eval
 from rose.config.tree import Config
 
 SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
@@ -62,14 +63,7 @@ def _check_eval(c: Config, need: Need) -> None:
             f"{key}.max_new_tokens",
             f"one turn must fit into model.max_context={c.model.max_context}",
         )
-    for name in ("", *e.sets):
-        samples, temperature = e.of(name)
-        own = f".sets.{name}" if name and e.sets[name].temperature is not None else ""
-        need(
-            samples == 1 or temperature > 0,
-            f"eval{own}.temperature",
-            f"above 0, as {samples} greedy samples of a task would all be the same",
-        )
+    _check_samples(e, need)
     need(
         not e.keep_best or e.every > 0 or c.mode != "train",
         "eval.every",
@@ -96,6 +90,24 @@ def _check_eval(c: Config, need: Need) -> None:
         "transfer.in_flight",
         "recompute or keep, with eval.beside=true: new weights would wait for evaluation turns",
     )
+
+
+def _check_samples(e: Eval, need: Need) -> None:
+    """Of each task of an evaluation."""
+    for name in ("", *e.sets):
+        samples, temperature = e.of(name)
+        key, tasks = (f"eval.sets.{name}", e.sets[name].episodes) if name else ("eval", e.episodes)
+        need(
+            samples * tasks <= MOST_AT_ONCE,
+            f"{key}.episodes",
+            f"with {samples} samples of each at most {MOST_AT_ONCE // samples}",
+        )
+        own = f".sets.{name}" if name and e.sets[name].temperature is not None else ""
+        need(
+            samples == 1 or temperature > 0,
+            f"eval{own}.temperature",
+            f"above 0, as {samples} greedy samples of a task would all be the same",
+        )
 
 
 def _check_sandbox(c: Config, need: Need) -> None:

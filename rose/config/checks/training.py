@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from rose.config.checks.need import Need, drafts
+from rose.config.checks.need import MOST_AT_ONCE, Need, drafts
 from rose.config.trainer import FUSED, SLOT_RANKS
 from rose.config.tree import Config
 
 # algorithms whose baseline is the group's mean reward
 GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 
+# arguments of batching policies that count batches, or versions with a batch for each, which run
+# at once
+BATCHES = ("alpha", "carry", "eta", "oversample", "running", "spare", "speculation", "staleness")
+MOST_BATCHES = 1000
+
 
 def check(c: Config, need: Need) -> None:
     _check_batch(c, need)
+    _check_at_once(c, need)
     _check_stream(c, need)
     _check_branching(c, need)
     _check_lora(c, need)
@@ -72,6 +78,22 @@ def _check_batch(c: Config, need: Need) -> None:
         "trainer.micro_batch_tokens",
         f"must hold one trajectory of model.max_context={c.model.max_context} tokens",
     )
+
+
+def _check_at_once(c: Config, need: Need) -> None:
+    """What is admitted is listed, so that a slip of the hand would fill the memory."""
+    need(
+        c.trainer.batch_size <= MOST_AT_ONCE,
+        "trainer.batch_size",
+        f"at most {MOST_AT_ONCE} trajectories a step",
+    )
+    for name, value in c.scheduler.batching.args.items():
+        counts = name in BATCHES and isinstance(value, (int, float))
+        need(
+            not counts or value <= MOST_BATCHES,
+            f"scheduler.batching.args.{name}",
+            f"at most {MOST_BATCHES} batches at once",
+        )
 
 
 def _check_stream(c: Config, need: Need) -> None:

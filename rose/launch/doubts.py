@@ -1,0 +1,61 @@
+"""Doubts about what a run would learn from, before it starts: its data and its learning rate.
+
+Left out: doubts about ranks, memory and machines (rose/launch/plan.py).
+"""
+
+from __future__ import annotations
+
+from rose.config import Config, ConfigError
+
+
+def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
+    """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises."""
+    return stale(c, staleness, corrects) + narrowed(c) + warming_up(c)
+
+
+def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
+    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects
+    for its age; where training so is a paper's own practice, that is a doubt: one-step-off's (arXiv
+    2410.18252) loss has no weights."""
+    if not staleness or corrects or c.algorithm.importance_cap is not None:
+        return ()
+    name = c.scheduler.batching.name
+    words = (
+        f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and "
+        f"nothing corrects for their age: algorithm.name={c.algorithm.name!r} does not, and "
+        "algorithm.importance_cap=null; take algorithm=decoupled_ppo, or "
+        "algorithm.importance_cap=2.0"
+    )
+    if name == "one_step_off":
+        return (words,)
+    raise ConfigError(words)
+
+
+def narrowed(c: Config) -> tuple[str, ...]:
+    """Doubts about tokens that are drawn from another distribution than the one that is trained:
+    engine and trainer both give log-probabilities at temperature 1, of all tokens."""
+    r = c.rollout
+    found = {"temperature": (r.temperature, 1.0), "top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
+    other = {
+        f"rollout.{name}={v:g}": f"{usual:g}" for name, (v, usual) in found.items() if v != usual
+    }
+    if not other or r.replay is not None:
+        return ()
+    return (
+        f"{', '.join(other)}: tokens are drawn from another distribution than the one that is "
+        "trained, which is that of temperature 1 and all tokens, and no weight corrects for it: "
+        f"what is drawn too often is reinforced too often; {', '.join(other.values())} is exact",
+    )
+
+
+def warming_up(c: Config) -> tuple[str, ...]:
+    """A doubt about a warm-up that the run ends in; longer runs may be meant, which go on."""
+    o, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
+    if o.warmup_steps <= updates:
+        return ()
+    last = o.lr * updates / o.warmup_steps
+    return (
+        f"trainer.optimizer.warmup_steps={o.warmup_steps}: trainer.steps={c.trainer.steps} gives "
+        f"{updates} updates, the last of them at a learning rate of {last:g}, not "
+        f"trainer.optimizer.lr={o.lr:g}",
+    )
