@@ -82,10 +82,19 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
         return _refuse(complaints, errors.explain(error, conf, arguments))
     except ConfigError as error:
         return _refuse(complaints, str(error))
+    except _NobodyReads:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is still to be flushed
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
         (number,) = interrupt.args
         echo(complaints, f"ended by {signal.Signals(number).name}")
         return 128 + number
+
+
+class _NobodyReads(Exception):
+    """Standard output is a pipe whose reader has left, as `--help | head` does."""
 
 
 @contextmanager
@@ -155,7 +164,10 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         os.environ["ROSE_HYDRA_SCRATCH"] = (
             scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
         )
-        hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
+        except BrokenPipeError:  # nothing runs yet: only Hydra's help has been printed
+            raise _NobodyReads from None
     sys.argv = program
     if (
         swept
@@ -415,6 +427,8 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     check_formats(c)
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
+    if words := resume.last_saved(c.run_dir):
+        echo(console, words)
     echo(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
     processes.adopt_orphans()
     job = supervise.Job(

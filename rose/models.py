@@ -23,6 +23,9 @@ from rose.config import ConfigError, Model
 
 BUILD_DEADLINE_S = 900.0  # SmolLM2 on two slow cores takes about 60 s after the download of 93 MB
 
+# Recipes compute on CPUs; DeepSpeed, which transformers imports, would warn that it found no GPU.
+QUIET = {"DS_ACCELERATOR": "cpu"}
+
 # What a recipe's output depends on besides its arguments; a change of any of them makes a new
 # folder.
 RECIPES = {
@@ -195,7 +198,7 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
         try:
             done = subprocess.run(
                 command,
-                env=os.environ | {"PYTHONPATH": places.python_path()},
+                env=os.environ | QUIET | _bars() | {"PYTHONPATH": places.python_path()},
                 stdout=sys.stderr,
                 timeout=BUILD_DEADLINE_S,
                 start_new_session=True,
@@ -211,6 +214,11 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
                 f"model.source={source}, model.recipe={recipe}: {' '.join(command)} "
                 f"ended with code {done.returncode}; its words are above"
             )
+
+
+def _bars() -> dict[str, str]:
+    """Progress bars for a terminal only: in a job's log each is hundreds of them on one line."""
+    return {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
 
 
 @contextmanager

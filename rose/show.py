@@ -94,11 +94,15 @@ def find(run: Path, name: str, step: int | None) -> tuple[int, Shown]:
 
 
 def listed(step: int, trajectories: list[Shown]) -> Table:
-    table = Table(title=f"Step {step}: {len(trajectories)} trajectories", title_justify="left")
+    """Without lines between columns: 80 of a terminal's are just enough."""
+    title = f"Step {step}: {len(trajectories)} trajectories"
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True
+    )
     for column in ("trajectory", "environment"):
-        table.add_column(column)
+        table.add_column(column, min_width=len(column))
     for column in ("reward", "turns", "samples", "tokens", "made", "versions"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", min_width=len(column))
     table.add_column("outcome")
     for shown in trajectories:
         made = [v for s in shown.samples for v in s.versions[s.mask == 1]]

@@ -115,6 +115,21 @@ def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_
     assert counting_recipe.read_text().split() == ["0.1", "0.3"]
 
 
+def test_a_recipes_words_are_its_own(counting_recipe, capfd):
+    """In a job's log: no progress bars, and no warning that DeepSpeed found no GPU."""
+    script = Path(models.RECIPES["tiny"][0])
+    script.write_text(f"""{script.read_text()}
+import os, sys
+from transformers.modeling_utils import logging
+list(logging.tqdm(range(3), desc="bar"))
+from deepspeed.accelerator import get_accelerator
+print("on", get_accelerator()._name)
+""")
+    models.resolve(model("tiny"))
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("model tiny is not in the cache yet") and lines[1:] == ["on cpu"]
+
+
 def test_two_launches_at_once_build_it_once(counting_recipe):
     context = multiprocessing.get_context("fork")
     launches = [context.Process(target=models.resolve, args=(model("tiny"),)) for _ in range(2)]

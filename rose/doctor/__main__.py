@@ -29,7 +29,9 @@ from rose.places import CONF
 
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog="python -m rose.doctor", description=__doc__, formatter_class=raw
+    )
     where = "where runs will be written; default: output_dir"
     parser.add_argument("--folder", type=Path, help=where)
     args, overrides = parser.parse_known_args()
@@ -48,8 +50,8 @@ def main() -> int:
     for finding in examine(c, (args.folder or Path(c.output_dir)).resolve()):
         colour = {"ok": "green", "warning": "yellow", "failed": "red"}[finding.state]
         console.print(f"[{colour}]{finding.state:8}[/] {finding.part}: ", end="")
-        remedy = f". {finding.remedy}" if finding.remedy else ""
-        console.print(finding.words + remedy, markup=False)
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        console.print(finding.words.removesuffix(".") + remedy, markup=False)
         failed += finding.state == "failed"
     return int(failed > 0)
 

@@ -159,7 +159,7 @@ def world(done: Ended, how: str, remedy: str) -> Finding:
     if done.code or not events:
         return Finding("failed", part, done.last, remedy)
     if len(events) == 2 and all(event["size"] == 2 for event in events):
-        return Finding("ok", part, events[0]["library"])
+        return Finding("ok", part, " ".join(events[0]["library"].split()))
     words = (
         f"{len(events)} ranks, each in a world of {events[0]['size']}: mpi4py's MPI is not the one "
     )

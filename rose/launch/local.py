@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -114,7 +115,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         if refused := files.refusal(run_dir):
             raise _unusable(run_dir, refused)
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
 

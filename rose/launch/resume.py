@@ -129,6 +129,12 @@ def other_shape(run_dir: Path, c: Config) -> str:
     return "" if saved == now else f"{latest}: {checkpoint.change(saved, now)}"
 
 
+def last_saved(run_dir: Path) -> str:
+    """Where a run that has a checkpoint goes on; else ""."""
+    latest = checkpoint.latest(run_dir)
+    return f"continues after step {checkpoint.step_of(latest)}, {latest}" if latest else ""
+
+
 def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> None:
     """The coordinator's last word: all `steps` training steps and the last evaluation are done and
     saved. `stopped`: of a run whose eval.stop has ended it before trainer.steps."""

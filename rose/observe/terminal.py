@@ -32,7 +32,8 @@ BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:
     """Show the run until `stop()`, asked about four times a second: a live display on a terminal,
-    else a line per step, evaluation or fault. What was written before the end is still shown."""
+    else a line per step, evaluation or fault from now on. What was written before the end is still
+    shown."""
     if console.is_terminal:
         _follow_live(Path(run_dir), stop, console)
     else:
@@ -61,7 +62,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
-    shown = 0
+    shown = len(read_metrics(run_dir))  # by earlier attempts, in their output
     for _ in _polls(stop):
         rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
         for row in rows[min(shown, len(rows)) :]:  # a resume cuts the file back

@@ -89,7 +89,7 @@ def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
 
 
 def ranks(*sizes):
-    return [{"what": "world", "node": "n", "size": size, "library": "MPICH 5"} for size in sizes]
+    return [{"what": "world", "node": "n", "size": size, "library": "MPICH   5"} for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -394,12 +394,12 @@ def test_bad_overrides_are_refused_with_code_2(monkeypatch, capsys, overrides, w
 def test_what_failed_is_printed_with_its_remedy_and_has_code_1(monkeypatch, capsys, state, code):
     found = [
         findings.Finding("ok", "import vllm", "0.32"),
-        findings.Finding(state, "srun --mpi", "no pmi9 here; [pmix]", "set cluster.mpi.srun"),
+        findings.Finding(state, "srun --mpi", "no pmi9 here, only [pmix].", "set cluster.mpi.srun"),
     ]
     monkeypatch.setattr(command, "examine", lambda c, folder: iter(found))
     monkeypatch.setattr(sys, "argv", ["doctor"])
     assert command.main() == code
-    line = f"{state:8} srun --mpi: no pmi9 here; [pmix]. set cluster.mpi.srun"
+    line = f"{state:8} srun --mpi: no pmi9 here, only [pmix]; set cluster.mpi.srun"
     assert capsys.readouterr().out.splitlines() == ["ok       import vllm: 0.32", line]
 
 

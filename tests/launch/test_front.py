@@ -535,6 +535,21 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
 
 
 @pytest.mark.slow
+def test_help_whose_reader_has_left_ends_quietly(tmp_path):
+    """As into `head`, which leaves after ten of its hundreds of lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "launch.py"), "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_training_imports_no_simulator_and_who_computes_nothing_no_torch():
     words = (
         "import sys, rose.front, rose.main, rose.coordinator.coordinator, rose.trainer.checkpoint; "

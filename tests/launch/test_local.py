@@ -1,6 +1,9 @@
 """The mpiexec line, the ranks' environment, and the run's folder."""
 
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 
@@ -73,9 +76,12 @@ def test_no_rank_reaches_the_network_for_a_model(make_config, monkeypatch, overr
 
 
 def test_a_held_lock_names_its_holder(tmp_path):
+    here = re.escape(f"{os.getpid()} on {socket.gethostname()}")
     with (
         local.locked(tmp_path / "run"),
-        pytest.raises(ConfigError, match=r"name='run'.*in use by another launch \(process \d+\)"),
+        pytest.raises(
+            ConfigError, match=rf"name='run'.*in use by another launch \(process {here}\)"
+        ),
         local.locked(tmp_path / "run"),
     ):
         pass

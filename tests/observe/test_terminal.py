@@ -19,14 +19,15 @@ def _console(**options) -> Console:
 
 
 def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
-    run = write_run(tmp_path / "run", steps=3)
-    live = LiveStatus(run)
-    live.update(steps=5, phase="train")
+    run = tmp_path / "run"
+    LiveStatus(run).update(steps=5, phase="train")
     console = _console()
     asked = []
 
     def stop() -> bool:
-        if asked:
+        if not asked:
+            write_run(run, steps=3)
+        else:
             writer = MetricsWriter(run, tensorboard=False)
             writer.write(4, {"success": 0.5})
             writer.close()
@@ -39,6 +40,32 @@ def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
     assert lines[0] == "step 0: held-out success 24.2% (95% 17.6% to 32.3%, 31 of 128)"
     assert lines[1].startswith("step 1/5: success ") and "tokens/s" in lines[1]
     assert "<b>lost</b>" in lines[4] and lines[-1] == "step 4/5: success 50.0%"
+
+
+def test_a_run_that_goes_on_prints_no_line_of_an_earlier_attempt_again(tmp_path):
+    run = tmp_path / "run"
+    LiveStatus(run).update(steps=5, phase="train")
+    writer = MetricsWriter(run, tensorboard=False)
+    for step in (1, 2, 3):
+        writer.write(step, {"success": 0.1})
+    todo = iter(
+        (
+            lambda: writer.truncate(after_step=1),  # the last checkpoint's
+            lambda: writer.write(2, {"success": 0.6}),
+            lambda: writer.write(3, {"success": 0.7}),
+        )
+    )
+
+    def stop() -> bool:
+        now = next(todo, None)
+        if now:
+            now()
+        return now is None
+
+    console = _console()
+    terminal.follow(run, stop, console)
+    lines = console.file.getvalue().splitlines()
+    assert lines == ["step 2/5: success 60.0%", "step 3/5: success 70.0%"]
 
 
 def test_the_live_screen_names_what_is_waited_for(tmp_path, monkeypatch):

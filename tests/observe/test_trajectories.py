@@ -122,9 +122,12 @@ def test_the_few_that_tell_most_are_the_best_the_worst_the_longest_and_a_failed_
 def test_the_list_and_the_conversation_as_the_command_prints_them(run):
     code, out, err = shown(run)
     assert code == 0 and err == "" and "Step 2: 5 trajectories" in out
-    assert re.search(r"g1\.0 +│ lake +│ +1 │ +2 │ +1 │ +7 │ +4 │ +3 to 4 │ solved", out), out
+    assert re.search(r"g1\.0 +lake +1 +2 +1 +7 +4 +3 to 4 solved", out), out
     assert re.search(r"g2\.1 .* not solved, cut by a limit", out)
     assert "2 unreadable calls" in out
+    code, out, _ = shown(run, columns=80)
+    assert code == 0 and "trajectory environment reward turns samples tokens made versions" in out
+    assert "…" not in out and "unreadable" in out, out
     code, out, _ = shown(run, "g0.1")
     assert code == 0 and "step 1, group g0" in out and "goal" in out
     code, out, _ = shown(run, "g1.0")
