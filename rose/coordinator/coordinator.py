@@ -325,6 +325,7 @@ class Coordinator:
                     stream=stream,
                     group_size=size,
                     hybrid_delay=self.hybrids.delay if self.hybrids else 0.0,
+                    trainers=self.config.trainer.replicas if self.config.plans_replicas else 0,
                 )
             )
             if self.hybrids and self.batch is None and self._rolls_hybrids():
@@ -608,6 +609,8 @@ class Coordinator:
             case ev.UseWorker() | ev.RestWorker():
                 used = self.hub.uses_hybrids
                 self.hybrids.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
+            case ev.PlanReplicas() if self.replicas:
+                self.replicas.planned(action)
             case ev.MoveTrajectory(trajectory, host):
                 self.rollouts.move(trajectory, host)
             case ev.GiveUp(reason):

@@ -150,6 +150,10 @@ class TurnHub:
         """Workers of the run's own."""
         return len(self.workers) - self.borrowed
 
+    def rests(self, worker: str) -> bool:
+        """Whether provisioning lets it rest."""
+        return worker in self._resting
+
     @property
     def uses_hybrids(self) -> bool:
         """Whether any engine on the trainer's devices may take turns."""
