@@ -259,7 +259,7 @@ class LibraPlanner:
         period_s = at - self._begun
         busy_s = period_s * self._busy / self._looks if self._looks else 0.0
         actions: list[Action] = []
-        if busy_s and self._lengths and self._training_s:
+        if busy_s > 0 and self._lengths and self._training_s > 0:
             found = Measured(
                 sorted(self._lengths, reverse=True)[::steps],
                 sum(self._lengths) / busy_s,
@@ -306,7 +306,7 @@ class LibraPlanner:
         before, now = self.replicas, min(self.replicas, most)  # some may be down
         best = self._better(times, now, now)
         self.replicas = before if best == now else best
-        forecast_s = step_s * times[best] / times[now]
+        forecast_s = step_s * (times[best] / times[now])
         expected_s, self._expected_s = self._expected_s, forecast_s
         measured = step_s, rollout_s[now], found.training_s
         return PlanReplicas(step, self.replicas, before, forecast_s, *measured, expected_s)
