@@ -369,7 +369,8 @@ class Coordinator:
         as `transfer.in_flight` says; new ones wait for the engine that has them."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
-            self.hub.publish(done[0].version, done[0].store)
+            tokens = self.training.tokens() if self.config.plans_replicas else 0
+            self.hub.publish(done[0].version, done[0].store, tokens)
             if self.config.shares_devices or self.replicas:
                 # an engine that wakes loads it before its KV cache is there
                 await self.device.to(p.Role.ROLLOUT)

@@ -79,7 +79,7 @@ class Replicas(DeviceTurns):
         self._ordered: dict[str, float] = {}  # of the others, since when, monotonic
         self._found: dict[str, p.GradientComputed] = {}
         self._row: dict[str, float] = {}  # for the step's row of metrics
-        self._plan: ev.PlanReplicas | None = None  # the last
+        self._plans: list[ev.PlanReplicas] = []  # that of the last step, and those for later ones
 
     async def train(self, step: int, groups: list[Group]) -> None:
         """The trainer ranks get all that they need for the step, whose replicas are done when this
@@ -159,16 +159,14 @@ class Replicas(DeviceTurns):
 
     def planned(self, plan: ev.PlanReplicas) -> None:
         """The scheduler has decided how many replicas train from a step on."""
-        self._plan = plan
+        self._plans.append(plan)
         change = "still" if plan.replicas == plan.before else f"instead of {plan.before}"
-        forecast = (
-            f", of which {plan.expected_s:.3g} s had been expected" if plan.expected_s else ""
-        )
+        before = f" where {plan.expected_s:.3g} s were expected" if plan.expected_s else ""
         self._on_change(
             "replicas planned",
             f"from step {plan.step} on {plan.replicas} train, {change}: {plan.forecast_s:.3g} s a "
-            f"step are expected. Steps took {plan.step_s:.3g} s{forecast}, rollout "
-            f"{plan.rollout_s:.3g} s and training {plan.training_s:.3g} s of it",
+            f"step are expected. Steps took {plan.step_s:.3g} s{before}: training "
+            f"{plan.training_s:.3g} s, and rollout {plan.rollout_s:.3g} s beside it",
         )
 
     def close(self) -> None:
@@ -221,11 +219,11 @@ class Replicas(DeviceTurns):
     def _planned_row(self, step: int) -> dict[str, float]:
         if not self._config.plans_replicas:
             return {}
-        plan = self._plan
-        known = plan is not None and step >= plan.step
+        plans = [plan for plan in self._plans if plan.step <= step]
+        self._plans = plans[-1:] + [plan for plan in self._plans if plan.step > step]
         return {
             "replicas_planned": len(self._names()),
-            **({"seconds_step_planned": plan.forecast_s} if known else {}),
+            **({"seconds_step_planned": plans[-1].forecast_s} if plans else {}),
         }
 
     def _tell(self, event: type[ev.ReplicaReady] | type[ev.ReplicaLost], worker: str) -> None:

@@ -197,6 +197,7 @@ class LibraPlanner:
         self._steps = 0
         self._training_s = 0.0
         self._trained_by: list[int] = []  # replicas, in each step that was trained
+        self._tokens = 0  # that these steps trained
         self._lengths: list[int] = []
         self._busy, self._looks = 0.0, 0
 
@@ -220,8 +221,8 @@ class LibraPlanner:
         match event:
             case TrajectoryEnded(tokens=tokens) if tokens:
                 self._lengths.append(tokens)
-            case VersionPublished(at=at) if self._training_since is not None:
-                return self._trained(at, cluster)
+            case VersionPublished() if self._training_since is not None:
+                return self._trained(event, cluster)
             case StepBegun(at=at):
                 self._trainers = event.trainers
                 if self._begun is None:
@@ -247,9 +248,10 @@ class LibraPlanner:
         self._rested = [w.worker for w in able[:most]]
         return [RestWorker(name) for name in self._rested]
 
-    def _trained(self, at: float, cluster: Cluster) -> list[Action]:
-        self._training_s += at - self._training_since
+    def _trained(self, event: VersionPublished, cluster: Cluster) -> list[Action]:
+        self._training_s += event.at - self._training_since
         self._training_since = None
+        self._tokens += event.tokens
         self._trained_by.append(len(self._rested))
         rested, self._rested = self._rested, []
         workers = cluster.workers
@@ -293,7 +295,7 @@ class LibraPlanner:
         dedicated = [w.worker for w in _dedicated(cluster)]
         most = max(0, min(len(cluster.replicas.intersection(dedicated)), len(dedicated) - 1))
         workers, by = len(cluster.workers), self._trained_by
-        tokens, step_s = sum(self._lengths) / steps, period_s / steps
+        tokens, step_s = max(1, self._tokens) / len(by), period_s / steps
         if min(by) == max(by):
             self._token_s[by[0]] = found.training_s / tokens
         all_s = found.training_s * (self._trainers + sum(by) / len(by))  # of one that does it alone

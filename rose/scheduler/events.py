@@ -121,7 +121,10 @@ class CapacityEnded(Event):
 
 
 class VersionPublished(Event):
+    """`tokens`: of the batch that was trained for it, contexts included; 0: unknown."""
+
     version: int
+    tokens: int = 0
 
 
 class TurnRequested(Event):

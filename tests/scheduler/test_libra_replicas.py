@@ -10,6 +10,7 @@ from rose.scheduler import events as ev
 from tests.scheduler.test_rival_provisioning import finish, join, load, make, work
 
 PERIOD, TURNS, TOKENS = 2, 6, 100
+TRAINED = 600  # tokens of each step
 ARGS = {"period_steps": PERIOD, "gain": 0.05, "cost_s": 0.0, "training_workers": 0}
 
 
@@ -29,7 +30,7 @@ def begin(s, step, at):
 
 
 def published(s, version, at):
-    actions = s.handle(ev.VersionPublished(at=at, version=version))
+    actions = s.handle(ev.VersionPublished(at=at, version=version, tokens=TRAINED))
     load(s, version, at)
     return actions
 
