@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 
 DEADLINE_S = 900.0
+MOVES = itertools.count()
 
 
 class HeldLake(FrozenLake):
@@ -36,12 +39,19 @@ class HeldLake(FrozenLake):
 class GatedLake(FrozenLake):
     """FrozenLake whose tasks wait at the first move for the file `open-STEP` in `folder`; `held` are
     the tasks' seeds, a list of each step. A file says that an episode waits, another that it goes
-    on. Those of the steps in `starts` wait before their first turn, too, for `start-STEP`."""
+    on. Those of the steps in `starts` wait before their first turn, too, for `start-STEP`. With
+    `counts` a move's reward is the number of those before it in this process: no two are equal."""
 
     def __init__(
-        self, folder: str, held: list[list[int]], starts: list[int] | None = None, **lake: Any
+        self,
+        folder: str,
+        held: list[list[int]],
+        starts: list[int] | None = None,
+        counts: bool = False,
+        **lake: Any,
     ) -> None:
         super().__init__(**lake)
+        self._counts = counts
         self._folder, self._held, self._first = Path(folder), held, True
         self._starts = starts or []
 
@@ -59,7 +69,8 @@ class GatedLake(FrozenLake):
             self._say("waits")
             await self._until("open")
             self._say("goes")
-        return await super().step(action)
+        made = await super().step(action)
+        return dataclasses.replace(made, reward=float(next(MOVES))) if self._counts else made
 
     def _say(self, what: str) -> None:
         me = f"{time.monotonic_ns()}-{id(self)}"

@@ -1,7 +1,7 @@
 """An asynchronous run one of whose engines trains as the planner says, with real MPI, vLLM and
 DeepSpeed: the engine's turns go on elsewhere, its replica computes a part of each batch, is killed
-at work and comes back; what is trained is what a run without replicas makes of the same
-trajectories."""
+at work and comes back, the engine is killed asleep; what is trained is what a run without replicas
+makes of the same trajectories."""
 
 import json
 import re
@@ -48,7 +48,7 @@ class Scene:
             f"+env.args.folder={self.gates}",
             f"+env.args.held={held}",
             "+env.args.starts=[3]",
-            "env.args.shaping=1.0",  # so that an only move has a reward
+            "+env.args.counts=true",  # so that an only move has a reward of its own
             "env.name=tests.job.held:GatedLake",
             "env.max_turns=1",
             "env.step_timeout_s=1000",
@@ -128,13 +128,24 @@ def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_p
     scene.until_waited_for("replicas to compute their part of step 2: rollout-0")
     first.kill()
     job.until(job.faults, "word of the replica that died")
-    assert scene.replica(2).pid != first.pid
+    second = scene.replica(2)
+    assert second.pid != first.pid
+
+    job.until(lambda: job.phase() == ("rollout", 3), "step 2 to be over")
+
+    # the engine dies while its replica is at work, which goes on
+    trainer.suspend(), second.suspend()
     scene.opens(3)
+    scene.until_waited_for("trainer ranks to compute their part of step 3")
+    job.engine(rank.pid).kill()
+    job.until(lambda: len(job.faults()) == 2, "word of the engine that died")
+    second.resume(), trainer.resume()
     assert job.wait() == 0, job.said + job.logs()
 
-    [fault] = job.faults()
-    assert fault["what"] == "replica died"
-    assert fault["detail"] == "rollout-0: killed by SIGKILL; another is started"
+    died, engine = job.faults()
+    assert died["what"] == "replica died"
+    assert died["detail"] == "rollout-0: killed by SIGKILL; another is started"
+    assert engine["what"] == "engine died" and "; 0 turns go elsewhere" in engine["detail"]
     rows = job.steps()
     assert [
         (r["step"], r["replicas_planned"], r["replicas"], r["replicas_lost"]) for r in rows
