@@ -278,8 +278,19 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ),
         (
             "trainer.elastic_replicas=1 scheduler/batching=tail_batching",
-            ["scheduler.batching.name='tail_batching'", "synchronous"],
+            ["scheduler.batching.name='tail_batching'", "synchronous", "bounded_staleness"],
         ),
+        (
+            "trainer.elastic_replicas=2 scheduler/batching=bounded_staleness "
+            "scheduler/provisioning=libra algorithm=decoupled_ppo",
+            ["trainer.elastic_replicas=2", "at most 1", "one at least goes on rolling out"],
+        ),
+        (
+            "trainer.elastic_replicas=1 scheduler/batching=bounded_staleness "
+            "algorithm=decoupled_ppo",
+            ["scheduler.provisioning.name='fixed'", "scheduler/provisioning=libra"],
+        ),
+        ("trainer.elastic_replicas=1 eval.beside=true", ["eval.beside=True", "can't sleep"]),
         (
             "trainer.elastic_replicas=1 trainer.updates_per_step=2",
             ["trainer.updates_per_step=2", "need 1: they get weights once a step"],

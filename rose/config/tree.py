@@ -18,6 +18,9 @@ from rose.config.serving import Serving
 from rose.config.sim import Sim
 from rose.config.trainer import Algorithm, Trainer, Transfer
 
+# batching policies with which rollouts go on while the trainer trains
+OVERLAPPING = ("one_step_off", "bounded_staleness", "trajectory_async", "carry_over")
+
 
 class Checkpoints(Section):
     """Of the sandboxes of environments that have some: after which turns what is captured, and
@@ -116,9 +119,14 @@ class Config(Section):
 
     @property
     def elastic_replicas(self) -> int:
-        """Dedicated engines beside which a replica of the model trains while the engine would
-        idle."""
+        """Dedicated engines beside which a replica of the model can train."""
         return self.trainer.elastic_replicas if self.rollout.replay is None else 0
+
+    @property
+    def plans_replicas(self) -> bool:
+        """Whether rollouts go on while the trainer trains, so that somebody has to say how many of
+        the engines with a replica hand their turns on and sleep meanwhile."""
+        return self.elastic_replicas > 0 and self.scheduler.batching.name in OVERLAPPING
 
     @property
     def trainer_sleeps(self) -> bool:

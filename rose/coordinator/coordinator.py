@@ -325,6 +325,7 @@ class Coordinator:
                     stream=stream,
                     group_size=size,
                     hybrid_delay=self.hybrids.delay if self.hybrids else 0.0,
+                    trainers=self.config.trainer.replicas if self.config.plans_replicas else 0,
                 )
             )
             if self.hybrids and self.batch is None and self._rolls_hybrids():
@@ -368,7 +369,8 @@ class Coordinator:
         as `transfer.in_flight` says; new ones wait for the engine that has them."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
-            self.hub.publish(done[0].version, done[0].store)
+            tokens = self.training.tokens() if self.config.plans_replicas else 0
+            self.hub.publish(done[0].version, done[0].store, tokens)
             if self.config.shares_devices or self.replicas:
                 # an engine that wakes loads it before its KV cache is there
                 await self.device.to(p.Role.ROLLOUT)
@@ -608,6 +610,8 @@ class Coordinator:
             case ev.UseWorker() | ev.RestWorker():
                 used = self.hub.uses_hybrids
                 self.hybrids.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
+            case ev.PlanReplicas() if self.replicas:
+                self.replicas.planned(action)
             case ev.MoveTrajectory(trajectory, host):
                 self.rollouts.move(trajectory, host)
             case ev.GiveUp(reason):

@@ -1,7 +1,9 @@
 """Dedicated engines that sleep while a replica beside them trains (trainer.elastic_replicas).
 
     the batch is complete    -> trainer ranks get their part, and the engines sleep; each replica
-                                gets its part when its engine has fallen asleep
+                                gets its part when its engine has fallen asleep; where rollouts go
+                                on, the engines are those that the scheduler lets rest, whose turns
+                                went elsewhere with their tokens as it said so
     all ranks are ahead, and every replica has computed its gradient, or is given up
                              -> the ranks compute what is missing, add the gradients, update
     the version is published -> replicas leave, the engines wake with it
@@ -11,7 +13,8 @@ order of a step names gradients, those of replicas whose whole sum is there; so 
 once or, of a replica that was given up, once more by the ranks, and nothing is applied twice. One
 that is given up ends, and has no part of later steps: it would be waited for in each of them.
 Gradients' files are in the machine's memory, or in the run's folder where that has no room. Left
-out: parts by the speed of each; a planner of how many.
+out: parts by the speed of each; waking an engine whose replica is done, or dead, before the step is
+over, as it would load the version that the step replaces.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
 from rose.observe.recorder import NullRecorder
+from rose.scheduler import events as ev
 from rose.transfer import mirror
 
 FOLDER = "gradients"  # in the run's
@@ -75,17 +79,20 @@ class Replicas(DeviceTurns):
         self._ordered: dict[str, float] = {}  # of the others, since when, monotonic
         self._found: dict[str, p.GradientComputed] = {}
         self._row: dict[str, float] = {}  # for the step's row of metrics
+        self._plans: list[ev.PlanReplicas] = []  # that of the last step, and those for later ones
 
     async def train(self, step: int, groups: list[Group]) -> None:
         """The trainer ranks get all that they need for the step, whose replicas are done when this
         returns. Raises `RunFailed` where a trainer rank doesn't answer."""
+        self._step = step
         chosen, why = self._choose(groups)
         if why and why != self._why:
             self._on_change("no replica trains", f"step {step}: {why}")
         self._why = why
+        planned = self._planned_row(step)
         if not chosen:
             self._training.complete(step, groups)
-            self._row = {"replicas": 0, "replicas_lost": 0, "replica_token_share": 0.0}
+            self._row = {"replicas": 0, "replicas_lost": 0, "replica_token_share": 0.0} | planned
             return
         began = time.monotonic()
         asked = self._deal(step, groups, chosen)
@@ -118,6 +125,7 @@ class Replicas(DeviceTurns):
             "device_seconds_replica": sum(each.seconds for each in found),
             "seconds_replica": max((each.seconds for each in found), default=0.0),
             "seconds_replica_wait": time.monotonic() - began - own_s,
+            **planned,
         }
 
     def received(self, answer: p.DeviceChanged) -> None:
@@ -137,6 +145,7 @@ class Replicas(DeviceTurns):
             case p.ReplicaReady(worker=worker, pid=pid, nbytes=nbytes):
                 self._up[worker] = nbytes
                 self._on_change("replica ready", f"{worker}, process {pid}")
+                self._tell(ev.ReplicaReady, worker)
             case p.GradientComputed(worker=worker, step=step):
                 if step == self._step and self._rows.pop(worker, None) is not None:
                     self._found[worker] = message
@@ -146,6 +155,19 @@ class Replicas(DeviceTurns):
                 self._on_fault("replica died", f"{worker}: {error}; {after}")
                 self._rows.pop(worker, None)
                 self._orders.pop(worker, None)
+                self._tell(ev.ReplicaLost, worker)
+
+    def planned(self, plan: ev.PlanReplicas) -> None:
+        """The scheduler has decided how many replicas train from a step on."""
+        self._plans.append(plan)
+        change = "still" if plan.replicas == plan.before else f"instead of {plan.before}"
+        before = f" where {plan.expected_s:.3g} s were expected" if plan.expected_s else ""
+        self._on_change(
+            "replicas planned",
+            f"from step {plan.step} on {plan.replicas} train, {change}: {plan.forecast_s:.3g} s a "
+            f"step are expected. Steps took {plan.step_s:.3g} s{before}: training "
+            f"{plan.training_s:.3g} s, and rollout {plan.rollout_s:.3g} s beside it",
+        )
 
     def close(self) -> None:
         """The run is over, its ranks are gone or about to be ended: not before, as one might still
@@ -154,6 +176,8 @@ class Replicas(DeviceTurns):
 
     def take_row(self) -> dict[str, float]:
         """For the row of a step that is over: nobody needs its gradients' files any more.
+        `replicas_planned`: how many were to have a part; `seconds_step_planned`: what the planner
+        expected of a step, if it has planned since the attempt's begin, beside `time_step`.
         `replicas`: how many had a part, `replicas_lost` of them in vain; `replica_token_share`: of
         the batch's tokens those that replicas computed; `seconds_replica`: from the order to the
         gradient, of the slowest, and `device_seconds_replica` of all; `seconds_replica_wait`: what
@@ -168,18 +192,44 @@ class Replicas(DeviceTurns):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _choose(self, groups: list[Group]) -> tuple[list[str], str]:
-        """(workers that take part: their engine is up and has nothing to do; why none does)."""
+        """(workers that take part: their engine is up and has nothing to do; why none does, unless
+        none is to)."""
         most = sum(map(len, groups)) - self._config.trainer.replicas
         alive = {name for name, worker in self._hub.dedicated() if worker.alive}
-        names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
+        names = self._names()
         up = [name for name in names if name in self._up and name in alive]
-        if turns := len(self._hub.ledger):
+        if self._config.plans_replicas:
+            if not names:
+                return [], ""
+        elif turns := len(self._hub.ledger):
             return [], f"{turns} turns are not over"
         if not up:
             return [], "no replica is up beside an engine that is"
         if most <= 0:
             return [], "the batch has no more rows than there are trainer ranks"
         return up[:most], ""
+
+    def _names(self) -> list[str]:
+        """Workers with a replica; where rollouts go on, those of them that rest."""
+        names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
+        if self._config.plans_replicas:
+            return [name for name in names if self._hub.rests(name)]
+        return names
+
+    def _planned_row(self, step: int) -> dict[str, float]:
+        if not self._config.plans_replicas:
+            return {}
+        plans = [plan for plan in self._plans if plan.step <= step]
+        self._plans = plans[-1:] + [plan for plan in self._plans if plan.step > step]
+        return {
+            "replicas_planned": len(self._names()),
+            **({"seconds_step_planned": plans[-1].forecast_s} if plans else {}),
+        }
+
+    def _tell(self, event: type[ev.ReplicaReady] | type[ev.ReplicaLost], worker: str) -> None:
+        """The planner, where there is one."""
+        if self._config.plans_replicas:
+            self._hub.feed(event(at=time.time(), worker=worker))
 
     def _put_away(self, engines: list[int]) -> None:
         """Who holds the devices is open until these engines have woken again: nobody waits for one
@@ -197,7 +247,7 @@ class Replicas(DeviceTurns):
         """The rows of each that gets some. Trainer ranks have theirs when this returns."""
         self._clear()
         folder = self._folder([self._up[worker] for worker in chosen])
-        self._step, self._rows, self._found = step, {}, {}
+        self._rows, self._found = {}, {}
         self._orders, self._ordered = {}, {}
         shares = self._training.share(step, groups, len(chosen))
         asked = {}
@@ -223,6 +273,7 @@ class Replicas(DeviceTurns):
         del self._rows[worker]
         self._stopped.add(worker)
         del self._up[worker]
+        self._tell(ev.ReplicaLost, worker)
         self._send(self._rollouts[_index(worker)], p.StopReplica())
         if self._orders.pop(worker, None) is not None:
             why = f"its engine has not fallen asleep in {time.monotonic() - began:.1f} s"

@@ -89,11 +89,12 @@ class TurnHub:
 
     # ----------------------------------------------------------------- what the step loop asks
 
-    def publish(self, version: int, store: str) -> None:
-        """Every worker takes this version before any further turn."""
+    def publish(self, version: int, store: str, tokens: int = 0) -> None:
+        """Every worker takes this version, for which so many were trained, before any further
+        turn."""
         self.version, self.store = version, store
         self.sync_bytes, self.sync_pause_s = 0, 0.0
-        self.feed(ev.VersionPublished(at=time.time(), version=version))
+        self.feed(ev.VersionPublished(at=time.time(), version=version, tokens=tokens))
         for name, worker in list(self.workers.items()):
             failed, worker.failed_loads = worker.failed_loads, 0
             if worker.alive and failed >= HYBRID_LOADS:
@@ -149,6 +150,10 @@ class TurnHub:
     def own(self) -> int:
         """Workers of the run's own."""
         return len(self.workers) - self.borrowed
+
+    def rests(self, worker: str) -> bool:
+        """Whether provisioning lets it rest."""
+        return worker in self._resting
 
     @property
     def uses_hybrids(self) -> bool:

@@ -64,7 +64,7 @@ def build_report(run_dir: Path | str) -> Path:
         figure("phases")
         + _hidden(steps)
         + _hybrid(steps)
-        + _replicas(steps, rows_of(rows, "replica"))
+        + _replicas(steps, [row for row in rows if row["kind"] == "replica"])
         + figure("timeline")
         + figure("throughput")
     )
@@ -162,8 +162,27 @@ def _replicas(steps: list[dict[str, Any]], happened: list[dict[str, Any]]) -> st
         f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {parts - lost:,} "
         f"parts of batches with {share:.0%} of their tokens ({given} of devices); the trainer "
         f"waited {waited:.2g} s a step for them, and read their gradients in {read:.2g} s. Parts "
-        f"that it computed instead of one that was lost: {lost:,}.</p>" + _happened(happened)
+        f"that it computed instead of one that was lost: {lost:,}.</p>"
+        + _planned(steps)
+        + _happened(happened)
     )
+
+
+def _planned(steps: list[dict[str, Any]]) -> str:
+    """A line where a planner said how many replicas train."""
+    planned = series.mean_of(steps, "replicas_planned")
+    if planned is None:
+        return ""
+    words = f"On average {planned:.2g} were to train (scheduler/provisioning=libra)."
+    if foretold := [row for row in steps if "seconds_step_planned" in row]:
+        expected, took = (
+            series.mean_of(foretold, key) or 0.0 for key in ("seconds_step_planned", "time_step")
+        )
+        words += (
+            f" In {len(foretold):,} steps after a plan one was to take {expected:.3g} s on "
+            f"average, and took {took:.3g} s."
+        )
+    return f"<p>{words}</p>"
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:

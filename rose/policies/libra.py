@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rose.policies.causal_tree import Levels
 from rose.scheduler.events import (
     Action,
     Event,
+    PlanReplicas,
     RestWorker,
     Shape,
     StepBegun,
@@ -139,12 +140,12 @@ class Measured(NamedTuple):
 
     lengths: list[int]  # tokens of its trajectories, longest first
     rate: float  # tokens per second of a rollout worker that has turns
-    training: float  # worker-seconds
+    training_s: float  # by those that train now
 
 
 class LibraPlanner:
-    """Splits the trainer's GPUs between training and rollout by predicted times (Libra, arXiv
-    2606.03077, global resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra,
+    """Splits devices between training and rollout by predicted times (Libra, arXiv 2606.03077,
+    global resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra,
     infra/cost_model).
 
     Every `period_steps` steps each split is judged by max(rollout, training) of a step, as the two
@@ -156,21 +157,38 @@ class LibraPlanner:
     least `gain` of it: the authors' rule with their values, 15 s and 5 %. Their plans also choose
     tensor-parallel degrees; here those of a pool are alike.
 
-    Hybrid workers train at first. `training_workers`: as many workers' worth of GPUs train and
-    never roll out; without any one hybrid worker always trains.
+    Simulated, the trainer's GPUs are split. Hybrid workers train at first. `training_workers`: as
+    many workers' worth of GPUs train and never roll out; without any one hybrid worker always
+    trains.
+
+    Live, dedicated workers with a replica are (trainer.elastic_replicas): those that are to train
+    rest while the trainer works, `replicas` of them until the first plan, those with the fewest
+    turns; one dedicated worker goes on at least. A split that was tried is judged by what training
+    took in it, per token, when it last was. Rollout is longer by what resting workers miss.
     """
 
     def __init__(
-        self, period_steps: int, gain: float, cost_s: float, training_workers: int
+        self,
+        period_steps: int,
+        gain: float,
+        cost_s: float,
+        training_workers: int,
+        replicas: int = 0,
     ) -> None:
         if period_steps < 1 or not gain >= 0 or not cost_s >= 0 or training_workers < 0:
             raise ValueError(
                 f"period_steps={period_steps} must be at least 1, gain={gain}, cost_s={cost_s} and "
                 f"training_workers={training_workers} not negative"
             )
+        if replicas < 0:
+            raise ValueError(f"replicas={replicas}: of the dedicated workers, 0 or more")
         self.period_steps, self.gain, self.cost_s = period_steps, gain, cost_s
-        self.training_workers = training_workers
+        self.training_workers, self.replicas = training_workers, replicas
         self._rollout = 0  # hybrid workers that roll out
+        self._trainers = 0  # ranks beside which replicas train
+        self._rested: list[str] = []  # workers that rest for the training that goes on
+        self._token_s: dict[int, float] = {}  # replicas -> seconds of training per token, with them
+        self._expected_s = 0.0  # of a step, by the last plan of replicas
         self._begun: float | None = None  # of the period
         self._training_since: float | None = None
         self._reset()
@@ -178,64 +196,129 @@ class LibraPlanner:
     def _reset(self) -> None:
         self._steps = 0
         self._training_s = 0.0
+        self._trained_by: list[int] = []  # replicas, in each step that was trained
+        self._tokens = 0  # that these steps trained
         self._lengths: list[int] = []
         self._busy, self._looks = 0.0, 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the plans of replicas have led to; {} before the first."""
+        if not self._expected_s:
+            return {}
+        tried = sorted(self._token_s.items())
+        return {"replicas": self.replicas, "token_s": tried, "expected_s": self._expected_s}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.replicas, self._expected_s = state["replicas"], state["expected_s"]
+        self._token_s = {count: token_s for count, token_s in state["token_s"]}
 
     def joins_resting(self, kind: str) -> bool:
         return kind == "hybrid"
 
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
+        if cluster.training and self._training_since is None:
+            self._training_since = event.at
         match event:
             case TrajectoryEnded(tokens=tokens) if tokens:
                 self._lengths.append(tokens)
-            case VersionPublished(at=at) if self._training_since is not None:
-                self._training_s += at - self._training_since
-                self._training_since = None
+            case VersionPublished() if self._training_since is not None:
+                return self._trained(event, cluster)
             case StepBegun(at=at):
+                self._trainers = event.trainers
                 if self._begun is None:
                     self._begun = at
                 elif (steps := self._steps + 1) >= self.period_steps:
-                    return self._plan(at, steps, cluster)
+                    return self._plan(at, event.step, steps, cluster)
                 else:
                     self._steps = steps
         return []
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        if cluster.training and self._training_since is None:
-            self._training_since = at
         used = [w for w in cluster.workers.values() if not w.resting]
         if used:
             self._busy += sum(bool(w.turns) for w in used)
             self._looks += 1
         return self._settle(cluster)
 
-    def _plan(self, at: float, steps: int, cluster: Cluster) -> list[Action]:
-        hybrid = len(_hybrid(cluster))
-        others = len(cluster.workers) - hybrid
-        now = min(self._rollout, hybrid)
-        busy_s = (at - self._begun) * self._busy / self._looks if self._looks else 0.0
-        if hybrid and busy_s and self._lengths and self._training_s:
+    def training_begins(self, cluster: Cluster) -> list[Action]:
+        free = {w.worker: w for w in _dedicated(cluster) if not (w.resting or w.draining)}
+        able = [free[name] for name in sorted(cluster.replicas) if name in free]
+        able.sort(key=lambda w: len(w.turns))
+        most = max(0, min(self.replicas, len(free) - 1))
+        self._rested = [w.worker for w in able[:most]]
+        return [RestWorker(name) for name in self._rested]
+
+    def _trained(self, event: VersionPublished, cluster: Cluster) -> list[Action]:
+        self._training_s += event.at - self._training_since
+        self._training_since = None
+        self._tokens += event.tokens
+        self._trained_by.append(len(self._rested))
+        rested, self._rested = self._rested, []
+        workers = cluster.workers
+        return [UseWorker(name) for name in rested if name in workers and workers[name].resting]
+
+    def _plan(self, at: float, step: int, steps: int, cluster: Cluster) -> list[Action]:
+        period_s = at - self._begun
+        busy_s = period_s * self._busy / self._looks if self._looks else 0.0
+        actions: list[Action] = []
+        if busy_s > 0 and self._lengths and self._training_s > 0:
             found = Measured(
                 sorted(self._lengths, reverse=True)[::steps],
                 sum(self._lengths) / busy_s,
-                self._training_s / steps * (self.training_workers + hybrid - now),
+                self._training_s / len(self._trained_by),
             )
-            most = hybrid if self.training_workers else hybrid - 1
-            times = {
-                n: max(
-                    makespan(found, others + n),
-                    found.training / (self.training_workers + hybrid - n),
-                )
-                for n in range(most + 1)
-                if others + n
-            }
-            best = min(times, key=lambda n: (times[n], abs(n - now)))
-            saved = times.get(now, float("inf")) - times[best]
-            if saved > self.cost_s and saved >= self.gain * times.get(now, 0.0):
-                self._rollout = best
+            if self._trainers:
+                first = step + cluster.training  # its training has begun: the next, then
+                actions.append(self._plan_replicas(found, first, period_s, steps, cluster))
+            elif _hybrid(cluster):
+                self._plan_hybrids(found, cluster)
         self._begun = at
         self._reset()
-        return self._settle(cluster)
+        return actions + self._settle(cluster)
+
+    def _plan_hybrids(self, found: Measured, cluster: Cluster) -> None:
+        hybrid = len(_hybrid(cluster))
+        others = len(cluster.workers) - hybrid
+        now = min(self._rollout, hybrid)
+        whole = self.training_workers + hybrid
+        most = hybrid if self.training_workers else hybrid - 1
+        times = {
+            n: max(makespan(found, others + n), found.training_s * (whole - now) / (whole - n))
+            for n in range(most + 1)
+            if others + n
+        }
+        self._rollout = self._better(times, now, self._rollout)
+
+    def _plan_replicas(
+        self, found: Measured, step: int, period_s: float, steps: int, cluster: Cluster
+    ) -> PlanReplicas:
+        dedicated = [w.worker for w in _dedicated(cluster)]
+        most = max(0, min(len(cluster.replicas.intersection(dedicated)), len(dedicated) - 1))
+        workers, by = len(cluster.workers), self._trained_by
+        tokens, step_s = max(1, self._tokens) / len(by), period_s / steps
+        if min(by) == max(by):
+            self._token_s[by[0]] = found.training_s / tokens
+        all_s = found.training_s * (self._trainers + sum(by) / len(by))  # of one that does it alone
+        rollout_s, training_s = {}, {}
+        for n in range(most + 1):
+            tried = self._token_s.get(n)
+            training_s[n] = all_s / (self._trainers + n) if tried is None else tried * tokens
+            rollout_s[n] = makespan(found, workers) + n * training_s[n] / workers
+        times = {n: max(rollout_s[n], training_s[n]) for n in training_s}
+        before, now = self.replicas, min(self.replicas, most)  # some may be down
+        best = self._better(times, now, now)
+        self.replicas = before if best == now else best
+        forecast_s = step_s * (times[best] / times[now])
+        expected_s, self._expected_s = self._expected_s, forecast_s
+        measured = step_s, rollout_s[now], found.training_s
+        return PlanReplicas(step, self.replicas, before, forecast_s, *measured, expected_s)
+
+    def _better(self, times: dict[int, float], now: int, otherwise: int) -> int:
+        """The split that takes least, if it is worth the change."""
+        best = min(times, key=lambda n: (times[n], abs(n - now)))
+        saved = times.get(now, float("inf")) - times[best]
+        worth = saved > self.cost_s and saved >= self.gain * times.get(now, 0.0)
+        return best if worth else otherwise
 
     def _settle(self, cluster: Cluster) -> list[Action]:
         """To rollout, or back, one by one; what a worker has is taken elsewhere."""
@@ -274,3 +357,7 @@ def _parts(lengths: Sequence[int], most: float) -> int:
 
 def _hybrid(cluster: Cluster) -> list[WorkerState]:
     return [w for _, w in sorted(cluster.workers.items()) if w.kind == "hybrid"]
+
+
+def _dedicated(cluster: Cluster) -> list[WorkerState]:
+    return [w for _, w in sorted(cluster.workers.items()) if w.kind == "dedicated"]

@@ -57,6 +57,8 @@ class Scheduler:
             ev.WorkerDraining: self._worker_draining,
             ev.WorkerCapacity: self._worker_capacity,
             ev.WorkerLoaded: self._worker_loaded,
+            ev.ReplicaReady: self._replica_ready,
+            ev.ReplicaLost: self._replica_lost,
             ev.VersionPublished: self._version_published,
             ev.CapacityQueued: self._capacity_queued,
             ev.CapacityGranted: self._capacity_granted,
@@ -90,6 +92,7 @@ class Scheduler:
         self.rolls_hybrids: Callable[[], bool] = optional(
             provisioning, "rolls_hybrids", lambda: True
         )
+        self._training_begins = optional(provisioning, "training_begins", lambda cluster: [])
         self._published = optional(batching, "published", lambda version: [])
         self._certain = optional(batching, "certain", lambda: [])
         self._early: set[str] | None = None  # of a step that streams: given to its trainer
@@ -122,10 +125,13 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """What outlives a step boundary, as plain containers; workers and turns join anew."""
-        return {"batching": self._batching.snapshot()}
+        kept = optional(self._provisioning, "snapshot", dict)()
+        return {"batching": self._batching.snapshot()} | ({"provisioning": kept} if kept else {})
 
     def restore(self, state: dict[str, Any]) -> None:
         self._batching.restore(state["batching"])
+        if "provisioning" in state:  # another policy may have written it
+            optional(self._provisioning, "restore", lambda kept: None)(state["provisioning"])
 
     @property
     def staleness(self) -> int:
@@ -167,6 +173,7 @@ class Scheduler:
             match action:
                 case ev.StartTraining():
                     self.cluster.training, self._early = True, None
+                    done += self._carry_out(self._training_begins(self.cluster))
                 case ev.AdmitGroup(_, group):
                     self.cluster.admitted[group] = 0
                 case ev.DropGroup(group):
@@ -290,6 +297,14 @@ class Scheduler:
                     del homes[key]
         worker.cached.clear()
         self.fleet.changed(worker.worker)
+
+    def _replica_ready(self, e: ev.ReplicaReady) -> list[Action]:
+        self.cluster.replicas.add(e.worker)
+        return []
+
+    def _replica_lost(self, e: ev.ReplicaLost) -> list[Action]:
+        self.cluster.replicas.discard(e.worker)
+        return []
 
     # ----------------------------------------------------------------- capacity
 

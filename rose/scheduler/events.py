@@ -82,6 +82,19 @@ class WorkerCapacity(Event):
     revoked: bool
 
 
+class ReplicaReady(Event):
+    """The trainer has a replica beside this dedicated worker, which can compute a part of each
+    gradient while the worker rests. Told where rollouts go on during training."""
+
+    worker: str
+
+
+class ReplicaLost(Event):
+    """It died, or was given up; another one may come."""
+
+    worker: str
+
+
 class CapacityQueued(Event):
     """The queue has taken it, or still has it from an earlier attempt."""
 
@@ -108,7 +121,10 @@ class CapacityEnded(Event):
 
 
 class VersionPublished(Event):
+    """`tokens`: of the batch that was trained for it, contexts included; 0: unknown."""
+
     version: int
+    tokens: int = 0
 
 
 class TurnRequested(Event):
@@ -183,13 +199,16 @@ class TrajectorySaved(Event):
 class StepBegun(Event):
     """A training step wants `groups` groups. `stream`: and takes each as soon as it is certain to
     be among them (`TrainGroup`). `group_size`: trajectories of each; 0: unknown. `hybrid_delay`: of
-    the step before, the share for which the trainer waited for devices that hybrid workers had."""
+    the step before, the share for which the trainer waited for devices that hybrid workers had.
+    `trainers`: ranks of the trainer, each of which trains as fast as a replica; 0: no replica can
+    have a part in the step."""
 
     step: int
     groups: int
     stream: bool = False
     group_size: int = 0
     hybrid_delay: float = 0.0
+    trainers: int = 0
 
 
 class GroupFinished(Event):
@@ -209,6 +228,8 @@ AnyEvent = (
     | WorkerDraining
     | WorkerLoaded
     | WorkerCapacity
+    | ReplicaReady
+    | ReplicaLost
     | CapacityQueued
     | CapacityGranted
     | CapacityRefused
@@ -312,6 +333,22 @@ class RestWorker(Action):
     worker: str
 
 
+class PlanReplicas(Action):
+    """How many replicas train from this step on, and what the planner expects of it, in seconds of
+    a step; `step_s`, `rollout_s` and `training_s` are those of the steps since the plan before,
+    which expected `expected_s` (0: there was none). Carried out inside the scheduler, by
+    `RestWorker` as a step's training begins; a driver may ignore it."""
+
+    step: int
+    replicas: int
+    before: int
+    forecast_s: float
+    step_s: float
+    rollout_s: float
+    training_s: float
+    expected_s: float
+
+
 class MoveTrajectory(Action):
     """Let the trajectory go on, on another environment host, from a snapshot that holds all of its
     turns: once the command that runs has ended and is saved. The open turn stays with its engine. A
@@ -339,6 +376,7 @@ AnyAction = (
     | ReleaseCapacity
     | UseWorker
     | RestWorker
+    | PlanReplicas
     | MoveTrajectory
     | GiveUp
 )

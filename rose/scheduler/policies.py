@@ -93,7 +93,9 @@ class Batching(Protocol):
 class Provisioning(Protocol):
     """Optional, too: `joins_resting(kind) -> bool`: a worker of this kind begins as resting;
     `rolls_hybrids() -> bool`: whether a hybrid worker would be used now if it joined, so that it is
-    worth a start; true by default."""
+    worth a start; true by default; `training_begins(cluster) -> list[Action]`: a step's batch is
+    complete; those of `cluster.replicas` that rest then may have a part in its training;
+    `snapshot() -> dict` and `restore(state)`, both or none: as those of `Batching`."""
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         """Called on every tick."""

@@ -134,6 +134,8 @@ class Cluster:
 
     workers: dict[str, WorkerState] = field(default_factory=dict)
     turns: dict[str, TurnState] = field(default_factory=dict)
+    # workers, joined or not, beside which a replica can train while they rest
+    replicas: set[str] = field(default_factory=set)
     # trajectory -> worker with its cached prefix
     home: dict[str, str] = field(default_factory=dict)
     # group -> worker with its prompt cached

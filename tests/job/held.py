@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 
 DEADLINE_S = 900.0
+MOVES = itertools.count()
 
 
 class HeldLake(FrozenLake):
@@ -36,28 +39,49 @@ class HeldLake(FrozenLake):
 class GatedLake(FrozenLake):
     """FrozenLake whose tasks wait at the first move for the file `open-STEP` in `folder`; `held` are
     the tasks' seeds, a list of each step. A file says that an episode waits, another that it goes
-    on."""
+    on. Those of the steps in `starts` wait before their first turn, too, for `start-STEP`. With
+    `counts` a move's reward is the number of those before it in this process: no two are equal."""
 
-    def __init__(self, folder: str, held: list[list[int]], **lake: Any) -> None:
+    def __init__(
+        self,
+        folder: str,
+        held: list[list[int]],
+        starts: list[int] | None = None,
+        counts: bool = False,
+        **lake: Any,
+    ) -> None:
         super().__init__(**lake)
+        self._counts = counts
         self._folder, self._held, self._first = Path(folder), held, True
+        self._starts = starts or []
 
     async def reset(self, seed: int) -> Start:
-        self._step_of_task = next(k for k, seeds in enumerate(self._held, 1) if seed in seeds)
+        step = self._step_of_task = next(k for k, s in enumerate(self._held, 1) if seed in s)
         self._first = True
+        if step in self._starts:
+            self._say("begins")
+            await self._until("start")
         return await super().reset(seed)
 
     async def step(self, action: Action) -> Step:
         if self._first:
-            self._first, step, me = False, self._step_of_task, f"{time.monotonic_ns()}-{id(self)}"
-            (self._folder / f"waits-{step}-{me}").touch()
-            end = time.monotonic() + DEADLINE_S
-            while not (self._folder / f"open-{step}").exists():
-                if time.monotonic() > end:
-                    raise TimeoutError(f"nobody opened step {step}")
-                await asyncio.sleep(0.05)
-            (self._folder / f"goes-{step}-{me}").touch()
-        return await super().step(action)
+            self._first = False
+            self._say("waits")
+            await self._until("open")
+            self._say("goes")
+        made = await super().step(action)
+        return dataclasses.replace(made, reward=float(next(MOVES))) if self._counts else made
+
+    def _say(self, what: str) -> None:
+        me = f"{time.monotonic_ns()}-{id(self)}"
+        (self._folder / f"{what}-{self._step_of_task}-{me}").touch()
+
+    async def _until(self, gate: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not (self._folder / f"{gate}-{self._step_of_task}").exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"nobody made {gate}-{self._step_of_task}")
+            await asyncio.sleep(0.05)
 
 
 class PausedLake(FrozenLake):

@@ -34,11 +34,11 @@ EVERY = [(kind, name) for kind, known in POLICIES.items() for name in sorted(kno
 
 
 def policy(kind, name):
-    return Policy(
-        **yaml.safe_load(
-            (CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")
-        )
-    )
+    found = (CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")
+    read = yaml.safe_load(found)
+    if (kind, name) == ("provisioning", "libra"):  # plans as often and as easily as it can
+        read["args"] |= {"period_steps": 1, "gain": 0.0, "cost_s": 0.0, "replicas": 2}
+    return Policy(**read)
 
 
 def scheduler(names, queue_depth):
@@ -58,6 +58,7 @@ STEPS = st.tuples(
         + ["host"] * 2
         + ["load"] * 4
         + ["train"] * 2
+        + ["replica"] * 2
         + ["fail", "tick", "stall", "answer"]
         + ["clock"]
     ),
@@ -83,6 +84,8 @@ def play(driver, what, worker, pick, count):
             driver.at_worker(worker, what, kv=pick * WHOLE_KV // 7, sequences=count % 4)
         case "train":
             driver.train()
+        case "replica":
+            driver.at_replica(worker, up=pick > 1)
         case "fail":
             driver.fail(pick)
         case "tick":

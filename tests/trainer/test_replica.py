@@ -69,6 +69,17 @@ def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, 
                 assert shared[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
 
 
+def test_of_stale_tokens_the_gradient_is_that_of_a_step_without_replicas(tmp_path):
+    """As an asynchronous batch has them, with the objective that corrects for it."""
+    settings = ["algorithm=decoupled_ppo", "algorithm.args.weight_cap=1e3"]
+    for step, (alone, shared) in enumerate(run(tmp_path, STEPS, 2, 1, *settings)):
+        assert apart(tmp_path, step, 0) < 1e-6, step
+        assert alone["mismatch_max_ratio"] > 2 and alone["weight_masked"] == 0
+        for name, value in alone.items():
+            if not name.startswith("seconds_"):
+                assert shared[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (step, name)
+
+
 def test_in_bfloat16_a_replica_has_the_trainers_weights_and_adds_up_in_float32(tmp_path):
     settings = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
     metrics = run(tmp_path, [(1, 1, 0), (3, 1, 0)], 2, 2, *settings)

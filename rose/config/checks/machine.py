@@ -8,7 +8,7 @@ import msgspec
 
 from rose.config.checks.need import Need, leaves
 from rose.config.cluster import Container, Mpi, nodes_of
-from rose.config.tree import Config
+from rose.config.tree import OVERLAPPING, Config
 
 # batching policies whose trainer is to have its next batch before it waits, and provisioning
 # policies that use its devices never, or (libra) beside its training
@@ -228,8 +228,8 @@ def _check_hybrid(c: Config, need: Need) -> None:
 
 
 def _check_replicas(c: Config, need: Need) -> None:
-    """Replicas have engines' devices while nothing rolls out, and compute what the trainer's ranks
-    would."""
+    """Replicas have engines' devices while nothing rolls out, or while the planner says so, and
+    compute what the trainer's ranks would."""
     if not c.elastic_replicas:
         return
     key, t, asked = "trainer.elastic_replicas", c.trainer, f"{c.elastic_replicas} replicas"
@@ -244,9 +244,22 @@ def _check_replicas(c: Config, need: Need) -> None:
         "0 with one GPU, colocate=true or rollout.hybrid: devices have one way to change sides",
     )
     need(
-        c.scheduler.batching.name == "synchronous",
+        c.scheduler.batching.name == "synchronous" or c.plans_replicas,
         "scheduler.batching.name",
-        f"{asked} compute while nothing rolls out: synchronous, or trainer.elastic_replicas=0",
+        f"{asked} compute while nothing rolls out (synchronous), or while other engines do "
+        f"({', '.join(OVERLAPPING)}); or trainer.elastic_replicas=0",
+    )
+    need(
+        not c.plans_replicas or c.elastic_replicas < c.rollout.workers,
+        key,
+        f"at most {c.rollout.workers - 1} with scheduler/batching={c.scheduler.batching.name}: of "
+        f"rollout.workers={c.rollout.workers} dedicated engines one at least goes on rolling out",
+    )
+    need(
+        not c.plans_replicas or c.scheduler.provisioning.name == "libra",
+        "scheduler.provisioning.name",
+        f"{asked} with scheduler/batching={c.scheduler.batching.name} need a planner that says how "
+        "many of them train: scheduler/provisioning=libra",
     )
     need(
         c.cluster.kind == "local",
@@ -254,7 +267,11 @@ def _check_replicas(c: Config, need: Need) -> None:
         f"{asked} are tried on one machine: cluster=gpus or local, or trainer.elastic_replicas=0",
     )
     for wrong, other, right in (
-        (c.eval.beside, "eval.beside", "false: engines that evaluate can't sleep"),
+        (
+            c.eval.beside and not c.plans_replicas,
+            "eval.beside",
+            "false: engines that evaluate can't sleep",
+        ),
         (c.deterministic, "deterministic", "false: gradients are summed in another order"),
         (
             c.transfer.broadcast == "nccl",

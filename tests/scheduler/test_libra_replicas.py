@@ -1,0 +1,184 @@
+"""Libra's planner where dedicated workers have replicas: how many train, which rest for it, and that
+it forgets neither what it tried nor what a restart needs."""
+
+import json
+
+import pytest
+
+from rose.config import ConfigError
+from rose.scheduler import events as ev
+from tests.scheduler.test_rival_provisioning import finish, join, load, make, work
+
+PERIOD, TURNS, TOKENS = 2, 6, 100
+TRAINED = 600  # tokens of each step
+ARGS = {"period_steps": PERIOD, "gain": 0.05, "cost_s": 0.0, "training_workers": 0}
+
+
+def planner(beside=("d0", "d1"), workers=("d0", "d1", "d2"), **args):
+    s = make("libra", **ARGS | args)
+    for name in workers:
+        join(s, name, "dedicated")
+    for name in beside:
+        s.handle(ev.ReplicaReady(at=0.0, worker=name))
+    return s
+
+
+def begin(s, step, at):
+    """The plan, if one is made."""
+    actions = s.handle(ev.StepBegun(at=at, step=step, groups=1, trainers=1))
+    return [a for a in actions if isinstance(a, ev.PlanReplicas)]
+
+
+def published(s, version, at):
+    actions = s.handle(ev.VersionPublished(at=at, version=version, tokens=TRAINED))
+    load(s, version, at)
+    return actions
+
+
+def resting(s):
+    return sorted(name for name, worker in s.cluster.workers.items() if worker.resting)
+
+
+def step(s, number, at, training_s, rollout_s=10.0):
+    """Six turns for so long, on all workers alike, then training; (its plan, who rested)."""
+    plan = begin(s, number, at)
+    work(s, TURNS, at, f"g{number}.x")
+    for second in range(int(rollout_s)):
+        s.handle(ev.Tick(at=at + second))
+    now = at + rollout_s
+    for i in range(TURNS):
+        s.handle(ev.TurnEnded(at=now, turn=f"g{number}.x.{i}.t0", tokens=TOKENS))
+        s.handle(ev.TrajectoryEnded(at=now, trajectory=f"g{number}.x.{i}", tokens=TOKENS))
+    finish(s, number, now, tokens=0)
+    rested = resting(s)
+    for second in range(int(training_s)):
+        s.handle(ev.Tick(at=now + second))
+    published(s, number + 1, now + training_s)
+    assert resting(s) == [], "with the new version all roll out"
+    return plan, rested
+
+
+def steps(s, first, count, training_s, at=None):
+    """(plans, who rested in each) of so many steps of as many seconds as they take."""
+    found = []
+    for number in range(first, first + count):
+        begins = at + (number - first) * (10.0 + training_s)
+        found.append(step(s, number, begins, training_s))
+    return [p for plans, _ in found for p in plans], [rested for _, rested in found]
+
+
+def test_as_many_replicas_train_as_make_the_longer_side_shortest():
+    s = planner()
+    plans, rested = steps(s, 0, PERIOD, 80.0, at=0.0)
+    assert plans == [] and rested == [[], []], "nothing is planned before the period is over"
+    [plan], rested = steps(s, PERIOD, PERIOD, 80.0, at=180.0)
+    # Rollout: 600 tokens in 10 s by three workers. Training by 1 + n: 80, 40, 26.7 s, and three
+    # workers make good what n miss meanwhile: 10, 23.3, 27.8 s.
+    assert rested == [["d0", "d1"]] * 2
+    assert (plan.step, plan.before, plan.replicas, plan.expected_s) == (2, 0, 2, 0.0)
+    assert (plan.step_s, plan.rollout_s, plan.training_s) == pytest.approx((90.0, 10.0, 80.0))
+    assert plan.forecast_s == pytest.approx(90.0 * 27.8 / 80, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("training_s", "args"),
+    [
+        (9.0, {}),  # rollout is the longer side
+        (80.0, {"gain": 0.7}),  # 52 of 80 s could be saved
+        (80.0, {"cost_s": 53.0}),
+        (80.0, {"beside": ("d0",), "workers": ("d0",)}),  # the only engine has to go on
+    ],
+)
+def test_a_split_is_left_alone_that_gains_too_little(training_s, args):
+    s = planner(**args)
+    steps(s, 0, PERIOD, training_s, at=0.0)
+    [plan], rested = steps(s, PERIOD, 1, training_s, at=PERIOD * (10.0 + training_s))
+    assert (plan.before, plan.replicas, rested) == (0, 0, [[]])
+    assert plan.forecast_s == plan.step_s
+
+
+@pytest.mark.parametrize(("training_s", "wanted"), [(90.0, 0), (70.0, 2)])
+def test_a_split_that_was_tried_is_judged_by_what_it_took(training_s, wanted):
+    """Two replicas were to take 26.7 s instead of 80; they take longer, or hardly less."""
+    s = planner()
+    steps(s, 0, PERIOD, 80.0, at=0.0)
+    [first], rested = steps(s, PERIOD, PERIOD, training_s, at=180.0)
+    assert rested == [["d0", "d1"]] * 2
+    [then], rested = steps(s, 2 * PERIOD, 1, training_s, at=180.0 + PERIOD * (10.0 + training_s))
+    assert (then.before, then.replicas, then.expected_s) == (2, wanted, first.forecast_s)
+    assert len(rested[0]) == wanted
+    # one of them alone was not tried: by 1 + 1 instead of 1 + 2
+    assert s._provisioning._token_s == pytest.approx({0: 80 / 600, 2: training_s / 600})
+
+
+def test_those_with_the_fewest_turns_rest_whose_turns_go_on_elsewhere_and_one_worker_stays():
+    s = planner(beside=("d0", "d1", "d2"), replicas=3)
+    begin(s, 0, 0.0)
+    work(s, 4, 1.0, "g0.x")
+    held = {name: sorted(worker.turns) for name, worker in s.cluster.workers.items()}
+    assert sorted(map(len, held.values())) == [1, 1, 2]
+    [stays] = [name for name, turns in held.items() if len(turns) == 2]
+    moved = [turn for name, turns in held.items() if name != stays for turn in turns]
+    actions = finish(s, 0, 2.0)
+    assert resting(s) == sorted(set(held) - {stays})
+    aborted = [(a.turn, a.why) for a in actions if isinstance(a, ev.AbortTurn)]
+    assigned = [(a.turn, a.worker) for a in actions if isinstance(a, ev.AssignTurn)]
+    assert sorted(aborted) == [(turn, "rest") for turn in sorted(moved)]
+    assert sorted(assigned) == [(turn, stays) for turn in sorted(moved)]
+    # they take the new version alone, as they are used again
+    loads = [a for a in published(s, 1, 9.0) if isinstance(a, ev.LoadWeights)]
+    assert sorted(a.worker for a in loads) == ["d0", "d1", "d2"] and resting(s) == []
+
+
+def test_a_worker_without_a_replica_or_that_leaves_does_not_rest():
+    s = planner(beside=("d0", "d1", "d2"), replicas=2)
+    s.handle(ev.ReplicaLost(at=0.5, worker="d0"))
+    s.handle(ev.WorkerDraining(at=0.5, worker="d1"))
+    begin(s, 0, 1.0)
+    finish(s, 0, 2.0)
+    assert resting(s) == ["d2"], "d0 rolls out"
+    s.handle(ev.WorkerLost(at=3.0, worker="d2", reason="killed"))
+    actions = published(s, 1, 4.0)
+    assert not [a for a in actions if isinstance(a, ev.UseWorker)], "it is no longer there"
+    join(s, "d2", "dedicated", at=5.0)
+    begin(s, 1, 6.0)
+    finish(s, 1, 7.0)
+    assert resting(s) == ["d2"]
+
+
+def test_a_replica_that_is_down_at_a_plan_is_counted_on_again():
+    s = planner(replicas=2, gain=1.0)
+    steps(s, 0, PERIOD, 80.0, at=0.0)
+    s.handle(ev.ReplicaLost(at=180.0, worker="d1"))
+    [plan], rested = steps(s, PERIOD, 1, 80.0, at=180.0)
+    assert (plan.before, plan.replicas, rested) == (2, 2, [["d0"]])
+    s.handle(ev.ReplicaReady(at=280.0, worker="d1"))
+    assert steps(s, PERIOD + 1, 1, 80.0, at=280.0)[1] == [["d0", "d1"]]
+
+
+def test_a_batch_that_was_there_before_its_step_trains_by_the_plan_before():
+    s = planner(period_steps=1)
+    steps(s, 0, 1, 80.0, at=0.0)
+    s.cluster.training = True  # as by a policy that had the batch when the step began
+    [plan] = begin(s, 1, 90.0)
+    assert plan.step == 2 and plan.replicas == 2
+
+
+def test_a_restart_goes_on_with_the_plan():
+    s = planner()
+    assert "provisioning" not in s.snapshot()
+    steps(s, 0, PERIOD, 80.0, at=0.0)
+    [plan] = begin(s, PERIOD, 180.0)
+    again = planner()
+    again.restore(json.loads(json.dumps(s.snapshot())))
+    known = again._provisioning
+    assert (known.replicas, known._expected_s) == (2, plan.forecast_s)
+    assert known._token_s == {0: pytest.approx(80 / 600)}
+    begin(again, PERIOD, 180.0)
+    finish(again, PERIOD, 200.0)
+    assert resting(again) == ["d0", "d1"]
+
+
+def test_a_number_of_replicas_below_none_is_refused():
+    with pytest.raises(ConfigError, match="replicas=-1: of the dedicated workers, 0 or more"):
+        planner(replicas=-1)
