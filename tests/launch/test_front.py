@@ -550,6 +550,7 @@ def test_help_whose_reader_has_left_ends_quietly(tmp_path):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.slow
 def test_training_imports_no_simulator_and_who_computes_nothing_no_torch():
     words = (
         "import sys, rose.front, rose.main, rose.coordinator.coordinator, rose.trainer.checkpoint; "
