@@ -199,6 +199,8 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["trainer.micro_batch_tokens=100", "model.max_context="],
         ),
         ("rollout.temperature=0", ["rollout.temperature=0", "greedy"]),
+        ("rollout.temperature=2.5", ["rollout.temperature=2.5", "<= 2.0"]),
+        ("eval.temperature=3", ["eval.temperature=3", "<= 2.0"]),
         ("rollout.top_p=1.5", ["rollout.top_p=1.5", "<= 1"]),
         ("env=mixture", ["env.members={}", "needs members", "+env@env.members.more=reasoning"]),
         ("env=games env.members.calculator.weight=0", ["env.members.calculator.weight=0", "> 0"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from rose.config.common import Count, Natural, NotNegative, Positive, Section, Share
+from rose.config.common import Count, Natural, NotNegative, Positive, Section, Share, Temperature
 
 
 class Env(Section):
@@ -98,7 +98,7 @@ class Rollout(Section):
     enforce_eager: bool
     stream_interval: Count  # tokens between two words about a running turn
     environment_hosts: Count
-    temperature: float
+    temperature: Temperature
     top_p: Share
     top_k: Natural
     # null: on CPUs what `rose.config.from_dict` finds, else the libraries' choice
@@ -129,7 +129,7 @@ class EvalSet(Env):
 
     episodes: Count  # tasks
     samples: Count | None = None  # of each; null: eval.samples
-    temperature: NotNegative | None = None  # null: eval.temperature
+    temperature: Temperature | None = None  # null: eval.temperature
 
 
 class EarlyStop(Section):
@@ -142,7 +142,7 @@ class EarlyStop(Section):
 class Eval(Section):
     episodes: Natural  # tasks of the run's own environments
     every: Natural  # steps; 0: only before and after
-    temperature: NotNegative
+    temperature: Temperature
     seed: int
     samples: Count = 1
     beside: bool = False  # training doesn't wait for those between steps

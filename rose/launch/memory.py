@@ -306,9 +306,12 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     items |= {name: gib for name, gib in beside.items() if gib}
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
+    version = (
+        size * _trained(c, shape) / GIB
+    )  # the most that a mirror has of one, or an engine stages
     host = {
-        "mirror of new versions": c.transfer.mirror_gib,
-        "staged blocks": tp * c.transfer.stage_gib,
+        "mirror of new versions": min(c.transfer.mirror_gib, version),
+        "staged blocks": min(tp * c.transfer.stage_gib, version),
     }
     host = {name: gib for name, gib in host.items() if gib}
     return Estimate(items, firm, int(cache * GIB / per_token), host, sum(beside.values()))
@@ -354,14 +357,11 @@ def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float,
 
 
 def host_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
-    """Of all trainer ranks, and of all engines of one machine together: `Estimate.host`. What an
-    engine stages of a version, and what the node's mirror holds of it, is no more than the
-    weights."""
-    weights = c.rollout.tensor_parallel * rollout.firm
+    """Of all trainer ranks, and of all engines of one machine together: `Estimate.host`. The mirror
+    is the node's."""
     engines, held = c.rollout.workers + c.hybrids, dict(rollout.host)
-    mirror = min(held.pop("mirror of new versions", 0.0), weights)
-    each = min(sum(held.values()), weights)
-    return c.trainer.ranks * sum(trainer.host.values()), mirror + engines * each
+    mirror = held.pop("mirror of new versions", 0.0)
+    return c.trainer.ranks * sum(trainer.host.values()), mirror + engines * sum(held.values())
 
 
 def _gib(c: Config, items: dict[str, float]) -> dict[str, float]:

@@ -154,9 +154,9 @@ def _check_host(
         else (c.trainer.ranks * trainer.total, engines)
     )
     offloaded, staged = memory.host_gib(c, trainer, rollout)
-    states, weights = states + offloaded, weights + staged
+    states, weights = states + offloaded, weights + staged * (c.hybrids > 0)
     key, remedy = f"rollout.hybrid={c.hybrids}", "rollout.hybrid=0"
-    if not c.hybrids:
+    if not c.hybrids:  # nothing is staged while the engines' weights wait
         key = f"colocate={c.colocate}" + " (one GPU)" * (c.colocate is None)
         remedy = "an adapter (trainer.lora) or a smaller model, or colocate=false on more GPUs"
     if states + weights > host_gib:

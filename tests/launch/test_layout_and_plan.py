@@ -445,6 +445,15 @@ def test_what_engines_hold_beside_their_share_takes_nothing_from_it(make_config)
     assert not any("an engine may need" in word for each in made for word in each.warnings)
 
 
+def test_host_memory_for_a_version_is_no_more_than_the_version(make_config):
+    whole, adapter = make_config(*QWEN3_8B), make_config(*QWEN3_8B, "+trainer/lora=linear")
+    bounds = {"mirror of new versions": 8.0, "staged blocks": 8.0}
+    assert memory.rollout(whole, whole.model.shape).host == bounds
+    held = memory.rollout(adapter, adapter.model.shape).host
+    version = 2 * adapter.trainer.lora.parameters(adapter.model.shape) / GIB
+    assert set(held.values()) == {version} and version < 0.1
+
+
 def test_drafts_for_whose_check_a_gpu_has_no_room_are_a_doubt(make_config):
     c = make_config(*QWEN3_8B, "rollout/draft=group", "rollout.draft.tokens=32")
     words = plan.make(c, c.model.shape).warnings[-1]
