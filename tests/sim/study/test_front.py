@@ -199,7 +199,7 @@ def test_a_trace_file_needs_no_other_key_and_a_limit_too_large_is_refused(answer
             (
                 "mode=simulate",
                 f"sim.serving.trace={trace}",
-                "+sim.serving.args.max_prompt=99999999999999999999",
+                "+sim.serving.args.max_prompt=9000000000000000000",
             )
         )
 
