@@ -61,7 +61,7 @@ def steps_of(folder):
 
 
 def replays(made, folder):
-    [path] = (folder / "journal").iterdir()
+    path = sorted((folder / "journal").iterdir())[-1]
     return journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
 
 
@@ -200,3 +200,4 @@ def test_a_run_that_is_stopped_as_engines_rest_goes_on_with_its_plan(config, tic
     assert sorted(peer.trained) == list(range(step + 1, STEPS + 1))
     later = [row for row in steps_of(tmp_path) if row["step"] > step]
     assert later and all(row["replicas_planned"] == 1 for row in later[1:]), "as was planned before"
+    assert replays(made, tmp_path)
