@@ -2,7 +2,7 @@
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
-        [spin=5000] [compile=1]
+        [spin=5000] [compile=1] [lora=16]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
 tokens, of random ids. Three kinds of steps take turns, in two processes: `plain` (padded rows, the
@@ -11,7 +11,10 @@ environment of a run's trainer rank, without prefix trees and with them). `plain
 micro-batch of the plain loop; `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is, where
 others use the machine, too: threads that spin count as processor time. `spin` is the trainer's
 GOMP_SPINCOUNT: how often its threads look for their next operation before they sleep. `compile=1`
-adds `rows compiled` and `trees compiled`: the same with trainer.compile=true, in a third process.
+adds `rows compiled` and `trees compiled`: the same with trainer.compile=true, in a process more;
+`lora=16` adds `rows lora` and `trees lora`: adapters of that rank beside every projection of the
+frozen model, also beside `plain`, which trains all weights. With `members=1 prompt=8` trees share
+nothing: they are rows packed without padding.
 
 Printed: the first step; medians and extremes of the others' forward and backward passes, and of the
 optimizer's step; rows/s; the share that useful operations are of what matrix products of the
@@ -42,7 +45,7 @@ from rose.models import resolve
 from rose.trainer import batching
 
 KINDS = ("plain", "rows", "trees")
-COMPILED = (" compiled", ("rows compiled", "trees compiled"))
+VARIANTS = ("compiled", "lora")  # of the trainer, in processes of their own
 PRODUCTS = 24  # of a measurement of the rate
 
 
@@ -64,8 +67,10 @@ def main() -> int:
         wait="",
         spin="",
         compile=0,
+        lora=0,
     )
-    kinds = KINDS + (COMPILED[1] if options["compile"] else ())
+    variants = [name for name in VARIANTS if options[name.removesuffix("d")]]
+    kinds = KINDS + tuple(f"{kind} {name}" for name in variants for kind in KINDS[1:])
     config = configuration(options)
     resolve(config.model)  # made once, before two processes want it
     threads = {"OMP_NUM_THREADS": str(options["threads"])}
@@ -75,8 +80,7 @@ def main() -> int:
         "plain": threads | wait,
         "trainer": threads | config.cluster.mpi.env | config.cluster.env | spin,
     }
-    if options["compile"]:
-        environment["compiled"] = environment["trainer"]
+    environment |= {name: environment["trainer"] for name in variants}
     found: list[dict[str, dict]] = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         children = {}
@@ -97,9 +101,9 @@ def main() -> int:
 
 
 def who(kind: str) -> str:
-    if kind.endswith(COMPILED[0]):
-        return "compiled"
-    return kind if kind == "plain" else "trainer"
+    if kind == "plain":
+        return kind
+    return kind.partition(" ")[2] or "trainer"
 
 
 def configuration(options: dict[str, Any], *overrides: str) -> Config:
@@ -148,13 +152,16 @@ def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
 
 
 def serve(name: str, options: dict[str, Any]) -> int:
-    more = ["trainer.compile=true"] if name == "compiled" else []
+    more = {
+        "compiled": ["trainer.compile=true"],
+        "lora": ["+trainer/lora=linear", f"trainer.lora.rank={options['lora']}"],
+    }.get(name, [])
     say, config = answers(), configuration(options, *more)
     groups = batch(options, read_shape(resolve(config.model)).vocab)
     made = (Plain if name == "plain" else Ours)(config, groups, options)
     say({})
     for line in sys.stdin:
-        kind = json.loads(line)["kind"].removesuffix(COMPILED[0])
+        kind = json.loads(line)["kind"].partition(" ")[0]
         before = resource.getrusage(resource.RUSAGE_SELF)
         seconds, optimizer, flops = made.step(kind)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -260,7 +267,8 @@ def operations(
     shared: batching.Shared | None,
 ) -> float:
     """Of forward and backward passes, of what is needed: no padding, no masked pair of tokens, each
-    distinct token of a tree once, logits of the answers' tokens."""
+    distinct token of a tree once, logits of the answers' tokens; with an adapter no gradients of the
+    model's weights."""
     s = read_shape(resolve(config.model))
     head = s.vocab * s.hidden
     layers = s.parameters - head * (1 if s.tied_embeddings else 2)
@@ -272,7 +280,8 @@ def operations(
         pairs = sum(shared.pairs(m, False) for m in plan) - batching.PARTLY * computed
     made = sum(t.response_tokens for t in rows)
     attention = 12.0 * s.layers * s.heads * s.head_dim * pairs
-    return 6.0 * (layers * computed + head * made) + attention
+    passes = 6.0 if config.trainer.lora is None else 4.0
+    return passes * (layers * computed + head * made) + attention
 
 
 def rate(config: Config, tokens: int) -> float:

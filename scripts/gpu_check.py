@@ -33,6 +33,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_check_coserving
+import gpu_check_digests
 import gpu_check_drafts
 import gpu_check_engine
 import gpu_check_experts
@@ -65,6 +66,7 @@ CHECKS = {
         *gpu_check_trainer.CHECKS,
         *gpu_check_experts.CHECKS,
         *gpu_check_fused.CHECKS,
+        *gpu_check_digests.CHECKS,
         *gpu_check_engine.CHECKS,
         *gpu_check_lora.CHECKS,
         *gpu_check_drafts.CHECKS,

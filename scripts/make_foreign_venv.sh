@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a virtual environment for a package whose pins conflict with ROSE's, and prints its Python:
-#     make_foreign_venv.sh NAME          openenv or verifiers, from requirements/NAME.txt, whose packages are all named
+# Makes a virtual environment for a package that can't be in ROSE's, and prints its Python:
+#     make_foreign_venv.sh NAME          openenv, verifiers or triton, from requirements/NAME.txt, whose packages are all named
 # It lies in the user's cache. One that is there already is kept: its folder's name has the hash of the lock. Nothing of ROSE is in it.
 set -eu
 lock=$(dirname "$0")/../requirements/$1.txt

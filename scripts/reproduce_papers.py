@@ -6,7 +6,7 @@
 
 Writes docs/results/papers.csv (out=FOLDER: there), and into docs/simulator.md what stands between
 its marks. A setting is conf/experiment/papers/NAME.yaml, `mode=simulate +experiment=papers/NAME` for
-users; its numbers have their sources there and in rose/sim/environments.py. Nothing is set for one
+users; its numbers have their sources there and in rose/sim/domains.py. Nothing is set for one
 row, and nothing was fitted to one. Left out: rungs of mechanisms that the simulator has not (reward
 scheduling, elastic parallelism, stream training, engines of several degrees), mixtures of
 experts, and learning curves.

@@ -67,3 +67,7 @@ def test_what_tests_add_changes_no_version_of_a_run():
     ]
     for tracker in ("wandb", "mlflow"):
         assert named(extras[tracker][0]) in lock("test.txt")
+
+
+def test_kernels_are_interpreted_by_the_triton_that_gpus_have():
+    assert lock("triton.txt") == {"triton": lock("gpu.txt")["triton"]}

@@ -103,7 +103,7 @@ class SimSpot(Section):
 
 
 class SimEnvironment(Section):
-    """How episodes go: of one or more of rose.sim.environments, each prompt of one of them by
+    """How episodes go: of one or more of rose.sim.domains, each prompt of one of them by
     `weights`."""
 
     domains: list[str]

@@ -26,8 +26,9 @@ from rose.config import read_shape
 from rose.engine import adapter, plugin
 from rose.engine.layout import EMBEDDINGS, LocalSlice, slices
 from rose.transfer import codec
-from rose.transfer.base import Base, compare
+from rose.transfer.base import Base
 from rose.transfer.changes import LEAST
+from rose.transfer.digests import compare
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, check_type
 from rose.transfer.receive import Receiver
@@ -252,7 +253,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return places
 
     def _compare(self, base: Base, local: Callable[..., LocalSlice | None]) -> None:
-        """See `rose.transfer.base.compare`; once is enough while the live weights stay."""
+        """See `rose.transfer.digests.compare`; once is enough while the live weights stay."""
         info, live = self._staging, Live(adapter.base(self.model))
         places, _ = place_blocks(base, local, live)
         folder, end = self.model_config.model, time.monotonic() + info.timeout_s

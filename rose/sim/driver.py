@@ -21,7 +21,8 @@ from rose.sim import result, spec
 from rose.sim.episodes import Group, Groups, Trajectory
 from rose.sim.loop import Loop
 from rose.sim.sandboxes import Sandboxes
-from rose.sim.workers import SimWorker, Workers
+from rose.sim.worker import SimWorker
+from rose.sim.workers import Workers
 
 # no turn has run for so long while some waited: no worker will come
 STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run

@@ -4,20 +4,13 @@ on its own disk, as hashes, in the plan of the adapter's store.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 import xxhash
 
 from rose.transfer.blocks import Block, Cuts, Tensor, cut, take
-from rose.transfer.errors import TransferError
-
-if TYPE_CHECKING:  # it brings torch, which not every reader of a store has use for
-    from rose.transfer.live import Live, Place
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -61,41 +54,3 @@ def digest_of(patterns: np.ndarray, block: Block, columns: int) -> bytes:
     for piece in take(patterns, 0, block, columns):
         hasher.update(np.ascontiguousarray(piece).data.cast("B"))
     return hasher.digest()
-
-
-def compare(
-    base: Base,
-    places: Mapping[int, Place],
-    live: Live,
-    threads: int,
-    folder: str,
-    wanted: Callable[[], bool],
-    end: float,
-) -> None:
-    """Raises `TransferError` unless the live parameters, read from `folder`, are these weights; or
-    when, before a block, `wanted` says no or `time.monotonic()` is past `end`."""
-
-    def same(number: int) -> bool:
-        if not wanted():
-            raise TransferError(
-                f"the comparison of {folder} with the trainer's base model is not wanted any more"
-            )
-        if time.monotonic() > end:
-            raise TransferError(
-                f"{folder} was not compared with the trainer's base model within "
-                "transfer.load_timeout_s; raise it, or look at what slows this machine"
-            )
-        with live.aside():
-            found = xxhash.xxh3_128_hexdigest(live.read(places[number]).data.cast("B"))
-        return found == base.hashes[number]
-
-    with ThreadPoolExecutor(threads, "compare") as pool:
-        equal = dict(zip(places, pool.map(same, places), strict=True))
-    wrong = [number for number, found in equal.items() if not found]
-    if wrong:
-        name = base.tensors[base.blocks[wrong[0]].tensor].name
-        raise TransferError(
-            f"the adapter is for another base model: {len(wrong)} of {len(equal)} blocks of "
-            f"{folder} are not the trainer's, first one of {name}; give this engine the model's "
-            "folder that the trainer has"
-        )

@@ -48,7 +48,8 @@ class Live:
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
         self.matrices: dict[str, torch.Tensor] = {}
         self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.on_gpu = self.device.type == "cuda"
+        self._aside = torch.cuda.Stream(self.device) if self.on_gpu else None
         for name, tensor in parameters.items():
             check_type(name, tensor)
             if not tensor.is_contiguous():

@@ -64,8 +64,8 @@ class Receiver:
         `device_bytes`: see `rose.transfer.stage.stage`. `wanted` is asked now and then: once it
         says no, nothing is staged.
 
-        Every live block is read and compared with the manifest's hash at the first version, at one
-        that comes by several edges or in full, and else at one of `verify_every`, each time other
+        Every live block is compared with the manifest's hash at the first version, at one that
+        comes by several edges or in full, and else at one of `verify_every`, each time other
         blocks: a value that went wrong in the live weights is found within that many versions, and
         the newest full version mends it. An edge that is damaged, or was removed meanwhile, is left
         out, a wrong base too, until a route works. Raises `TransferError` saying what is there and

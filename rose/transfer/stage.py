@@ -4,10 +4,12 @@ not.
 Staging reads the live weights, never writes them: block by block it makes the new values of the
 route's payloads and keeps what must change: indices and values where few do, else the block. A
 block is either compared whole - the live one read, the payloads applied to the copy, the result's
-hash compared with the manifest's - or, where an earlier comparison is trusted (`compared`), only
-its changing values are read, and an unchanged one is not read at all. Whatever goes wrong until
-then leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't end;
-`Staged.check` reads what was written again and compares, while it is in use already.
+hash compared with the manifest's - or, where its hash is known, by an earlier comparison that is
+trusted (`compared`) or from a GPU that hashes what it has (rose/transfer/digests.py), only its
+changing values are read, and an unchanged one is not read at all. Whatever goes wrong until then
+leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't end;
+`Staged.check` reads what was written again and compares, while it is in use already: values, or,
+where a GPU hashes, the changed blocks whole.
 
 Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (of which 2 are left once
 the rest is on the device), and `dense_bytes` of whole blocks at most; blocks beyond that are
@@ -31,6 +33,7 @@ from rose.transfer import codec
 from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, at_once, budget
+from rose.transfer.digests import digests, hashes_there
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.live import Live, Place
@@ -69,11 +72,13 @@ class Staged:
     def __init__(
         self, live: Live, places: Mapping[int, Place], threads: int, work: _Work | None = None
     ):
-        self._live, self._places, self._work = live, places, work
+        self._live, self._places, self._work, self._threads = live, places, work, threads
         self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}
         self._late: list[int] = []
-        self._hashes: dict[int, np.ndarray] = {}  # of dense and late blocks, after the flip
+        # after the flip, of dense and late blocks, and of those of which single values change
+        self._hashes: dict[int, np.ndarray] = {}
+        self._sparse_hashes: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
         self.digests: dict[int, bytes] = {}  # block -> xxh3-128 after the flip, as the route says
         self.changed = 0  # values
@@ -94,6 +99,7 @@ class Staged:
                 return
             self.changed += count
             if sparse:
+                self._sparse_hashes[change.block] = change.wanted
                 self.changes.add(place.parameter, indices, _signed(change.new), _signed(change.old))
                 return
             self._hashes[change.block] = change.wanted
@@ -155,14 +161,15 @@ class Staged:
         """Read back what the flip wrote. Raises `Corrupted`."""
         with self._live.aside():
             self.changes.check()
-            for block, wanted in self._hashes.items():
-                found = _hash(self._live.read(self._places[block]))
-                if (found != wanted).any():
-                    raise Corrupted(
-                        f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
-                        f"{_hex(found)} after the flip, expected {_hex(wanted)}; the weights are a "
-                        "mixture now"
-                    )
+        hashes = self._hashes | (self._sparse_hashes if hashes_there(self._live) else {})
+        places = {block: self._places[block] for block in hashes}
+        for block, found in digests(self._live, places, self._threads).items():
+            if found != (wanted := hashes[block].tobytes()):
+                raise Corrupted(
+                    f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
+                    f"{found.hex()} after the flip, expected {wanted.hex()}; the weights are a "
+                    "mixture now"
+                )
 
     def release(self) -> None:
         """Give back the device's memory. Nothing can be flipped, taken back or checked
@@ -189,6 +196,8 @@ def stage(
     trusted; null: compare it now. `tick` is called now and then, to give up by raising. Raises
     `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and `WrongBase`.
     """
+    if from_live and len(route) == 1 and hashes_there(live):
+        compared = _found_there(live, places, threads, tick, compared)
     at_a_time = at_once(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
     staged = Staged(live, places, threads, work)
@@ -209,6 +218,19 @@ def stage(
                 future.cancel()
     staged._upload(device_bytes)
     return staged
+
+
+def _found_there(
+    live: Live,
+    places: Mapping[int, Place],
+    threads: int,
+    tick: Callable[[], None],
+    compared: Callable[[int], bytes | None],
+) -> Callable[[int], bytes | None]:
+    """`compared`, and where it knows nothing the hash that the block has now."""
+    unknown = {block: place for block, place in places.items() if compared(block) is None}
+    found = digests(live, unknown, threads, tick)
+    return lambda block: found.get(block) or compared(block)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
-from rose.sim import environments, spec
+from rose.sim import domains, environments, spec
 from rose.sim.driver import simulate
 from tests.sim.clusters import cluster, made_load, pool, serving
 
@@ -41,9 +41,7 @@ def devices(share, seed):
 
 
 def seconds(environment, seed, provisioning, args, *lent):
-    world = environments.Environments(
-        tuple(map(environments.domain, ENVIRONMENTS[environment])), 32768
-    )
+    world = environments.Environments(tuple(map(domains.domain, ENVIRONMENTS[environment])), 32768)
     what = cluster(
         pool(count=2, engine=ENGINE),
         *lent,

@@ -104,7 +104,14 @@ def test_every_number_of_the_simulator_names_its_source_on_its_line(path):
 
 def test_the_simulator_was_looked_at():
     names = {path.name for path in FILES}
-    assert {"engine.py", "lending.py", "environments.py", "build.py", "devices.py"} <= names
+    assert {
+        "engine.py",
+        "lending.py",
+        "environments.py",
+        "domains.py",
+        "build.py",
+        "devices.py",
+    } <= names
 
 
 @pytest.mark.parametrize(

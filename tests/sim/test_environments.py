@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.sim import environments
-from rose.sim.environments import DOMAINS, Domain, Environments, Heavy
+from rose.sim import domains
+from rose.sim.domains import DOMAINS
+from rose.sim.environments import Domain, Environments, Heavy
 
 
 def draw(index: int) -> np.random.Generator:
@@ -125,7 +126,7 @@ def test_every_parameter_can_be_scaled_for_the_sensitivity_table():
         (lambda: Environments((DOMAINS["swe"],), 8192, (0.0,)), "one positive weight each"),
         (lambda: Environments((DOMAINS["swe"],), 2048), "max_context=2048"),
         (
-            lambda: environments.domain("chess"),
+            lambda: domains.domain("chess"),
             "environment 'chess': its trajectories are unknown; known are frozen_lake",
         ),
     ],

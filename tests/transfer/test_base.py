@@ -7,7 +7,7 @@ import torch
 
 from rose.trainer.adapter import base_of
 from rose.transfer import TransferError
-from rose.transfer.base import compare
+from rose.transfer.digests import compare
 from rose.transfer.edge import read_plan
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, materialise, whole

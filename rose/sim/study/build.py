@@ -13,7 +13,7 @@ import math
 from rose import policies
 from rose.config import Config, ConfigError, ModelShape, SimSandboxes, SimSave, SimSystem
 from rose.scheduler import Scheduler
-from rose.sim import environments, hardware, spec
+from rose.sim import domains, environments, hardware, spec
 from rose.sim.study import pools
 from rose.sim.study.pools import known
 
@@ -192,10 +192,10 @@ def _shape(c: Config) -> ModelShape:
 
 def _environment(c: Config) -> environments.Environments:
     e = c.sim.environment
-    domains = [known("sim.environment.domains", environments.domain, name) for name in e.domains]
+    chosen = [known("sim.environment.domains", domains.domain, name) for name in e.domains]
     for parameter, factor in e.factors.items():
         try:
-            domains = [domain.scaled(parameter, factor) for domain in domains]
+            chosen = [domain.scaled(parameter, factor) for domain in chosen]
         except (ValueError, AttributeError):
             numbers = [
                 f.name
@@ -208,7 +208,7 @@ def _environment(c: Config) -> environments.Environments:
             ) from None
     try:
         return environments.Environments(
-            tuple(domains), c.model.max_context, e.weights and tuple(e.weights)
+            tuple(chosen), c.model.max_context, e.weights and tuple(e.weights)
         )
     except ValueError as error:
         scaled = f" with factors {e.factors}" if e.factors else ""

@@ -1,0 +1,245 @@
+"""xxh3-128 of blocks of the live parameters: on the GPU that they are on, else in host memory.
+
+On a GPU a block is hashed where it lies (rose/transfer/xxh3_triton.py) if it is one run of words of
+8 bytes, or rows of such runs; the few that are not, as where a ZeRO shard ends within a row of a
+tensor-parallel engine's part, are read back. The first block that a device hashes is hashed on the
+host, too: where the two differ, or Triton fails, that is said once, and all are read back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+import xxhash
+
+from rose.transfer.base import Base
+from rose.transfer.errors import TransferError
+from rose.transfer.live import Live, Place
+
+# Blocks of one launch: as many warps, each of which reads 1 KiB at a time, so that what the engine
+# computes meanwhile keeps most of the device.
+AT_ONCE = 512
+LONG = 240  # bytes: up to here XXH3 has other forms
+# xxHash's default secret (XXH3_kSecret)
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+PRIME_1, PRIME_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F  # XXH_PRIME64_1, XXH_PRIME64_2
+LANES = (  # XXH3's eight lanes at first
+    *(0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
+)
+
+log = logging.getLogger(__name__)
+
+
+class _Trust:
+    """Whether devices hash as the host does: null until one has."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.right: bool | None = None
+
+
+trust = _Trust()
+
+
+def digests(
+    live: Live, places: Mapping[int, Place], threads: int, tick: Callable[[], None] = lambda: None
+) -> dict[int, bytes]:
+    """Of each block, as `xxhash.xxh3_128_digest` gives it for the patterns' little-endian bytes.
+    `tick` is called now and then, to give up by raising."""
+    found: dict[int, bytes] = {}
+    if hashes_there(live):
+        runs = {block: run for block in places if (run := _run(live, places[block])) is not None}
+        try:
+            found = _there(live, places, runs, tick)
+        except _Failed as error:
+            trust.right = False
+            log.warning("blocks are read back to be hashed: %s", error)
+    rest = [block for block in places if block not in found]
+
+    def read(block: int) -> bytes:
+        tick()
+        with live.aside():
+            return here(live, places[block])
+
+    with ThreadPoolExecutor(threads, "digests") as pool:
+        futures = {block: pool.submit(read, block) for block in rest}
+        try:
+            return found | {block: future.result() for block, future in futures.items()}
+        finally:
+            for future in futures.values():
+                future.cancel()
+
+
+def here(live: Live, place: Place) -> bytes:
+    """Of one block, read into host memory."""
+    return xxhash.xxh3_128_digest(live.read(place).data.cast("B"))
+
+
+def hashes_there(live: Live) -> bool:
+    """Whether blocks are hashed on a device: without a copy in host memory, and soon."""
+    return live.on_gpu and trust.right is not False
+
+
+def compare(
+    base: Base,
+    places: Mapping[int, Place],
+    live: Live,
+    threads: int,
+    folder: str,
+    wanted: Callable[[], bool],
+    end: float,
+) -> None:
+    """Raises `TransferError` unless the live parameters, read from `folder`, are an adapter's base,
+    these weights; or when, before a block, `wanted` says no or `time.monotonic()` is past `end`."""
+
+    def tick() -> None:
+        if not wanted():
+            raise TransferError(
+                f"the comparison of {folder} with the trainer's base model is not wanted any more"
+            )
+        if time.monotonic() > end:
+            raise TransferError(
+                f"{folder} was not compared with the trainer's base model within "
+                "transfer.load_timeout_s; raise it, or look at what slows this machine"
+            )
+
+    found = digests(live, places, threads, tick)
+    wrong = [number for number in places if found[number].hex() != base.hashes[number]]
+    if wrong:
+        name = base.tensors[base.blocks[wrong[0]].tensor].name
+        raise TransferError(
+            f"the adapter is for another base model: {len(wrong)} of {len(places)} blocks of "
+            f"{folder} are not the trainer's, first one of {name}; give this engine the model's "
+            "folder that the trainer has"
+        )
+
+
+class _Failed(Exception):
+    """Of a device that can't hash, or hashes wrongly."""
+
+
+def _there(
+    live: Live,
+    places: Mapping[int, Place],
+    runs: Mapping[int, tuple[int, int, int, int]],
+    tick: Callable[[], None],
+) -> dict[int, bytes]:
+    """Raises `_Failed`, and what `tick` raises."""
+    blocks, found = list(runs), {}
+    for low in range(0, len(blocks), AT_ONCE):
+        tick()
+        some = blocks[low : low + AT_ONCE]
+        table = np.array([runs[block] for block in some], np.int64)
+        try:
+            with live.aside():
+                lanes = _lanes(live.device, table)
+        except Exception as error:  # of Triton, C compilers and the driver: no common base
+            first = str(error).strip().partition("\n")[0]
+            raise _Failed(
+                f"Triton fails on {live.device}: {type(error).__name__}: {first}"
+            ) from error
+        found |= zip(some, merged(lanes, 8 * table[:, 3].astype(np.uint64)), strict=True)
+        with trust.lock:
+            if trust.right is None:
+                _compare(live, places[some[0]], found[some[0]])
+    return found
+
+
+def _compare(live: Live, place: Place, found: bytes) -> None:
+    with live.aside():
+        wanted = here(live, place)
+    if found != wanted:
+        raise _Failed(
+            f"{live.device} hashes a block of {place.parameter} to {found.hex()}, the host to "
+            f"{wanted.hex()}"
+        )
+    trust.right = True
+
+
+def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
+    """(n, 8) uint64 of blocks (n, 4)."""
+    from rose.transfer import xxh3_triton  # Triton comes with torch for GPUs only
+
+    there = torch.from_numpy(blocks).to(device)
+    table = torch.from_numpy(_table().view(np.int64)).to(device)
+    return xxh3_triton.accumulate(there, table).cpu().numpy().view(np.uint64)
+
+
+def _run(live: Live, place: Place) -> tuple[int, int, int, int] | None:
+    """(address, words of 8 bytes in a row, bytes from row to row, words) of a block; null if it is
+    not so in memory, or too short."""
+    matrix = live.matrices[place.parameter]
+    columns, width = matrix.shape[1], matrix.element_size()
+    first = place.rectangles[0]
+    nbytes, begin = place.size * width, first.first_row * columns + first.first_column
+    address = matrix.data_ptr() + begin * width
+    if _one_run(place, columns):
+        row, stride = nbytes, 0
+    elif len(place.rectangles) == 1:
+        row, stride = (first.last_column - first.first_column) * width, columns * width
+    else:
+        return None
+    if nbytes <= LONG or any(number % 8 for number in (address, row, stride, nbytes)):
+        return None
+    return address, row // 8, stride, nbytes // 8
+
+
+def _one_run(place: Place, columns: int) -> bool:
+    """Whether each rectangle begins where the one before it ends, and none leaves out a column."""
+    end = None
+    for r in place.rectangles:
+        begin = r.first_row * columns + r.first_column
+        whole_rows = (r.first_column, r.last_column) == (0, columns)
+        if not (whole_rows or r.last_row - r.first_row == 1) or end not in (None, begin):
+            return False
+        end = begin + r.size
+    return True
+
+
+# ----------------------------------------------------------------- XXH3's end, for many at once
+
+
+def _table() -> np.ndarray:
+    """(40,) uint64 for `xxh3_triton.accumulate`."""
+    words, last = np.frombuffer(SECRET, "<u8"), np.frombuffer(SECRET[121:185], "<u8")
+    return np.concatenate([words, last, np.array(LANES, np.uint64)])
+
+
+def merged(lanes: np.ndarray, nbytes: np.ndarray) -> list[bytes]:
+    """The digests of blocks by their lanes (n, 8) uint64 and lengths (n,) uint64."""
+    low = _merge(lanes, SECRET[11:75], nbytes * np.uint64(PRIME_1))
+    high = _merge(lanes, SECRET[117:181], ~(nbytes * np.uint64(PRIME_2)))
+    both = np.stack([high, low], axis=1).astype(">u8")
+    return [row.tobytes() for row in both]
+
+
+def _merge(lanes: np.ndarray, secret: bytes, start: np.ndarray) -> np.ndarray:
+    keyed = lanes ^ np.frombuffer(secret, "<u8")
+    for pair in range(0, 8, 2):
+        start = start + _folded(keyed[:, pair], keyed[:, pair + 1])
+    start = (start ^ (start >> np.uint64(37))) * np.uint64(0x165667919E3779F9)
+    return start ^ (start >> np.uint64(32))
+
+
+def _folded(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The two halves of the 128-bit products, one on the other."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    (a_high, a_low), (b_high, b_low) = (a >> half, a & mask), (b >> half, b & mask)
+    cross, across = a_high * b_low, a_low * b_high
+    middle = (a_low * b_low >> half) + (cross & mask) + (across & mask)
+    high = a_high * b_high + (cross >> half) + (across >> half) + (middle >> half)
+    return (a * b) ^ high

@@ -1,0 +1,152 @@
+"""Run by test_digests.py in Triton's interpreter: the CPU's memory is the device's."""
+
+import numpy as np
+import pytest
+import torch
+
+from rose.transfer import Corrupted, TransferError, digests
+from rose.transfer.blocks import Rectangle
+from rose.transfer.digests import compare, here
+from rose.transfer.live import Live, Place
+from rose.transfer.receive import Receiver, whole
+from tests.transfer.test_base import measured
+from tests.transfer.worlds import World, same
+
+GENERATOR = torch.Generator().manual_seed(5)
+WEIGHTS = {
+    "embed": torch.randn(96, 64, generator=GENERATOR).bfloat16(),
+    "layer.weight": torch.randn(40, 64, generator=GENERATOR).bfloat16(),
+    "norm": torch.randn(64, generator=GENERATOR).bfloat16(),
+}
+CUTS = {"embed": ([0, 48, 96], []), "layer.weight": ([], [0, 32, 64])}
+
+
+class OnDevice(Live):
+    """`reads` are those of whole blocks."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.on_gpu, self.reads = True, []
+
+    def read(self, place):
+        self.reads.append(place)
+        return super().read(place)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(digests, "trust", digests._Trust())
+
+
+def hashed(live, places, by_device):
+    found = digests.digests(live, places, 2)
+    # the first one is read to compare, and those that the device can't hash
+    assert digests.trust.right and len(live.reads) == 1 + len(places) - by_device
+    assert found == {number: here(live, place) for number, place in places.items()}
+
+
+def test_each_length_around_the_ends_of_stripes_and_rounds():
+    live = OnDevice({"x": torch.randint(-(2**15), 2**15, (2500,), dtype=torch.int16)})
+    around = [n + d for n in (128, 512, 544, 1024) for d in (-4, 0, 4)]
+    lengths = sorted({*around, 8, 120, 2500})
+    places = {n: Place("x", [Rectangle(0, n, 0, 1)]) for n in lengths}
+    hashed(live, places, len(places) - 2)
+
+
+def test_rows_bands_runs_of_several_rectangles_and_what_is_left_to_the_host():
+    a, b = torch.randn(97, 64).bfloat16(), torch.randn(33, 40)
+    live = OnDevice({"a": a, "b": b})
+    there = [
+        Place("a", [Rectangle(0, 97, 0, 64)]),
+        Place("a", [Rectangle(3, 50, 16, 48)]),
+        Place("a", [Rectangle(5, 90, 60, 64)]),
+        Place("b", [Rectangle(1, 2, 0, 40), Rectangle(2, 20, 0, 40)]),
+        Place("a", [Rectangle(1, 2, 4, 64), Rectangle(2, 40, 0, 64), Rectangle(40, 41, 0, 8)]),
+    ]
+    left = [
+        Place("a", [Rectangle(1, 2, 3, 64), Rectangle(2, 40, 0, 64)]),  # begins within a word
+        Place("a", [Rectangle(0, 90, 0, 30)]),  # rows are no whole words
+        Place(
+            "a", [Rectangle(1, 2, 8, 32), Rectangle(2, 40, 0, 32)]
+        ),  # a band with a part of a row
+    ]
+    hashed(live, dict(enumerate(there + left)), len(there))
+
+
+def test_versions_are_staged_and_checked_without_reading_a_block_back(tmp_path):
+    world = World(
+        tmp_path / "store", {n: w.clone() for n, w in WEIGHTS.items()}, CUTS, largest=2048
+    )
+    world.publish(0)
+    live = OnDevice({n: w.clone() for n, w in world.weights.items()})
+    receiver = Receiver(str(world.store), None, None, whole, live)
+    short = [p for p in whole(world.plan, live).values() if 2 * p.size <= digests.LONG]
+    for version in range(1, 4):
+        world.step()
+        world.publish(version)
+        live.reads.clear()
+        staged = receiver.stage(version - 1, version, 2, 1 << 20, 60.0)
+        staged.flip()
+        staged.check()
+        assert same(live_tensors(live), world.weights)
+        # the device's first hash is compared; blocks that are too short for it are read
+        assert len([p for p in live.reads if p not in short]) == (version == 1)
+    world.step()
+    world.publish(4)
+    staged = receiver.stage(3, 4, 2, 1 << 20, 60.0)
+    staged.flip()
+    changed = {piece.parameter: set(piece.indices.tolist()) for piece in staged.changes.pieces}
+    beside = next(i for i in range(64) if i not in changed["embed"])
+    live.matrices["embed"].view(-1)[beside] ^= 1  # no value that the flip wrote
+    with pytest.raises(Corrupted, match="live parameter embed, block 0: .* after the flip"):
+        staged.check()
+    receiver.close()
+
+
+def test_a_live_value_that_went_wrong_is_found_and_the_full_version_mends_it(tmp_path):
+    world = World(
+        tmp_path / "store", {n: w.clone() for n, w in WEIGHTS.items()}, CUTS, largest=2048
+    )
+    world.publish(0)
+    live = OnDevice({n: w.clone() for n, w in world.weights.items()})
+    receiver = Receiver(str(world.store), None, None, whole, live)
+    world.step()
+    world.publish(1)
+    live.matrices["embed"].view(-1)[70] ^= 1
+    staged = receiver.stage(0, 1, 2, 1 << 20, 60.0)
+    assert staged.route == ["v000000/full", "v000001/from-000000"]
+    staged.flip()
+    staged.check()
+    assert same(live_tensors(live), world.weights)
+    receiver.close()
+
+
+def test_an_adapters_base_is_compared_where_it_lies():
+    base = measured(WEIGHTS, cuts=CUTS)
+    for change in (0, 1):
+        live = OnDevice({n: w.clone() for n, w in WEIGHTS.items()})
+        live.matrices["embed"].view(-1)[-1] ^= change
+        places = whole(base, live)
+        if not change:
+            compare(base, places, live, 2, "/models/mine", lambda: True, np.inf)
+            continue
+        with pytest.raises(TransferError, match="another base model: 1 of .* embed"):
+            compare(base, places, live, 2, "/models/mine", lambda: True, np.inf)
+
+
+def test_a_device_that_hashes_wrongly_is_found_out_and_said_once(monkeypatch, caplog):
+    right = digests._lanes
+    monkeypatch.setattr(digests, "_lanes", lambda *args: right(*args) ^ np.uint64(1))
+    live = OnDevice({n: w.clone() for n, w in WEIGHTS.items()})
+    places = {0: Place("embed", [Rectangle(0, 96, 0, 64)])}
+    for _ in range(2):
+        assert digests.digests(live, places, 1) == {0: here(live, places[0])}
+    (said,) = [record.message for record in caplog.records]
+    assert "cpu hashes a block of embed to" in said and "read back" in said
+
+
+def live_tensors(live):
+    return {
+        name: matrix.view(torch.bfloat16).reshape(WEIGHTS[name].shape)
+        for name, matrix in live.matrices.items()
+    }

@@ -1,0 +1,88 @@
+"""Blocks hashed where a GPU has them: the kernel itself, in Triton's interpreter and through its
+compiler, and what there is without it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rose.transfer import digests
+from rose.transfer.blocks import Rectangle
+from rose.transfer.digests import here
+from rose.transfer.live import Live, Place
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALL_S, RUN_S = 900, 300
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rose.transfer import xxh3_triton
+
+types = {"blocks": "*i64", "table": "*u64", "lanes_out": "*u64"}
+for capability in (80, 90, 100):
+    source = ASTSource(fn=xxh3_triton._accumulate, signature=types, constexprs={})
+    target = GPUTarget("cuda", capability, 32)
+    print(capability, len(triton.compile(source, target=target, options={"num_warps": 1}).asm["cubin"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """Of processes that have Triton, beside the packages of this one."""
+    made = subprocess.run(
+        [str(REPOSITORY / "scripts" / "make_foreign_venv.sh"), "triton"],
+        env=os.environ | {"PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=INSTALL_S,
+    )
+    (packages,) = Path(made.stdout.strip()).parents[1].glob("lib/python*/site-packages")
+    return os.environ | {"PYTHONPATH": f"{REPOSITORY}:{packages}"}
+
+
+def run(command, environment):
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_kernel_in_tritons_interpreter(environment):
+    run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/transfer/on_triton.py"],
+        environment | {"TRITON_INTERPRET": "1"},
+    )
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_gpus_from_ampere_on(environment, tmp_path):
+    said = run(["-c", COMPILES], environment | {"TRITON_CACHE_DIR": str(tmp_path)})
+    sizes = dict(map(int, line.split()) for line in said.splitlines())
+    assert sizes.keys() == {80, 90, 100} and min(sizes.values()) > 1000
+
+
+def test_without_triton_blocks_are_read_back_which_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(digests, "trust", digests._Trust())
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "rose.transfer.xxh3_triton", raising=False)
+    live = Live({"x": torch.arange(4096, dtype=torch.int16)})
+    live.on_gpu = True
+    places = {n: Place("x", [Rectangle(n, 2048 + n, 0, 1)]) for n in range(3)}
+    for _ in range(2):
+        assert digests.digests(live, places, 2) == {n: here(live, p) for n, p in places.items()}
+    (said,) = [record.message for record in caplog.records]
+    assert "Triton fails on cpu: ModuleNotFoundError" in said
+    assert not digests.hashes_there(live)
