@@ -125,13 +125,16 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """What outlives a step boundary, as plain containers; workers and turns join anew."""
-        kept = optional(self._provisioning, "snapshot", dict)()
-        return {"batching": self._batching.snapshot()} | ({"provisioning": kept} if kept else {})
+        state = {"batching": self._batching.snapshot()}
+        if kept := optional(self._provisioning, "snapshot", dict)():
+            state["provisioning"] = {type(self._provisioning).__name__: kept}
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         self._batching.restore(state["batching"])
-        if "provisioning" in state:  # another policy may have written it
-            optional(self._provisioning, "restore", lambda kept: None)(state["provisioning"])
+        kept = state.get("provisioning", {}).get(type(self._provisioning).__name__)
+        if kept is not None:  # else another policy has written it, or none
+            self._provisioning.restore(kept)
 
     @property
     def staleness(self) -> int:

@@ -10,6 +10,7 @@ from rose.coordinator.coordinator import Stopped
 from rose.launch.layout import layout
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
+from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 from tests.coordinator import peers
 from tests.coordinator.test_batching_live import GROUPS, SIZE, check_batches
@@ -61,7 +62,7 @@ def steps_of(folder):
 
 
 def replays(made, folder):
-    [path] = (folder / "journal").iterdir()
+    path = sorted((folder / "journal").iterdir())[-1]
     return journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
 
 
@@ -84,6 +85,10 @@ def test_planned_engines_train_while_the_others_roll_out(batching, devices, seed
     assert any(row["replica_token_share"] > 0.3 for row in rows)
     assert peer.turns_in_training > 0 and peer.turns_asleep == 0
     assert peer.awake == set(ranks_of(made)[:2]), "they roll out again"
+    entries = list(journal.read(tmp_path / "journal" / "attempt-001.jsonl"))[1:]
+    told = [e.event.tokens for e in entries if isinstance(e.event, ev.VersionPublished)]
+    of_steps = [sum(len(t.mask) for t in peer.trained[step]) for step in range(1, STEPS + 1)]
+    assert told == [0, *of_steps], "what training is judged by"
     assert replays(made, tmp_path)
 
 
@@ -200,3 +205,4 @@ def test_a_run_that_is_stopped_as_engines_rest_goes_on_with_its_plan(config, tic
     assert sorted(peer.trained) == list(range(step + 1, STEPS + 1))
     later = [row for row in steps_of(tmp_path) if row["step"] > step]
     assert later and all(row["replicas_planned"] == 1 for row in later[1:]), "as was planned before"
+    assert replays(made, tmp_path)

@@ -177,6 +177,9 @@ def test_a_restart_goes_on_with_the_plan():
     begin(again, PERIOD, 180.0)
     finish(again, PERIOD, 200.0)
     assert resting(again) == ["d0", "d1"]
+    other = make("fixed")
+    other.restore(s.snapshot())
+    assert "provisioning" not in other.snapshot()
 
 
 def test_a_number_of_replicas_below_none_is_refused():
