@@ -82,6 +82,9 @@ MAY_CHANGE = (
 # both.
 SAVE_SHARE = 1 / 5
 WARNING_SAVES = 3.0
+# Of the time to stop, what a step that is being trained and its checkpoint may take together: the
+# last third is for ranks to leave. And what is kept of that for the checkpoint, at least.
+STEP_SHARE, KEPT_SHARE = 2 / 3, 1 / 6
 # where the cache is; the model is named by the recipe's arguments
 RECIPES_MAY_CHANGE = ("model.path",)
 
@@ -191,6 +194,24 @@ def stop_s(run_dir: Path, cluster: Cluster) -> float:
     """Seconds that a run may take to stop: cluster.stop_timeout_s, or what saving at `SAVE_SHARE`
     of it needs."""
     return max(cluster.stop_timeout_s, last_save_s(run_dir) / SAVE_SHARE)
+
+
+def step_end_s(run_dir: Path, cluster: Cluster) -> float:
+    """Seconds that a stop may wait for the end of a step that is being trained, so that the step is
+    saved: what the checkpoint and the ranks' leaving don't need of the time to stop, or of that in
+    which Slurm warns before its limit."""
+    limit_s = stop_s(run_dir, cluster)
+    if cluster.slurm is not None:
+        limit_s = min(limit_s, warning_s(run_dir, cluster.slurm))
+    saving_s = max(KEPT_SHARE * limit_s, 2 * last_save_s(run_dir))
+    return max(0.0, STEP_SHARE * limit_s - saving_s)
+
+
+def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
+    """Seconds that saving the last step may take as a run stops, after `waited_s` for its end."""
+    limit_s = stop_s(run_dir, cluster)
+    left_s = max(STEP_SHARE * limit_s - waited_s, KEPT_SHARE * limit_s)
+    return min(limit_s / 2, left_s)
 
 
 def warning_s(run_dir: Path, slurm: Slurm) -> int:

@@ -11,6 +11,7 @@ from rose import protocol as p
 from rose.coordinator import replicas
 from rose.coordinator.coordinator import Stopped
 from rose.coordinator.waiting import RunFailed
+from rose.launch import resume
 from rose.launch.layout import layout
 from rose.observe.metrics import read_metrics, rows_of
 from rose.trainer import checkpoint
@@ -238,7 +239,11 @@ def test_gradients_are_in_the_machines_memory_if_it_has_room_and_nothing_is_left
         assert not any(file.parent.exists() for file in files)
 
 
-def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(config, tmp_path):
+def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.0)
+
     def stop(coordinator):
         return coordinator.step == 2 and bool(coordinator.replicas._rows)
 
@@ -272,6 +277,7 @@ def test_gradients_are_there_until_nobody_can_read_them_any_more(config, tmp_pat
         return coordinator.mailbox.reads
 
     monkeypatch.setattr(peers, "Peers", Reads)
+    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.0)
     with pytest.raises(Stopped):
         peers.run(config(), tmp_path, stop_when=reads)
     [coordinator] = made

@@ -1,0 +1,32 @@
+"""A stop that comes while a step is trained: until the step's end nothing can be saved, as weights
+and optimizer states are neither those of one step nor of the next, so the end is waited for where
+it comes soon enough.
+
+How long may be waited is `rose.launch.resume.step_end_s`; this is how long it will take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+LAST = 3  # steps whose training tells how long the next one's takes
+
+
+class TrainingPace:
+    """Told when the training of a step begins, and when every engine has its weights."""
+
+    def __init__(self) -> None:
+        self._began = 0.0  # monotonic
+        self._took: deque[float] = deque(maxlen=LAST)
+
+    def begins(self) -> None:
+        self._began = time.monotonic()
+
+    def ended(self) -> None:
+        self._took.append(time.monotonic() - self._began)
+
+    def left_s(self) -> float:
+        """Seconds until the end, if this step takes as long as the longest of the last ones; 0
+        where it has taken longer already, or is the first, so that nobody knows."""
+        return max(0.0, max(self._took, default=0.0) - (time.monotonic() - self._began))

@@ -1,0 +1,115 @@
+"""A stop while a step is trained: its end is waited for, and saved, where it comes soon enough."""
+
+import pytest
+
+from rose.coordinator import coordinator as module
+from rose.coordinator.coordinator import Stopped
+from rose.coordinator.stopping import LAST, TrainingPace
+from rose.launch import resume
+from rose.trainer import checkpoint
+from tests.coordinator import peers
+
+TRAINED = 3  # steps before the one in which the stop comes
+
+
+@pytest.fixture
+def config(make_config):
+    return make_config(
+        "trainer.steps=6",
+        "trainer.batch_size=8",
+        "rollout.group_size=4",
+        "trainer.checkpoint_every=100",
+        "eval.episodes=0",
+    )
+
+
+def training(coordinator):
+    return coordinator.step == TRAINED and not coordinator.at_boundary
+
+
+def stopped(config, folder, capsys):
+    """(step of the newest checkpoint, what the run said) of a run stopped in its fourth step."""
+    with pytest.raises(Stopped):
+        peers.run(config, folder, stop_when=training)
+    found = checkpoint.latest(folder)
+    return found and checkpoint.step_of(found), capsys.readouterr().out
+
+
+def test_the_step_that_is_trained_ends_and_is_saved(config, tmp_path, capsys):
+    step, said = stopped(config, tmp_path, capsys)
+    assert step == TRAINED + 1 and "asked to end: step 4 is waited for" in said
+    _, peer = peers.run(config, tmp_path, attempt=2, resume_from=checkpoint.latest(tmp_path))
+    assert list(peer.trained) == [5, 6]
+
+
+def test_one_that_would_outlast_the_time_to_stop_is_not_waited_for(
+    config, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(TrainingPace, "left_s", lambda pace: 1e4)
+    step, said = stopped(config, tmp_path, capsys)
+    assert step is None and "step 4 is trained for some 10000 s more" in said
+
+
+def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_time(
+    config, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.2)
+
+    def trained(mailbox, rank, message):
+        if message.step <= TRAINED:
+            part(mailbox, rank, message)
+
+    part = peers.Peers._TrainPart
+    monkeypatch.setattr(peers.Peers, "_TrainPart", trained)
+    saved, said = stopped(config, tmp_path, capsys)
+    assert saved is None and "step 4 is waited for, 0 s at most" in said
+
+
+def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("rose.coordinator.stopping.time.monotonic", lambda: now[0])
+    pace = TrainingPace()
+    pace.begins()
+    assert pace.left_s() == 0, "nobody knows"
+    for seconds in (50.0, 8.0, 9.0, 7.0):
+        pace.begins()
+        now[0] += seconds
+        pace.ended()
+    pace.begins()
+    now[0] += 2.0
+    assert LAST == 3 and pace.left_s() == pytest.approx(7.0)
+    now[0] += 20.0
+    assert pace.left_s() == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "save_s", "step_end_s"),
+    [
+        (["cluster.stop_timeout_s=30"], 0.0, 15.0),
+        (["cluster.stop_timeout_s=30"], 4.0, 12.0),
+        (["cluster.stop_timeout_s=30"], 100.0, 500 * 2 / 3 - 200),
+        (["cluster=dev", "cluster.stop_timeout_s=300"], 0.0, 60.0),  # Slurm warns 120 s before
+    ],
+)
+def test_the_time_to_stop_is_shared_by_the_steps_end_its_checkpoint_and_the_ranks(
+    make_config, tmp_path, overrides, save_s, step_end_s
+):
+    cluster = make_config(*overrides).cluster
+    if save_s:
+        resume.note_save(tmp_path, save_s)
+    limit_s = resume.stop_s(tmp_path, cluster)
+    waited_s = resume.step_end_s(tmp_path, cluster)
+    assert waited_s == pytest.approx(step_end_s)
+    assert resume.save_s(tmp_path, cluster, 0.0) == limit_s / 2
+    left_s = resume.save_s(tmp_path, cluster, waited_s)
+    assert left_s >= 2 * save_s and waited_s + left_s <= limit_s * 2 / 3 + 1e-9
+
+
+def test_nothing_is_waited_for_between_steps(config, tmp_path, monkeypatch):
+    async def none(self):
+        raise AssertionError("waited")
+
+    monkeypatch.setattr(module.Coordinator, "_step_end", none)
+    with pytest.raises(Stopped):
+        peers.run(config, tmp_path, stop_when=lambda c: c.step == 2 and c.at_boundary)
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
