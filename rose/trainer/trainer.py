@@ -36,6 +36,7 @@ from rose.trainer.deepspeed_engine import (
 )
 from rose.trainer.offload import Offload
 from rose.trainer.prefix_tree import obstacle
+from rose.trainer.reference import BelowAdapter
 from rose.trainer.shards import ShardReader
 from rose.trainer.step import Step
 from rose.trainer.tree_attention import DENSE_TOKENS
@@ -122,12 +123,15 @@ class Trainer:
         return "", costs
 
     def _compile(self) -> None:
-        t, policy = self.config.trainer, self.engine.policy
-        again = self.algorithm.recompute_proximal and t.updates_per_step > 1
-        kernels.compile_layers(policy)
-        kernels.try_compiled(
-            policy, self.device, t.share_prefixes and not self.no_trees, without_gradient=again
-        )
+        t, engine = self.config.trainer, self.engine
+        again: list[kernels.Pass] = []
+        if self.algorithm.recompute_proximal and t.updates_per_step > 1:
+            again.append(engine)
+        if isinstance(engine.reference, BelowAdapter):
+            again.append(engine.reference.logprobs)
+        kernels.compile_layers(engine.policy)
+        trees = t.share_prefixes and not self.no_trees
+        kernels.try_compiled(engine, engine.rehearse_backward, again, self.device, trees)
 
     def train(
         self,
