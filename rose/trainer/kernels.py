@@ -82,11 +82,7 @@ def compile_layers(policy: Policy) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
     policy.compiled = True
-    if policy.lora is not None:
-        # The base's embeddings are frozen. Of a module without an input that has a gradient torch
-        # calls the backward hooks, by which ZeRO-3 takes a layer's gradients, before these are
-        # there. And the first layer is compiled as all others.
-        policy.hf.get_input_embeddings().register_forward_hook(_differentiable)
+    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
 
 
 def _layers(policy: Policy) -> nn.ModuleList:
@@ -99,20 +95,18 @@ def _layers(policy: Policy) -> nn.ModuleList:
     return layers
 
 
-def _differentiable(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
-    return states.requires_grad_() if torch.is_grad_enabled() else states
+def _like_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
+    """The first layer's input has a gradient where the others' have: below an adapter the
+    embeddings are frozen, and transformers, which makes up for that with gradient checkpointing,
+    does so without a gradient, too. It is more than a form less to compile: of a module whose input
+    has none torch calls the backward hooks, by which ZeRO-3 takes a layer's gradients, before these
+    are there."""
+    return states.requires_grad_() if torch.is_grad_enabled() else states.detach()
 
 
-def try_compiled(
-    forward: Pass,
-    backward: Callable[[Tensor], None],
-    without_gradient: Sequence[Pass],
-    device: torch.device,
-    trees: bool,
-) -> None:
-    """Compile all that steps need, by small rows, before the first step: padded and alone, and in
-    prefix trees where there are such. `forward` is that of steps, whose log-probabilities
-    `backward` takes, which keeps no gradient. Raises `CannotCompile`."""
+def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> None:
+    """Compile all that steps need, by small rows, before the first step: each of `passes` on rows
+    padded and alone, and in prefix trees where there are such. Raises `CannotCompile`."""
     if found := compilers.why_none(device.type == "cuda"):
         raise CannotCompile(found)
     with _announced(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -120,11 +114,8 @@ def try_compiled(
             inputs = torch.from_numpy(rows)
             mask = torch.ones(inputs.shape)
             try:
-                logprobs, _ = forward(inputs, inputs, mask, tree)
-                backward(logprobs)
-                with torch.no_grad():
-                    for each in without_gradient:
-                        each(inputs, inputs, mask, tree)
+                for each in passes:
+                    each(inputs, inputs, mask, tree)
             except Exception as error:  # of the compilers, which have no common base
                 said = str(error).strip().partition("\n")[0]
                 raise CannotCompile(

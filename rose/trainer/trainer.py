@@ -124,14 +124,14 @@ class Trainer:
 
     def _compile(self) -> None:
         t, engine = self.config.trainer, self.engine
-        again: list[kernels.Pass] = []
+        passes: list[kernels.Pass] = [engine.rehearse]
         if self.algorithm.recompute_proximal and t.updates_per_step > 1:
-            again.append(engine)
+            passes.append(torch.no_grad()(engine.__call__))
         if isinstance(engine.reference, BelowAdapter):
-            again.append(engine.reference.logprobs)
+            passes.append(engine.reference.logprobs)
         kernels.compile_layers(engine.policy)
-        trees = t.share_prefixes and not self.no_trees
-        kernels.try_compiled(engine, engine.rehearse_backward, again, self.device, trees)
+        kernels.try_compiled(passes, self.device, t.share_prefixes and not self.no_trees)
+        engine.forget_gathered()  # also what is on its way for a pass that doesn't come
 
     def train(
         self,
