@@ -560,6 +560,7 @@ def checkpoint_layers(trainer, whether: bool) -> None:
     hf = trainer.engine.policy.hf
     if whether:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
+        hf.disable_input_require_grads()  # made by that, too, behind rose/trainer/kernels.py's
     else:
         hf.gradient_checkpointing_disable()
 
