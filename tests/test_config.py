@@ -248,10 +248,6 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["trainer.compile=True", "the lengths that it met"],
         ),
         (
-            "trainer.compile=true trainer.zero_stage=3",
-            ["trainer.compile=True", "trainer.zero_stage=3 needs false", "trainer.kernels=liger"],
-        ),
-        (
             "trainer.compile=true trainer.ranks=2 trainer.sequence_parallel=2",
             ["trainer.compile=True", "not tried with trainer.sequence_parallel=2"],
         ),

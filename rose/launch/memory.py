@@ -18,14 +18,16 @@ Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage na
 - reference of algorithm.kl_coef: b P, shared from stage 3; an adapter's is the base, already there
 Trainer, at the worst moment of a pass, more:
 - gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's
-  stage3_max_live_parameters)
+  stage3_max_live_parameters); with trainer.compile a layer more, which is gathered whole, however
+  many are there
 - activations: kept for the backward pass. With e elements per token and layer (the two norms'
   inputs in fp32 and outputs, q, k, v, attention output, the gated MLP's four; attention matrices
   are never stored; of a mixture the MLP's four of each expert chosen, with its input and output,
   and the router's fp32 probabilities), b T e layers; with gradient_checkpointing b T h layers
   (arXiv 2205.05198, section 5, for this block), on the host with offload_activations
 - and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
-  reduced; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
+  reduced, of compiled layers (trainer.compile) with those of all its weights, which are there at
+  once; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
   there three times), with the output matrix's gradient twice, since chunks are added up; that
   gradient, or a layer's experts' if that is larger, as it is reduced, in the dtype and in fp32. An
   adapter leaves the output matrix alone, and keeps its own products besides, rank elements per
@@ -211,16 +213,16 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     copies = (2 if chunk < tokens else 1) if t.lora is None else 0
     beside = max(shape.projections[name][0] for name in t.lora.targets) if t.lora else 0
     passing = 3 * shape.mlp_width + (2 + shape.experts_per_token) * shape.hidden + beside
+    at_once = size * _of_a_layer(c, shape) if t.compile else 0
     work = {
-        "a layer at work": size * tokens * (layer + passing) + bucket,
+        "a layer at work": size * tokens * (layer + passing) + bucket + at_once,
         "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab
         + copies * size * shape.vocab * shape.hidden,
         "largest gradient": size * largest + (4 * largest if largest > BUCKET_ELEMENTS else bucket),
     }
     worst = max(work, key=work.__getitem__)
-    gathered = (
-        size * min(shape.parameters, LIVE_PARAMETERS) if t.zero_stage == 3 and t.ranks > 1 else 0
-    )
+    live = LIVE_PARAMETERS + (_layer(shape) if t.compile else 0)
+    gathered = size * min(shape.parameters, live) if t.zero_stage == 3 and t.ranks > 1 else 0
     reduced = 4 * _trained(c, shape) / t.ranks if t.zero_stage == 1 and size == 4 else 0
     return {
         "gathered parameters": float(gathered),
@@ -237,6 +239,16 @@ def _largest(c: Config, shape: ModelShape) -> int:
         experts = shape.experts * 2 * shape.expert_intermediate
         return max(shape.vocab, experts) * shape.hidden
     return lora.rank * max(max(shape.projections[name]) for name in lora.targets)
+
+
+def _layer(shape: ModelShape) -> int:
+    """Elements of a layer's matrices; not of a mixture."""
+    return sum(rows * columns for rows, columns in shape.projections.values())
+
+
+def _of_a_layer(c: Config, shape: ModelShape) -> int:
+    """Elements of a layer's parameters that have a gradient."""
+    return _trained(c, shape) // shape.layers if c.trainer.lora else _layer(shape)
 
 
 def _tokens(c: Config) -> int:

@@ -192,6 +192,8 @@ class DeepSpeedEngine(Saving):
         policy.offloads = trainer.offload_activations
         if trainer.kernels == "liger":
             kernels.use_liger(policy)
+        if trainer.compile and trainer.zero_stage == 3:
+            kernels.gather_whole_layers(policy)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for _, p in policy.named_weights())
         _import_muon()
         self.engine, *_ = deepspeed.initialize(
@@ -239,6 +241,28 @@ class DeepSpeedEngine(Saving):
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of `loss`; an update's is the sum over micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
+
+    def rehearse(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        mask: torch.Tensor,
+        tree: PrefixTree | None,
+    ) -> None:
+        """A forward and a backward pass as those of steps, before the first; no gradient is
+        kept."""
+        if self.settings.zero_stage == 3:  # whose hooks want whole passes, of all ranks together
+            self.engine.set_gradient_accumulation_boundary(False)
+            logprobs, _ = self(inputs, targets, mask, tree)
+            self.engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
+            self.engine.optimizer.zero_grad()  # the next is a step's first
+            return
+        # The gradient of one parameter of the first layer takes every layer's backward pass, and
+        # unlike that of all of them no memory that steps don't need.
+        below = [*self.policy.hf.base_model.layers[0].parameters(), *self.policy.parameters()]
+        inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
+        logprobs, _ = self.policy(inputs, targets, mask, tree and tree.to(self.device))
+        torch.autograd.grad(logprobs.sum(), next(p for p in below if p.requires_grad))
 
     def first_bad(self, number: torch.Tensor) -> int | None:
         """The least of all ranks' numbers, () int64; None if that is `NEVER`."""

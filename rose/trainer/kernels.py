@@ -4,8 +4,10 @@
 Compiled are the decoder's layers, one by one, and a chunk of the head. Layers are alike, so that
 one's code is all layers'; lengths are symbols in it, so that no row of another length is compiled
 again. What is compiled apart, as torch has it, are a single row and several, a prefix tree, and
-passes without a gradient. Attention over a prefix tree stays outside: its table of blocks or
-stretches differs from tree to tree, and on GPUs it is compiled by itself.
+passes without a gradient; an adapter's reference once more. Under ZeRO-3 a layer's weights are
+gathered whole, before it begins and before its backward pass, and its gradients reduced behind
+that: DeepSpeed's hooks stay outside of what is compiled. So does attention over a prefix tree: its
+table of blocks or stretches differs from tree to tree, and on GPUs it is compiled by itself.
 
 Liger's are norms, rotary positions and the gated MLP's product. The head stays ours: Liger's
 product with cross entropy works in the same way, in chunks that are computed again in the backward
@@ -19,17 +21,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from rose.processes import cores
 from rose.trainer import compilers
 from rose.trainer.model import Policy
-from rose.trainer.prefix_tree import build_from_rows
+from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 SILU = ("silu", "swish")  # as a config.json calls it
 MOST_FORMS = 16  # of one function that are compiled; more run uncompiled
@@ -37,6 +40,8 @@ MOST_WORKERS = 32  # processes that compile for one rank; torch's own limit, wha
 SLOW_S = 60.0  # after so long it is said once more what is being waited for
 # shared and own tokens of the rows that everything is compiled for: 3 rows, 13 and 23 tokens
 PROBE = ((7, 6), (7, 6), (7, 4))
+
+Pass = Callable[[Tensor, Tensor, Tensor, PrefixTree | None], object]  # as `Policy.forward`
 
 
 class CannotCompile(RuntimeError):
@@ -52,15 +57,20 @@ def share_cores(neighbours: int) -> None:
         config.compile_threads = min(MOST_WORKERS, max(1, cores() // neighbours))
 
 
+def gather_whole_layers(policy: Policy) -> None:
+    """Under ZeRO-3 a layer's weights are gathered before it begins, not each as it is reached:
+    DeepSpeed's hooks within a layer would break its code into pieces. Before DeepSpeed gets the
+    model. Raises as `compile_layers`."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for layer in _layers(policy):
+        set_z3_leaf_module(layer, True)
+
+
 def compile_layers(policy: Policy) -> None:
     """`policy`'s layers and head are compiled at their next call. Raises `CannotCompile` for a
     model without such layers."""
-    layers = getattr(policy.hf.base_model, "layers", None)
-    if layers is None:
-        raise CannotCompile(
-            f"trainer.compile=True: a {type(policy.hf).__name__} has no base_model.layers, which "
-            "are what is compiled; trainer.compile=false"
-        )
+    layers = _layers(policy)
     # The variable TORCH_COMPILE_DISABLE is for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
@@ -68,32 +78,44 @@ def compile_layers(policy: Policy) -> None:
         False  # lengths that are alike once aren't always
     )
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    for layer in layers:
-        layer.compile(dynamic=True)
+    for layer in layers:  # not `layer.compile`: ZeRO-3's hooks stay outside
+        layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
     policy.compiled = True
+    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
 
 
-def try_compiled(policy: Policy, device: torch.device, trees: bool, without_gradient: bool) -> None:
-    """Compile all that steps need, by small rows, before the first step: padded and alone, and in
-    prefix trees where there are such. No gradient is kept. Raises `CannotCompile`."""
+def _layers(policy: Policy) -> nn.ModuleList:
+    layers = getattr(policy.hf.base_model, "layers", None)
+    if layers is None:
+        raise CannotCompile(
+            f"trainer.compile=True: a {type(policy.hf).__name__} has no base_model.layers, which "
+            "are what is compiled; trainer.compile=false"
+        )
+    return layers
+
+
+def _like_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
+    """The first layer's input has a gradient where the others' have: below an adapter the
+    embeddings are frozen, and transformers, which makes up for that with gradient checkpointing,
+    does so without a gradient, too. It is more than a form less to compile: of a module whose input
+    has none torch calls the backward hooks, by which ZeRO-3 takes a layer's gradients, before these
+    are there."""
+    return states.requires_grad_() if torch.is_grad_enabled() else states.detach()
+
+
+def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> None:
+    """Compile all that steps need, by small rows, before the first step: each of `passes` on rows
+    padded and alone, and in prefix trees where there are such. Raises `CannotCompile`."""
     if found := compilers.why_none(device.type == "cuda"):
         raise CannotCompile(found)
-    # The gradient of one parameter of the first layer takes every layer's backward pass, and unlike
-    # that of all of them no memory that steps don't need.
-    below = [*policy.hf.base_model.layers[0].parameters(), *policy.parameters()]
-    first = next(p for p in below if p.requires_grad)
     with _announced(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for rows, tree in _probes(trees):
-            inputs = torch.from_numpy(rows).to(device)
-            mask = torch.ones(inputs.shape, device=device)
-            known = tree and tree.to(device)
+            inputs = torch.from_numpy(rows)
+            mask = torch.ones(inputs.shape)
             try:
-                logprobs, _ = policy(inputs, inputs, mask, known)
-                torch.autograd.grad(logprobs.sum(), first)
-                if without_gradient:
-                    with torch.no_grad():
-                        policy(inputs, inputs, mask, known)
+                for each in passes:
+                    each(inputs, inputs, mask, tree)
             except Exception as error:  # of the compilers, which have no common base
                 said = str(error).strip().partition("\n")[0]
                 raise CannotCompile(
@@ -114,7 +136,7 @@ def _explained(record: logging.LogRecord) -> bool:
     return True
 
 
-def _probes(trees: bool) -> Iterator[tuple[np.ndarray, object]]:
+def _probes(trees: bool) -> Iterator[tuple[np.ndarray, PrefixTree | None]]:
     """((B, T) int64, their tree or null)."""
     lengths = [sum(row) for row in PROBE]
     rows = np.zeros((len(PROBE), max(lengths)), np.int64)

@@ -36,6 +36,7 @@ from rose.trainer.deepspeed_engine import (
 )
 from rose.trainer.offload import Offload
 from rose.trainer.prefix_tree import obstacle
+from rose.trainer.reference import BelowAdapter
 from rose.trainer.shards import ShardReader
 from rose.trainer.step import Step
 from rose.trainer.tree_attention import DENSE_TOKENS
@@ -122,12 +123,15 @@ class Trainer:
         return "", costs
 
     def _compile(self) -> None:
-        t, policy = self.config.trainer, self.engine.policy
-        again = self.algorithm.recompute_proximal and t.updates_per_step > 1
-        kernels.compile_layers(policy)
-        kernels.try_compiled(
-            policy, self.device, t.share_prefixes and not self.no_trees, without_gradient=again
-        )
+        t, engine = self.config.trainer, self.engine
+        passes: list[kernels.Pass] = [engine.rehearse]
+        if self.algorithm.recompute_proximal and t.updates_per_step > 1:
+            passes.append(torch.no_grad()(engine.__call__))
+        if isinstance(engine.reference, BelowAdapter):
+            passes.append(engine.reference.logprobs)
+        kernels.compile_layers(engine.policy)
+        kernels.try_compiled(passes, self.device, t.share_prefixes and not self.no_trees)
+        engine.forget_gathered()  # also what is on its way for a pass that doesn't come
 
     def train(
         self,

@@ -216,6 +216,19 @@ def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, grad
     assert ("gathered parameters" in items) == (stage == 3)
 
 
+def test_compiled_layers_are_gathered_whole_and_give_all_their_gradients_at_once(make_config):
+    given = (*QWEN3_8B, "trainer.zero_stage=3", "trainer.micro_batch_tokens=131072")
+    c, compiled = make_config(*given), make_config(*given, "trainer.compile=true")
+    shape, layer = c.model.shape, 192_937_984  # 4 matrices of attention, 3 of the MLP
+    before, now = (memory.trainer(x, shape).items for x in (c, compiled))
+    for item in ("gathered parameters", "a layer at work"):
+        assert now[item] - before[item] == pytest.approx(2 * layer / GIB), item
+    adapter = memory.trainer(make_config(*given, *LORA, "trainer.compile=true"), shape).items
+    frozen = memory.trainer(make_config(*given, *LORA), shape).items
+    assert adapter["gathered parameters"] == now["gathered parameters"]
+    assert 0 < adapter["a layer at work"] - frozen["a layer at work"] < 0.02 * layer / GIB
+
+
 @pytest.mark.parametrize(("stage", "share"), [(2, 1), (3, 8)])
 def test_a_reference_takes_its_weights_on_each_device(make_config, stage, share):
     c = make_config(*QWEN3_8B, f"trainer.zero_stage={stage}", "algorithm.kl_coef=0.01")

@@ -9,35 +9,61 @@ from tests.trainer import tiny_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
+COMPILE_S = 1500  # of a busy machine
+LENGTHS = [2 * length for length in tiny_world.LENGTHS]  # long enough for two ranks
 # seeds of the batch (even: prefix trees), tokens of a micro-batch: rows of other numbers and lengths
 # in each
-STEPS = [[1, 4000, 1, 1], [2, 40, 1, 1], [3, 64, 1, 1], [4, 80, 1, 1], [5, 50, 1, 1]]
+STEPS = [[1, 4000, 1, 1], [2, 80, 1, 1], [3, 128, 1, 1], [4, 160, 1, 1], [5, 100, 1, 1]]
+TRAIN = [["train", *step] for step in STEPS]
+ACTIONS = [*TRAIN[:3], ["checkpointing", True], *TRAIN[3:]]
+LORA = "trainer.lora={rank: 4, alpha: 6, targets: [q_proj, v_proj, down_proj]}"
+ADAPTER = [LORA, "algorithm.kl_coef=0.5"]  # whose reference is the model below it
 
 
-COMPILE_S = 1500  # of a busy machine
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """What torch has compiled for one test here others need not compile again."""
+    return tmp_path_factory.mktemp("kept")
 
 
-def run(folder, name, more):
-    settings = ["deterministic=false", "trainer.zero_stage=1", *more]
-    actions = [*(["train", *step] for step in STEPS), ["states", name]]
+def run(folder, name, ranks, more, kept):
+    actions = [*ACTIONS, ["states", name]]
+    settings = ["deterministic=false", "trainer.gradient_checkpointing=false", *more]
     job = {"name": name, "settings": settings, "actions": actions, "deadline_s": COMPILE_S}
-    job["compiled_in"] = str(folder / "compiled")
-    return tiny_world.run_world(job, folder, 1)[0]
+    job |= {"compiled_in": str(kept), "lengths": LENGTHS, "gradients": True}
+    job |= {"keeps_below": 64, "as_large": True}
+    return tiny_world.run_world(job, folder, ranks)
 
 
-def test_compiled_layers_train_what_others_do_and_none_is_compiled_later(tmp_path):
+@pytest.mark.parametrize(
+    "ranks, more, second",
+    [
+        (1, ["trainer.zero_stage=1"], []),
+        (2, ["trainer.zero_stage=3"], []),
+        (4, ["trainer.zero_stage=3"], ["trainer.hpz=2"]),  # which changes nothing either
+        (1, ["trainer.zero_stage=2", *ADAPTER], []),
+        (2, ["trainer.zero_stage=3", *ADAPTER], []),
+    ],
+    ids=["zero1", "zero3", "zero3-hpz", "zero2-lora", "zero3-lora"],
+)
+def test_compiled_layers_train_what_others_do_and_none_is_compiled_later(
+    tmp_path, ranks, more, second, kept
+):
     tiny_world.save_model(tmp_path / "model")
-    more = ["trainer.gradient_checkpointing=true"]
-    plain = run(tmp_path, "plain", more)
-    compiled = run(tmp_path, "compiled", [*more, "trainer.compile=true"])
-    assert plain["compiled"] == [0] * (1 + len(STEPS))
-    assert compiled["compiled"][0] >= 3, "before the first step"
-    assert len(set(compiled["compiled"][1:])) == 1
-    assert plain["forms"] == [0, 0]
-    assert all(0 < count < MOST_FORMS for count in compiled["forms"]), compiled["forms"]
-    for found, exact in zip(compiled["metrics"], plain["metrics"], strict=True):
-        for key in ("loss", "grad_norm", "entropy", "mismatch_kl"):
-            assert found[key] == pytest.approx(exact[key], rel=1e-5, abs=1e-5), key
-    states = [np.load(tmp_path / f"{name}-0.npz") for name in ("compiled", "plain")]
-    for key in states[0].files:
-        np.testing.assert_allclose(states[0][key], states[1][key], rtol=0, atol=1e-5, err_msg=key)
+    plain = run(tmp_path, "plain", ranks, more, kept)
+    compiled = run(tmp_path, "compiled", ranks, [*more, *second, "trainer.compile=true"], kept)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert theirs["compiled"] == [0] * (1 + len(STEPS)) and theirs["forms"] == [0, 0]
+        assert ours["compiled"][0] >= 3, "before the first step"
+        assert len(set(ours["compiled"][1:])) == 1
+        assert all(0 < count < MOST_FORMS for count in ours["forms"]), ours["forms"]
+        for found, exact in zip(ours["metrics"], theirs["metrics"], strict=True):
+            for key in ("loss", "grad_norm", "entropy", "mismatch_kl"):
+                assert found[key] == pytest.approx(exact[key], rel=1e-5, abs=1e-5), key
+    for what in ("gradients-", ""):
+        ours, theirs = (np.load(tmp_path / f"{name}-{what}0.npz") for name in ("compiled", "plain"))
+        assert set(ours.files) == set(theirs.files)
+        for key in theirs.files:
+            largest = max(np.abs(theirs[key]).max(), 1e-5)
+            atol = 1e-5 * largest
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=atol, err_msg=key)

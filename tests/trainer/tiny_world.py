@@ -516,15 +516,24 @@ def watch_second_copies(trainer, found: list[int]) -> None:
     trainer.engine._update = watched
 
 
-def keep_gathered(below: int) -> None:
-    """Parameters of fewer elements are those that ZeRO-3 keeps from one pass to the next."""
+# of DeepSpeed's, in elements: else ZeRO-3 gathers all of the tiny model and keeps it
+LARGE = {
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 20_000,
+    "stage3_prefetch_bucket_size": 10_000,
+}
+
+
+def keep_gathered(below: int, more: dict[str, int]) -> None:
+    """Parameters of fewer elements are those that ZeRO-3 keeps from one pass to the next; `more` of
+    its settings."""
     from rose.trainer import deepspeed_engine
 
     make = deepspeed_engine.zero_config
 
     def made(*args):
         config = make(*args)
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = below
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": below} | more
         return config
 
     deepspeed_engine.zero_config = made
@@ -544,6 +553,16 @@ def forms(trainer) -> list[int]:
     policy = trainer.engine.policy
     functions = (type(policy.hf.base_model.layers[0]).forward, type(policy.head)._chunk)
     return [len(_debug_get_cache_entry_list(function.__code__)) for function in functions]
+
+
+def checkpoint_layers(trainer, whether: bool) -> None:
+    """From now on the policy's layers keep their inputs alone for the backward pass, or all."""
+    hf = trainer.engine.policy.hf
+    if whether:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        hf.disable_input_require_grads()  # made by that, too, behind rose/trainer/kernels.py's
+    else:
+        hf.gradient_checkpointing_disable()
 
 
 def stop_in_backward(trainer) -> None:
@@ -582,7 +601,8 @@ def main(job: dict, rank: int) -> None:
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
     ["publish", version], ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
     is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
-    the next step. ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
+    the next step. ["checkpointing", whether layers are computed again in the backward pass].
+    ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
     gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds. ["shared", seed, limit,
     replicas, lost, version, gradient]: a step on the weights of the published `version`, of whose
     replicas the first `lost` ones give no gradient."""
@@ -604,7 +624,7 @@ def main(job: dict, rank: int) -> None:
     if "compiled_in" in job:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["compiled_in"]
     if "keeps_below" in job:
-        keep_gathered(job["keeps_below"])
+        keep_gathered(job["keeps_below"], LARGE if job.get("as_large") else {})
     trainer = Trainer(
         settings(job),
         rank,
@@ -626,6 +646,9 @@ def main(job: dict, rank: int) -> None:
         "merged": sum(merged),
     }
     watch_second_copies(trainer, report.setdefault("second", []))
+    gradients: list[dict] = []
+    if job.get("gradients"):
+        watch_gradients(trainer, gradients)
     compiled = report.setdefault("compiled", [compilations()])
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
@@ -704,8 +727,13 @@ def main(job: dict, rank: int) -> None:
             save(trainer, folder / (args[0] if args else "checkpoint"))
         elif action == "states":
             np.savez(folder / f"{args[0]}-{rank}.npz", **states(trainer))
+        elif action == "checkpointing":
+            checkpoint_layers(trainer, args[0])
         elif action == "load":
             trainer.load(folder / (args[0] if args else "checkpoint"))
+    if gradients:
+        every = [(f"{n} {name}", g) for n, one in enumerate(gradients) for name, g in one.items()]
+        np.savez(folder / f"{job['name']}-gradients-{rank}.npz", **dict(every))
     if helpers is not None:
         helpers.close()
     report["forms"] = forms(trainer)

@@ -262,14 +262,7 @@ def _check_kernels(c: Config, need: Need) -> None:
         key,
         "deterministic=true needs false: what torch compiles depends on the lengths that it met",
     )
-    need(
-        t.zero_stage < 3,
-        key,
-        "trainer.zero_stage=3 needs false: it gathers weights within each layer, which would be "
-        "compiled in pieces, for minutes; trainer.kernels=liger goes with it, on GPUs",
-    )
     for with_it, value in (
-        (t.lora is not None, "lora"),
         (t.sequence_parallel > 1, f"sequence_parallel={t.sequence_parallel}"),
         (t.offload_activations, "offload_activations=true"),
         (t.router_replay, "router_replay=true"),
