@@ -65,7 +65,7 @@ def test_modules_are_commands(rose, tmp_path):
         done = rose(name, "--help")
         assert done.returncode == 0 and words in done.stdout, done.stderr
     done = rose("state", str(tmp_path))
-    assert done.returncode == 2 and "no run that was submitted to Slurm" in done.stderr
+    assert done.returncode == 2 and "no run there that has begun" in done.stderr
 
 
 def test_rose_simulate_simulates_and_writes_below_the_current_folder(rose, tmp_path):

@@ -1,5 +1,5 @@
-"""What became of a run's Slurm job: every component's state and exit reason, and the ranks that
-failed; and what any run has cost.
+"""What became of a run: how far it has come and what it has cost; and of its Slurm job every
+component's state and exit reason, and the ranks that failed.
 
     python -m rose.launch.state outputs/NAME
 Asks squeue, and sacct for jobs that ended some time ago.
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from rich.table import Table
 from rose.files import write_whole
 from rose.launch import rank_status
 from rose.observe import terminal
+from rose.observe.status import Status, read_status
+from rose.trainer import checkpoint
 
 COMMAND_DEADLINE_S = 30.0
 # a PREEMPTED job that comes back is PENDING
@@ -149,8 +152,36 @@ def show(run_dir: Path, console: Console) -> bool:
     if hopeless := cannot_start(job):
         console.print(hopeless, soft_wrap=True)
     _show_ranks(run_dir, found, console)
-    terminal.show_cost(run_dir, console)
+    show_run(run_dir, console)
     return True
+
+
+def show_run(run_dir: Path, console: Console) -> bool:
+    """How far it has come, and what it has cost; False when nothing is known of it. Raises
+    RuntimeError where that can't be read."""
+    try:
+        status = read_status(run_dir)
+    except NotADirectoryError:
+        return False
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RuntimeError(f"its status can't be read: {error}") from None
+    if status is not None:
+        console.print(progress(run_dir, status), soft_wrap=True, markup=False, highlight=False)
+    return terminal.show_cost(run_dir, console) or status is not None
+
+
+def progress(run_dir: Path, status: Status) -> str:
+    """One line: the step and what it is at, or was when the run last told, and what is saved."""
+    newest = checkpoint.latest(run_dir)
+    saved = f"saved after step {checkpoint.step_of(newest)}" if newest else "nothing is saved yet"
+    if status.phase == "done":
+        return f"{run_dir.name}: finished after step {status.step} of {status.steps}; {saved}"
+    waits = f", waiting for {status.waiting_for}" if status.waiting_for else ""
+    told = f"{max(0.0, time.time() - status.time):,.0f} s ago"
+    return (
+        f"{run_dir.name}: step {status.step} of {status.steps}, {status.phase}{waits} ({told}); "
+        f"{saved}"
+    )
 
 
 def _show_ranks(run_dir: Path, found: list[JobState], console: Console) -> None:
@@ -228,12 +259,12 @@ def main() -> int:
     run_dir = parser.parse_args().run
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))
     try:
-        if show(run_dir, console) or terminal.show_cost(run_dir, console):
+        if show(run_dir, console) or show_run(run_dir, console):
             return 0
     except RuntimeError as error:
         print(f"{run_dir}: {error}", file=sys.stderr)
         return 1
-    print(f"{run_dir}: no run that was submitted to Slurm (it has no status/job)", file=sys.stderr)
+    print(f"{run_dir}: no run there that has begun, or was submitted to Slurm", file=sys.stderr)
     return 2
 
 

@@ -1,10 +1,13 @@
-"""What is read from Slurm's words about a job."""
+"""What is read from Slurm's words about a job, and what is told of a run."""
 
+import re
 import subprocess
 
 import pytest
 
 from rose.launch import state
+from rose.observe.status import LiveStatus
+from rose.trainer import checkpoint
 
 
 def rows(*states):
@@ -123,7 +126,7 @@ def test_names_of_nodes_are_printed_as_they_are(commands, tmp_path, monkeypatch,
 
 def test_a_folder_that_is_no_run_is_told_in_a_line(commands, tmp_path, monkeypatch, capsys):
     commands()
-    no_run = "no run that was submitted to Slurm (it has no status/job)"
+    no_run = "no run there that has begun, or was submitted to Slurm"
     (tmp_path / "file").write_text("")
     for place in ("nowhere", "bin", "file"):
         assert told(tmp_path / place, monkeypatch, capsys) == (2, no_run)
@@ -135,6 +138,34 @@ def test_a_folder_that_is_no_run_is_told_in_a_line(commands, tmp_path, monkeypat
     (run / "status" / "job").unlink()
     (run / "status" / "job").mkdir()
     assert "Is a directory" in told(run, monkeypatch, capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"phase": "rollout", "step": 4},
+            r"step 4 of 9, rollout \(\d+ s ago\); saved after step 3",
+        ),
+        (
+            {"phase": "starting", "waiting_for": "engines"},
+            r"step 0 of 9, starting, waiting for engines \(\d+ s ago\); saved after step 3",
+        ),
+        ({"phase": "done", "step": 7}, "finished after step 7 of 9; saved after step 3"),
+    ],
+)
+def test_how_far_a_run_has_come_is_told_in_a_line(tmp_path, monkeypatch, capsys, fields, words):
+    run = tmp_path / "mine"
+    live = LiveStatus(run)
+    monkeypatch.setattr("sys.argv", ["state", str(run)])
+    assert state.main() == 0 and "nothing is saved yet" in capsys.readouterr().out
+    checkpoint.commit(checkpoint.begin(run, 3), {"step": 3}, 1, ())
+    live.update(steps=9, **fields)
+    live.close()
+    assert state.main() == 0
+    assert re.fullmatch(f"mine: {words}\n", capsys.readouterr().out)
+    (run / "live.json").write_text("{")
+    assert told(run, monkeypatch, capsys)[1].startswith("its status can't be read: ")
 
 
 def test_what_stands_in_a_runs_folder_besides_its_attempts_does_not_matter(
