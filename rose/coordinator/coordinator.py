@@ -35,7 +35,7 @@ from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.replicas import Replicas, remove_left
 from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
-from rose.coordinator.stopping import TrainingPace
+from rose.coordinator.stopping import StepEnd
 from rose.coordinator.training import Training
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
@@ -170,7 +170,7 @@ class Coordinator:
             or DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
         )
         self._stop, self._asked = asyncio.Event(), 0.0  # when, monotonic
-        self.pace = TrainingPace()
+        self.step_end = StepEnd(self._changed)
 
     # ----------------------------------------------------------------- the algorithm
 
@@ -348,7 +348,7 @@ class Coordinator:
         """One training step; the word of every trainer rank."""
         c = self.config.trainer
         self.at_boundary = False
-        self.pace.begins()
+        self.step_end.begins()
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         if self.replicas is None:
@@ -381,8 +381,7 @@ class Coordinator:
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True
-        self.pace.ended()
-        self._changed.set()
+        self.step_end.ended()
 
     def _state(self) -> dict[str, Any]:
         """Rollouts go on while it is written, so it shares nothing with them."""
@@ -508,25 +507,9 @@ class Coordinator:
         await self._stop.wait()
         self._asked = time.monotonic()
         if not self.at_boundary:
-            await self._step_end()
+            limit_s = resume.step_end_s(self.run_dir, self.config.cluster)
+            await self.step_end.wait(self.step + 1, lambda: self.at_boundary, limit_s)
         raise Stopped("asked to end by a signal")
-
-    async def _step_end(self) -> None:
-        """Until the step that is being trained is over, if that leaves time to save it."""
-        limit_s = resume.step_end_s(self.run_dir, self.config.cluster)
-        left_s, step = self.pace.left_s(), self.step + 1
-        if left_s > limit_s:
-            print(
-                f"asked to end: step {step} is trained for some {left_s:.0f} s more, and "
-                f"{limit_s:.0f} s may be waited (cluster.stop_timeout_s), so it is not saved",
-                flush=True,
-            )
-            return
-        print(
-            f"asked to end: step {step} is waited for, {limit_s:.0f} s at most, and saved",
-            flush=True,
-        )
-        await self._changed.within(lambda: self.at_boundary, limit_s, lambda: "its end, to stop")
 
     async def _save_if_idle(self, deadline_s: float) -> None:
         """Between training steps the trainer can still save the last one, within `deadline_s`."""

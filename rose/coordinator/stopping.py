@@ -2,21 +2,26 @@
 and optimizer states are neither those of one step nor of the next, so the end is waited for where
 it comes soon enough.
 
-How long may be waited is `rose.launch.resume.step_end_s`; this is how long it will take.
+How much of the time to stop that may take is `rose.launch.resume.step_end_s`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+
+from rose.coordinator.waiting import Changes
 
 LAST = 3  # steps whose training tells how long the next one's takes
 
 
-class TrainingPace:
-    """Told when the training of a step begins, and when every engine has its weights."""
+class StepEnd:
+    """Told when the training of a step begins, and when every engine has its weights. `changed` is
+    set then."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Changes) -> None:
+        self._changed = changed
         self._began = 0.0  # monotonic
         self._took: deque[float] = deque(maxlen=LAST)
 
@@ -25,8 +30,25 @@ class TrainingPace:
 
     def ended(self) -> None:
         self._took.append(time.monotonic() - self._began)
+        self._changed.set()
 
     def left_s(self) -> float:
         """Seconds until the end, if this step takes as long as the longest of the last ones; 0
         where it has taken longer already, or is the first, so that nobody knows."""
         return max(0.0, max(self._took, default=0.0) - (time.monotonic() - self._began))
+
+    async def wait(self, step: int, over: Callable[[], bool], limit_s: float) -> None:
+        """Until `step` is `over`, for `limit_s` at most; not at all where it would take longer.
+        Says which."""
+        if (left_s := self.left_s()) > limit_s:
+            print(
+                f"asked to end: step {step} is trained for some {left_s:.0f} s more, and "
+                f"{limit_s:.0f} s may be waited (cluster.stop_timeout_s), so it is not saved",
+                flush=True,
+            )
+            return
+        print(
+            f"asked to end: step {step} is waited for, {limit_s:.0f} s at most, and saved",
+            flush=True,
+        )
+        await self._changed.within(over, limit_s, lambda: "the step's end, to save it and stop")

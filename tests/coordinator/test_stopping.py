@@ -2,9 +2,9 @@
 
 import pytest
 
-from rose.coordinator import coordinator as module
 from rose.coordinator.coordinator import Stopped
-from rose.coordinator.stopping import LAST, TrainingPace
+from rose.coordinator.stopping import LAST, StepEnd
+from rose.coordinator.waiting import Changes
 from rose.launch import resume
 from rose.trainer import checkpoint
 from tests.coordinator import peers
@@ -45,7 +45,7 @@ def test_the_step_that_is_trained_ends_and_is_saved(config, tmp_path, capsys):
 def test_one_that_would_outlast_the_time_to_stop_is_not_waited_for(
     config, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(TrainingPace, "left_s", lambda pace: 1e4)
+    monkeypatch.setattr(StepEnd, "left_s", lambda end: 1e4)
     step, said = stopped(config, tmp_path, capsys)
     assert step is None and "step 4 is trained for some 10000 s more" in said
 
@@ -68,7 +68,7 @@ def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_t
 def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rose.coordinator.stopping.time.monotonic", lambda: now[0])
-    pace = TrainingPace()
+    pace = StepEnd(Changes(lambda what: None))
     pace.begins()
     assert pace.left_s() == 0, "nobody knows"
     for seconds in (50.0, 8.0, 9.0, 7.0):
@@ -106,10 +106,10 @@ def test_the_time_to_stop_is_shared_by_the_steps_end_its_checkpoint_and_the_rank
 
 
 def test_nothing_is_waited_for_between_steps(config, tmp_path, monkeypatch):
-    async def none(self):
+    async def none(*args):
         raise AssertionError("waited")
 
-    monkeypatch.setattr(module.Coordinator, "_step_end", none)
+    monkeypatch.setattr(StepEnd, "wait", none)
     with pytest.raises(Stopped):
         peers.run(config, tmp_path, stop_when=lambda c: c.step == 2 and c.at_boundary)
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
