@@ -3,10 +3,10 @@ those that it killed on this machine had in its memory.
 
 A dead rank ends the job, and so do a trainer rank for which the others wait too long and a run
 folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
-to stop, which it does at once: during a rollout or an evaluation it saves the last finished step
-first; during training or weight sync nothing is saved, and the run continues from its last
-checkpoint. From the signal on it has
-cluster.stop_timeout_s for this and for dismissing the other ranks; then everything is killed, as
+to stop: during a rollout or an evaluation it saves the last finished step at once; the end of a
+step that is trained it waits for, if that comes soon enough (`resume.step_end_s`), and saves it;
+else the run continues from its last checkpoint. From the signal on it has `resume.stop_s`, at least
+cluster.stop_timeout_s, for this and for dismissing the other ranks; then everything is killed, as
 after a second signal. Every wait has a deadline. Left out: deciding about anything inside the run;
 that is the coordinator's.
 """
