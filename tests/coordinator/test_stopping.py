@@ -1,5 +1,7 @@
 """A stop while a step is trained: its end is waited for, and saved, where it comes soon enough."""
 
+from pathlib import Path
+
 import pytest
 
 from rose.coordinator import coordinator as module
@@ -162,3 +164,21 @@ def test_engines_that_no_longer_answer_keep_no_step_from_being_saved(
     with pytest.raises(Stopped):
         peers.run(config, tmp_path, stop_when=comes)
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == TRAINED + 1
+
+
+def test_a_warned_job_has_ended_in_time_to_be_requeued(make_config, tmp_path):
+    """A trainer rank in the midst of a long step doesn't leave by itself."""
+    slurm = make_config("cluster=slurm", "cluster.slurm.warning_s=120").cluster
+    assert resume.stop_s(tmp_path, slurm) == 300
+    assert resume.end_s(tmp_path, slurm, warned=True) == 100
+    assert resume.end_s(tmp_path, slurm, warned=False) == 300
+    resume.note_save(tmp_path, 100.0)  # so that it is warned 300 s before
+    assert resume.end_s(tmp_path, slurm, warned=True) == 280
+    local = make_config("cluster.stop_timeout_s=30").cluster
+    assert resume.end_s(tmp_path, local, warned=True) == resume.stop_s(tmp_path, local)
+
+
+def test_the_job_of_one_node_is_warned_as_early_as_it_may_take_to_stop(make_config):
+    text = (Path(__file__).parents[2] / "slurm" / "one_node.sbatch").read_text()
+    warned_s = int(text.partition("#SBATCH --signal=B:TERM@")[2].split()[0])
+    assert warned_s >= make_config("cluster=gpus").cluster.stop_timeout_s
