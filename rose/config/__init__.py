@@ -100,7 +100,7 @@ class _ServingSide(Section):
     serving: Serving
 
 
-def from_dict(tree: dict[str, Any]) -> Config:
+def from_dict(tree: dict[str, Any], checked: bool = True) -> Config:
     """Resolved plain containers -> checked `Config`. Raises `ConfigError`."""
     degrees = errors.value_at(tree, "rollout.tensor_parallel")
     if isinstance(degrees, list):
@@ -114,7 +114,8 @@ def from_dict(tree: dict[str, Any]) -> Config:
         config = msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(errors.explain(str(error), tree, kind)) from None
-    check(config)
+    if checked:
+        check(config)
     return _resolved(config)
 
 
@@ -195,9 +196,10 @@ def keys() -> list[str]:
     return errors.keys(Config)
 
 
-def load(path: Path) -> Config:
-    """Read the resolved config that `save` wrote into a run's folder."""
-    return from_dict(json.loads(Path(path).read_text()))
+def load(path: Path, checked: bool = True) -> Config:
+    """Read the resolved config that `save` wrote into a run's folder. Without `checked` also one
+    that an earlier release took and this one refuses to run."""
+    return from_dict(json.loads(Path(path).read_text()), checked)
 
 
 def stored(path: Path) -> dict[str, Any]:

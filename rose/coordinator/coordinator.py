@@ -223,6 +223,7 @@ class Coordinator:
         await self._bring_up()
         self.exports.resume(self.step, self.trainers[0].store)
         while True:
+            await self._unless_stopping()
             last = self.config.trainer.steps
             if self.step >= last:
                 self.rollouts.end()
@@ -346,6 +347,7 @@ class Coordinator:
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
         """One training step; the word of every trainer rank."""
+        await self._unless_stopping()
         c = self.config.trainer
         self.at_boundary = False
         self.step_end.begins()
@@ -366,22 +368,25 @@ class Coordinator:
                     f"{c.ranks}"
                 ),
             )
+        self.step_end.ended()
         return dict(self.trained)
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
-        """Every engine holds, and has verified, the step's weights. Turns that run meanwhile go on,
-        as `transfer.in_flight` says; new ones wait for the engine that has them."""
+        """Every engine holds, and has verified, the step's weights, unless the run is to stop.
+        Turns that run meanwhile go on, as `transfer.in_flight` says; new ones wait for the engine
+        that has them."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             tokens = self.training.tokens() if self.config.plans_replicas else 0
             self.hub.publish(done[0].version, done[0].store, tokens)
-            if self.config.shares_devices or self.replicas:
+            # a run that stops only has to save the step: nobody rolls out with it
+            if not self._stop.is_set() and (self.config.shares_devices or self.replicas):
                 # an engine that wakes loads it before its KV cache is there
                 await self.device.to(p.Role.ROLLOUT)
             await self._workers_loaded()
         self.step += 1
         self.boundary, self.at_boundary = self._state(), True
-        self.step_end.ended()
+        self._changed.set()
 
     def _state(self) -> dict[str, Any]:
         """Rollouts go on while it is written, so it shares nothing with them."""
@@ -469,13 +474,16 @@ class Coordinator:
         if self.config.rollout.replay is not None:
             return
         await self._changed.until(
-            lambda: not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated()),
+            lambda: self._stop.is_set() or self._all_loaded(),
             self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
             lambda: (
                 f"version {self.hub.version} in "
                 f"{', '.join(self.hub.stale_workers()) or 'any engine'}"
             ),
         )
+
+    def _all_loaded(self) -> bool:
+        return not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated())
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
         """Wait for the rollouts as long as any of them makes progress."""
@@ -506,10 +514,17 @@ class Coordinator:
     async def _stopped(self) -> None:
         await self._stop.wait()
         self._asked = time.monotonic()
+        self._changed.set()
         if not self.at_boundary:
             limit_s = resume.step_end_s(self.run_dir, self.config.cluster)
             await self.step_end.wait(self.step + 1, lambda: self.at_boundary, limit_s)
         raise Stopped("asked to end by a signal")
+
+    async def _unless_stopping(self) -> None:
+        """Nothing begins any more after a stop, which cancels the steps: a batch may be there
+        already, and its step would take the place of the one that is to be saved."""
+        if self._stop.is_set():
+            await asyncio.Event().wait()
 
     async def _save_if_idle(self, deadline_s: float) -> None:
         """Between training steps the trainer can still save the last one, within `deadline_s`."""

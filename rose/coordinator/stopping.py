@@ -17,12 +17,12 @@ LAST = 3  # steps whose training tells how long the next one's takes
 
 
 class StepEnd:
-    """Told when the training of a step begins, and when every engine has its weights. `changed` is
-    set then."""
+    """Told when the training of a step begins, and when every rank has applied it: a run that
+    stops doesn't wait until engines have the weights."""
 
     def __init__(self, changed: Changes) -> None:
         self._changed = changed
-        self._began = 0.0  # monotonic
+        self._began: float | None = None  # monotonic; null: no step is trained now
         self._took: deque[float] = deque(maxlen=LAST)
 
     def begins(self) -> None:
@@ -30,11 +30,13 @@ class StepEnd:
 
     def ended(self) -> None:
         self._took.append(time.monotonic() - self._began)
-        self._changed.set()
+        self._began = None
 
     def left_s(self) -> float:
         """Seconds until the end, if this step takes as long as the longest of the last ones; 0
-        where it has taken longer already, or is the first, so that nobody knows."""
+        where it has taken longer already, is over, or is the first, so that nobody knows."""
+        if self._began is None:
+            return 0.0
         return max(0.0, max(self._took, default=0.0) - (time.monotonic() - self._began))
 
     async def wait(self, step: int, over: Callable[[], bool], limit_s: float) -> None:

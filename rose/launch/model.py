@@ -80,7 +80,7 @@ def _commit_of(stored: Path, c: Config) -> str | None:
     """The commit that the run of this name trains, unless it starts over."""
     if c.fresh or not stored.exists():
         return None
-    before = configuration.load(stored).model
+    before = configuration.load(stored, checked=False).model
     return Path(before.snapshot).name if before.snapshot and before.path == c.model.path else None
 
 

@@ -85,6 +85,8 @@ WARNING_SAVES = 3.0
 # Of the time to stop, what a step that is being trained and its checkpoint may take together: the
 # last third is for ranks to leave. And what is kept of that for the checkpoint, at least.
 STEP_SHARE, KEPT_SHARE = 2 / 3, 1 / 6
+# Of Slurm's warning: for killing ranks that have not left, and asking for the requeue
+REQUEUE_S = 20.0
 # where the cache is; the model is named by the recipe's arguments
 RECIPES_MAY_CHANGE = ("model.path",)
 
@@ -194,6 +196,16 @@ def stop_s(run_dir: Path, cluster: Cluster) -> float:
     """Seconds that a run may take to stop: cluster.stop_timeout_s, or what saving at `SAVE_SHARE`
     of it needs."""
     return max(cluster.stop_timeout_s, last_save_s(run_dir) / SAVE_SHARE)
+
+
+def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
+    """Seconds after a signal at which what has not left is killed: `stop_s`. A job that Slurm has
+    `warned` asks for its requeue before the time limit, after which Slurm takes none."""
+    limit_s = stop_s(run_dir, cluster)
+    if not warned or cluster.slurm is None:
+        return limit_s
+    warning = warning_s(run_dir, cluster.slurm)
+    return min(limit_s, max(warning - REQUEUE_S, warning / 2))
 
 
 def step_end_s(run_dir: Path, cluster: Cluster) -> float:

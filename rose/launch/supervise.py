@@ -3,12 +3,12 @@ those that it killed on this machine had in its memory.
 
 A dead rank ends the job, and so do a trainer rank for which the others wait too long and a run
 folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
-to stop, which it does at once: during a rollout or an evaluation it saves the last finished step
-first; during training or weight sync nothing is saved, and the run continues from its last
-checkpoint. From the signal on it has
-cluster.stop_timeout_s for this and for dismissing the other ranks; then everything is killed, as
-after a second signal. Every wait has a deadline. Left out: deciding about anything inside the run;
-that is the coordinator's.
+to stop: during a rollout or an evaluation it saves the last finished step at once; the end of a
+step that is trained it waits for, if that comes soon enough (`resume.step_end_s`), and saves it;
+else the run continues from its last checkpoint. From the signal on it has `resume.end_s`,
+cluster.stop_timeout_s or less than Slurm's warning, for this and for dismissing the other ranks;
+then everything is killed, as after a second signal. Every wait has a deadline. Left out: deciding
+about anything inside the run; that is the coordinator's.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Job:
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
             if self.signals and "stop" not in deadlines and self._signal_coordinator(states):
-                deadlines["stop"] = time.monotonic() + resume.stop_s(self.run_dir, self.cluster)
+                end_s = resume.end_s(self.run_dir, self.cluster, self._warned)
+                deadlines["stop"] = time.monotonic() + end_s
             coordinator = states.get(0)
             if coordinator and coordinator.state == "done":
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
@@ -131,6 +132,11 @@ class Job:
 
     def _interrupted(self) -> int:
         return self.signals[0] if self.signals else 0
+
+    @property
+    def _warned(self) -> bool:
+        """Whether Slurm asked it to end, before the time limit."""
+        return self.cluster.slurm is not None and self.signals[:1] == [signal.SIGUSR2]
 
     def _stopped(self) -> bool:
         """Asked to stop, the coordinator did: with code 0, or of SIGTERM itself before it could
@@ -144,7 +150,7 @@ class Job:
         )
 
     def _failure(self, deadlines: dict[str, float]) -> str:
-        states, now = self.statuses(), time.monotonic()
+        states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm
         if self._dead(states):
             time.sleep(SETTLE_S)
             return self._first(self._dead(self.statuses()))
@@ -161,10 +167,10 @@ class Job:
         if failure := self._hanging(states, now):
             return failure
         if now > deadlines.get("stop", now):
-            return (
-                "the coordinator did not stop within "
-                f"cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
-            )
+            key = f"cluster.stop_timeout_s={self.cluster.stop_timeout_s:g}"
+            if self._warned:
+                key += f", or Slurm's warning, cluster.slurm.warning_s={slurm.warning_s}"
+            return f"the coordinator did not stop within {key}"
         if now > self.probed + PROBE_S:
             self.probed = now
             if files.refusal(self.run_dir):

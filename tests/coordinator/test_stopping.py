@@ -1,5 +1,7 @@
 """A stop while a step is trained: its end is waited for, and saved, where it comes soon enough."""
 
+from pathlib import Path
+
 import pytest
 
 from rose.coordinator.coordinator import Stopped
@@ -42,18 +44,9 @@ def test_the_step_that_is_trained_ends_and_is_saved(config, tmp_path, capsys):
     assert list(peer.trained) == [5, 6]
 
 
-def test_one_that_would_outlast_the_time_to_stop_is_not_waited_for(
-    config, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(StepEnd, "left_s", lambda end: 1e4)
-    step, said = stopped(config, tmp_path, capsys)
-    assert step is None and "step 4 is trained for some 10000 s more" in said
-
-
-def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_time(
-    config, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.2)
+@pytest.fixture
+def endless(monkeypatch):
+    """The step in which the stop comes never ends."""
 
     def trained(mailbox, rank, message):
         if message.step <= TRAINED:
@@ -61,6 +54,20 @@ def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_t
 
     part = peers.Peers._TrainPart
     monkeypatch.setattr(peers.Peers, "_TrainPart", trained)
+
+
+def test_one_that_would_outlast_the_time_to_stop_is_not_waited_for(
+    config, tmp_path, capsys, monkeypatch, endless
+):
+    monkeypatch.setattr(StepEnd, "left_s", lambda end: 1e4)
+    step, said = stopped(config, tmp_path, capsys)
+    assert step is None and "step 4 is trained for some 10000 s more" in said
+
+
+def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_time(
+    config, tmp_path, capsys, monkeypatch, endless
+):
+    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.2)
     saved, said = stopped(config, tmp_path, capsys)
     assert saved is None and "step 4 is waited for, 0 s at most" in said
 
@@ -80,6 +87,10 @@ def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
     assert LAST == 3 and pace.left_s() == pytest.approx(7.0)
     now[0] += 20.0
     assert pace.left_s() == 0
+    pace.begins()
+    now[0] += 1.0
+    pace.ended()
+    assert pace.left_s() == 0, "it is trained, and engines get its weights"
 
 
 @pytest.mark.parametrize(
@@ -113,3 +124,61 @@ def test_nothing_is_waited_for_between_steps(config, tmp_path, monkeypatch):
     with pytest.raises(Stopped):
         peers.run(config, tmp_path, stop_when=lambda c: c.step == 2 and c.at_boundary)
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("batching", ["bounded_staleness", "one_step_off"])
+def test_no_step_begins_after_the_one_that_is_waited_for(make_config, tmp_path, batching, seed):
+    """Though its batch is there: it would go on so until the time to stop is over, in the midst of
+    a step."""
+    made = make_config(
+        f"scheduler/batching={batching}",
+        "algorithm.importance_cap=2.0",
+        "trainer.steps=30",
+        "trainer.batch_size=8",
+        "rollout.group_size=4",
+        "trainer.checkpoint_every=100",
+        "eval.episodes=0",
+    )
+    with pytest.raises(Stopped):
+        peers.run(made, tmp_path, seed=seed, stop_when=training)
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == TRAINED + 1
+
+
+@pytest.mark.parametrize("when", ["trained", "synced"])
+def test_engines_that_no_longer_answer_keep_no_step_from_being_saved(
+    config, tmp_path, monkeypatch, when
+):
+    """Slurm's SIGTERM ends them too."""
+
+    def loads(mailbox, rank, message):
+        if message.version <= TRAINED:
+            load(mailbox, rank, message)
+
+    def comes(coordinator):
+        synced = coordinator.hub.version > TRAINED
+        return training(coordinator) and (synced or when == "trained")
+
+    load = peers.Peers._LoadVersion
+    monkeypatch.setattr(peers.Peers, "_LoadVersion", loads)
+    with pytest.raises(Stopped):
+        peers.run(config, tmp_path, stop_when=comes)
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == TRAINED + 1
+
+
+def test_a_warned_job_has_ended_in_time_to_be_requeued(make_config, tmp_path):
+    """A trainer rank in the midst of a long step doesn't leave by itself."""
+    slurm = make_config("cluster=slurm", "cluster.slurm.warning_s=120").cluster
+    assert resume.stop_s(tmp_path, slurm) == 300
+    assert resume.end_s(tmp_path, slurm, warned=True) == 100
+    assert resume.end_s(tmp_path, slurm, warned=False) == 300
+    resume.note_save(tmp_path, 100.0)  # so that it is warned 300 s before
+    assert resume.end_s(tmp_path, slurm, warned=True) == 280
+    local = make_config("cluster.stop_timeout_s=30").cluster
+    assert resume.end_s(tmp_path, local, warned=True) == resume.stop_s(tmp_path, local)
+
+
+def test_the_job_of_one_node_is_warned_as_early_as_it_may_take_to_stop(make_config):
+    text = (Path(__file__).parents[2] / "slurm" / "one_node.sbatch").read_text()
+    warned_s = int(text.partition("#SBATCH --signal=B:TERM@")[2].split()[0])
+    assert warned_s >= make_config("cluster=gpus").cluster.stop_timeout_s

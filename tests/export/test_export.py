@@ -78,6 +78,16 @@ def test_beside_the_weights_is_what_the_base_model_has(run, base, tmp_path):
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
 
 
+def test_a_run_that_this_release_would_refuse_to_start_is_still_exported(run, tmp_path):
+    stored = run.run / "config.json"
+    tree = json.loads(stored.read_text())
+    tree["rollout"]["engine_args"] = {"enable_prefix_caching": True}
+    stored.write_text(json.dumps(tree))
+    with pytest.raises(configuration.ConfigError):
+        configuration.load(stored)
+    assert same(loaded(export(run.run, 2, tmp_path / "home", MIB).out), run.weights_of[2])
+
+
 def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
