@@ -118,6 +118,7 @@ class Coordinator:
             config, self.run_dir, self.rollouts, self.metrics.write, self._fault
         )
         self.evaluations.lost(state.get("evaluating", []))
+        self._attempt = attempt
         self.cost = cost.Meter(config, self.run_dir, attempt, time.monotonic())
         self.stopped_early = ""  # why eval.stop ends the run before its last step
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
@@ -516,7 +517,8 @@ class Coordinator:
         self._asked = time.monotonic()
         self._changed.set()
         if not self.at_boundary:
-            limit_s = resume.step_end_s(self.run_dir, self.config.cluster)
+            warned = resume.is_warned(self.run_dir, self._attempt)
+            limit_s = resume.step_end_s(self.run_dir, self.config.cluster, warned)
             await self.step_end.wait(self.step + 1, lambda: self.at_boundary, limit_s)
         raise Stopped("asked to end by a signal")
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from rose import config as configuration
 from rose import files, models
 from rose.config import Cluster, Config, ConfigError, Slurm
+from rose.launch import rank_status
 from rose.policies import registry
 from rose.trainer import checkpoint
 
@@ -87,6 +89,7 @@ WARNING_SAVES = 3.0
 STEP_SHARE, KEPT_SHARE = 2 / 3, 1 / 6
 # Of Slurm's warning: for killing ranks that have not left, and asking for the requeue
 REQUEUE_S = 20.0
+KILL_WAIT_S = 30.0  # Slurm's KillWait, by default: from scancel's SIGTERM to its SIGKILL
 # where the cache is; the model is named by the recipe's arguments
 RECIPES_MAY_CHANGE = ("model.path",)
 
@@ -208,13 +211,26 @@ def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
     return min(limit_s, max(warning - REQUEUE_S, warning / 2))
 
 
-def step_end_s(run_dir: Path, cluster: Cluster) -> float:
+def note_warned(run_dir: Path, attempt: int) -> None:
+    """Slurm has warned the job, or its time limit is near: for the coordinator, before its
+    signal."""
+    _warning(run_dir, attempt).touch()
+
+
+def is_warned(run_dir: Path, attempt: int) -> bool:
+    return _warning(run_dir, attempt).exists()
+
+
+def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
     """Seconds that a stop may wait for the end of a step that is being trained, so that the step is
-    saved: what the checkpoint and the ranks' leaving don't need of the time to stop, or of that in
-    which Slurm warns before its limit."""
+    saved: what the checkpoint and the ranks' leaving don't need of the time to stop. That of a job
+    that Slurm has `warned` ends with its warning, that of another one in Slurm, which was cancelled
+    or preempted, with `KILL_WAIT_S`."""
     limit_s = stop_s(run_dir, cluster)
-    if cluster.slurm is not None:
+    if warned and cluster.slurm is not None:
         limit_s = min(limit_s, warning_s(run_dir, cluster.slurm))
+    if not warned and (cluster.slurm is not None or "SLURM_JOB_ID" in os.environ):
+        limit_s = min(limit_s, KILL_WAIT_S)
     saving_s = max(KEPT_SHARE * limit_s, 2 * last_save_s(run_dir))
     return max(0.0, STEP_SHARE * limit_s - saving_s)
 
@@ -239,6 +255,10 @@ def move_aside(run_dir: Path) -> Path:
     while (aside := run_dir.with_name(f"{run_dir.name}.old-{n}")).exists():
         n += 1
     return run_dir.rename(aside)
+
+
+def _warning(run_dir: Path, attempt: int) -> Path:
+    return rank_status.folder(run_dir, attempt) / "warned"
 
 
 def _mark(run_dir: Path) -> Path:

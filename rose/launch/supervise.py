@@ -260,6 +260,8 @@ class Job:
         if 0 not in states:
             return False
         if states[0].state == "running" and psutil.pid_exists(states[0].pid):
+            if self.signals[0] == signal.SIGUSR2:
+                resume.note_warned(self.run_dir, self.attempt)
             os.kill(states[0].pid, signal.SIGTERM)
         return True
 

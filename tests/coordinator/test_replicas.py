@@ -242,7 +242,7 @@ def test_gradients_are_in_the_machines_memory_if_it_has_room_and_nothing_is_left
 def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(
     config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.0)
+    monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.0)
 
     def stop(coordinator):
         return coordinator.step == 2 and bool(coordinator.replicas._rows)
@@ -281,7 +281,7 @@ def test_gradients_are_there_until_nobody_can_read_them_any_more(config, tmp_pat
         return coordinator.mailbox.reads
 
     monkeypatch.setattr(peers, "Peers", Reads)
-    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.0)
+    monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.0)
     with pytest.raises(Stopped):
         peers.run(config(), tmp_path, stop_when=reads)
     [coordinator] = made

@@ -67,7 +67,7 @@ def test_one_that_would_outlast_the_time_to_stop_is_not_waited_for(
 def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_time(
     config, tmp_path, capsys, monkeypatch, endless
 ):
-    monkeypatch.setattr(resume, "step_end_s", lambda folder, cluster: 0.2)
+    monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.2)
     saved, said = stopped(config, tmp_path, capsys)
     assert saved is None and "step 4 is waited for, 0 s at most" in said
 
@@ -100,6 +100,7 @@ def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
         (["cluster.stop_timeout_s=30"], 4.0, 12.0),
         (["cluster.stop_timeout_s=30"], 100.0, 500 * 2 / 3 - 200),
         (["cluster=dev", "cluster.stop_timeout_s=300"], 0.0, 60.0),  # Slurm warns 120 s before
+        (["cluster=dev", "cluster.stop_timeout_s=300"], None, 15.0),  # cancelled
     ],
 )
 def test_the_time_to_stop_is_shared_by_the_steps_end_its_checkpoint_and_the_ranks(
@@ -109,7 +110,8 @@ def test_the_time_to_stop_is_shared_by_the_steps_end_its_checkpoint_and_the_rank
     if save_s:
         resume.note_save(tmp_path, save_s)
     limit_s = resume.stop_s(tmp_path, cluster)
-    waited_s = resume.step_end_s(tmp_path, cluster)
+    waited_s = resume.step_end_s(tmp_path, cluster, warned=save_s is not None)
+    save_s = save_s or 0.0
     assert waited_s == pytest.approx(step_end_s)
     assert resume.save_s(tmp_path, cluster, 0.0) == limit_s / 2
     left_s = resume.save_s(tmp_path, cluster, waited_s)
@@ -180,5 +182,5 @@ def test_a_warned_job_has_ended_in_time_to_be_requeued(make_config, tmp_path):
 
 def test_the_job_of_one_node_is_warned_as_early_as_it_may_take_to_stop(make_config):
     text = (Path(__file__).parents[2] / "slurm" / "one_node.sbatch").read_text()
-    warned_s = int(text.partition("#SBATCH --signal=B:TERM@")[2].split()[0])
+    warned_s = int(text.partition("#SBATCH --signal=B:USR2@")[2].split()[0])
     assert warned_s >= make_config("cluster=gpus").cluster.stop_timeout_s
