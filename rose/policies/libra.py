@@ -11,6 +11,7 @@ from rose.scheduler.events import (
     Action,
     Event,
     PlanReplicas,
+    ReplicaLost,
     RestWorker,
     Shape,
     StepBegun,
@@ -163,8 +164,9 @@ class LibraPlanner:
 
     Live, dedicated workers with a replica are (trainer.elastic_replicas): those that are to train
     rest while the trainer works, `replicas` of them until the first plan, those with the fewest
-    turns; one dedicated worker goes on at least. A split that was tried is judged by what training
-    took in it, per token, when it last was. Rollout is longer by what resting workers miss.
+    turns; one dedicated worker goes on at least. A split that was tried beside as many trainer
+    ranks is judged by what training took in it, per token, when it last was; a training that lost a
+    replica at work judges none. Rollout is longer by what resting workers miss.
     """
 
     def __init__(
@@ -187,6 +189,7 @@ class LibraPlanner:
         self._rollout = 0  # hybrid workers that roll out
         self._trainers = 0  # ranks beside which replicas train
         self._rested: list[str] = []  # workers that rest for the training that goes on
+        self._lost = False  # one of their replicas, so that the trainer computes its rows
         self._token_s: dict[int, float] = {}  # replicas -> seconds of training per token, with them
         self._expected_s = 0.0  # of a step, by the last plan of replicas
         self._begun: float | None = None  # of the period
@@ -196,8 +199,8 @@ class LibraPlanner:
     def _reset(self) -> None:
         self._steps = 0
         self._training_s = 0.0
-        self._trained_by: list[int] = []  # replicas, in each step that was trained
-        self._tokens = 0  # that these steps trained
+        self._trained_by: list[int] = []  # replicas, in each step that counts
+        self._tokens = 0  # of these steps
         self._lengths: list[int] = []
         self._busy, self._looks = 0.0, 0
 
@@ -205,11 +208,16 @@ class LibraPlanner:
         """What the plans of replicas have led to; {} before the first."""
         if not self._expected_s:
             return {}
-        tried = sorted(self._token_s.items())
-        return {"replicas": self.replicas, "token_s": tried, "expected_s": self._expected_s}
+        return {
+            "replicas": self.replicas,
+            "trainers": self._trainers,
+            "token_s": sorted(self._token_s.items()),
+            "expected_s": self._expected_s,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.replicas, self._expected_s = state["replicas"], state["expected_s"]
+        self._trainers = state.get("trainers", 0)
         self._token_s = {count: token_s for count, token_s in state["token_s"]}
 
     def joins_resting(self, kind: str) -> bool:
@@ -223,7 +231,11 @@ class LibraPlanner:
                 self._lengths.append(tokens)
             case VersionPublished() if self._training_since is not None:
                 return self._trained(event, cluster)
+            case ReplicaLost(worker=worker):
+                self._lost |= worker in self._rested
             case StepBegun(at=at):
+                if self._trainers and event.trainers != self._trainers:
+                    self._token_s.clear()  # a restart has more ranks, or fewer
                 self._trainers = event.trainers
                 if self._begun is None:
                     self._begun = at
@@ -249,10 +261,11 @@ class LibraPlanner:
         return [RestWorker(name) for name in self._rested]
 
     def _trained(self, event: VersionPublished, cluster: Cluster) -> list[Action]:
-        self._training_s += event.at - self._training_since
-        self._training_since = None
-        self._tokens += event.tokens
-        self._trained_by.append(len(self._rested))
+        if not self._lost:
+            self._training_s += event.at - self._training_since
+            self._tokens += event.tokens
+            self._trained_by.append(len(self._rested))
+        self._training_since, self._lost = None, False
         rested, self._rested = self._rested, []
         workers = cluster.workers
         return [UseWorker(name) for name in rested if name in workers and workers[name].resting]

@@ -24,6 +24,7 @@ OBSERVED = frozenset(
         ev.GroupFinished,
         ev.WorkerJoined,
         ev.WorkerCapacity,
+        ev.ReplicaLost,
         ev.CapacityQueued,
         ev.CapacityGranted,
         ev.CapacityRefused,

@@ -23,9 +23,9 @@ def planner(beside=("d0", "d1"), workers=("d0", "d1", "d2"), **args):
     return s
 
 
-def begin(s, step, at):
+def begin(s, step, at, trainers=1):
     """The plan, if one is made."""
-    actions = s.handle(ev.StepBegun(at=at, step=step, groups=1, trainers=1))
+    actions = s.handle(ev.StepBegun(at=at, step=step, groups=1, trainers=trainers))
     return [a for a in actions if isinstance(a, ev.PlanReplicas)]
 
 
@@ -39,8 +39,9 @@ def resting(s):
     return sorted(name for name, worker in s.cluster.workers.items() if worker.resting)
 
 
-def step(s, number, at, training_s, rollout_s=10.0):
-    """Six turns for so long, on all workers alike, then training; (its plan, who rested)."""
+def step(s, number, at, training_s, rollout_s=10.0, lost=None):
+    """Six turns for so long, on all workers alike, then training; (its plan, who rested). `lost`: a
+    replica that dies as training begins, and comes again."""
     plan = begin(s, number, at)
     work(s, TURNS, at, f"g{number}.x")
     for second in range(int(rollout_s)):
@@ -51,6 +52,9 @@ def step(s, number, at, training_s, rollout_s=10.0):
         s.handle(ev.TrajectoryEnded(at=now, trajectory=f"g{number}.x.{i}", tokens=TOKENS))
     finish(s, number, now, tokens=0)
     rested = resting(s)
+    if lost is not None:
+        s.handle(ev.ReplicaLost(at=now, worker=lost))
+        s.handle(ev.ReplicaReady(at=now, worker=lost))
     for second in range(int(training_s)):
         s.handle(ev.Tick(at=now + second))
     published(s, number + 1, now + training_s)
@@ -154,6 +158,37 @@ def test_a_replica_that_is_down_at_a_plan_is_counted_on_again():
     assert (plan.before, plan.replicas, rested) == (2, 2, [["d0"]])
     s.handle(ev.ReplicaReady(at=280.0, worker="d1"))
     assert steps(s, PERIOD + 1, 1, 80.0, at=280.0)[1] == [["d0", "d1"]]
+
+
+@pytest.mark.parametrize(("lost", "took_s"), [("d0", 30.0), ("d2", 215.0)])
+def test_a_training_that_lost_a_replica_at_work_judges_no_split(lost, took_s):
+    """The ranks wait for it and compute its rows: that says nothing of training with it. One that
+    had no part was missed by nobody."""
+    s = planner(beside=("d0", "d1", "d2"))
+    steps(s, 0, PERIOD, 80.0, at=0.0)
+    assert steps(s, PERIOD, PERIOD - 1, 30.0, at=180.0)[1] == [["d0", "d1"]]
+    assert step(s, 2 * PERIOD - 1, 220.0, 400.0, lost=lost)[1] == ["d0", "d1"]
+    [plan] = begin(s, 2 * PERIOD, 630.0)
+    assert s._provisioning._token_s[2] == pytest.approx(took_s / TRAINED)
+    assert plan.training_s == pytest.approx(took_s)
+    assert plan.replicas == (2 if lost == "d0" else 0)
+
+
+def test_a_period_whose_trainings_all_lost_a_replica_plans_nothing():
+    s = planner(period_steps=1, replicas=2)
+    step(s, 0, 0.0, 400.0, lost="d1")
+    assert begin(s, 1, 410.0) == [] and s._provisioning.replicas == 2
+
+
+def test_what_other_trainer_ranks_took_judges_no_split_after_a_restart():
+    s = planner()
+    steps(s, 0, PERIOD, 80.0, at=0.0)
+    begin(s, PERIOD, 180.0)
+    for trainers, known in ((1, {0: pytest.approx(80 / 600)}), (4, {})):
+        again = planner()
+        again.restore(json.loads(json.dumps(s.snapshot())))
+        begin(again, PERIOD, 180.0, trainers)
+        assert again._provisioning._token_s == known and again._provisioning.replicas == 2
 
 
 def test_a_batch_that_was_there_before_its_step_trains_by_the_plan_before():
