@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --n
 PYTEST := $(VENV)/bin/python -m pytest -q --durations=10
 # One process more than cores: some tests wait. Neighbours share what they made.
 UNIT := $(PYTEST) -n $$(( $$(nproc) < 8 ? $$(nproc) + 1 : 8 )) --dist worksteal -m "not slow"
-SLOW := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow  # two jobs need about 12 GiB
+SLOW := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not soak"  # two jobs need about 12 GiB
 NONE := 5  # of pytest: ARGS leave tests of the other kind only
 
 # Python's cache of compiled sources, also of rose/: the processes that tests start, hundreds, read it.
@@ -39,6 +39,7 @@ soak: $(VENV)/.stamp-test
 	for way in stream hybrid replicas; do $(VENV)/bin/python tests/soak/storm.py 15 --with $$way || exit 1; done
 	$(VENV)/bin/python tests/soak/soak_coserving.py
 	$(VENV)/bin/python tests/soak/storm_hosts.py
+	$(PYTEST) -m soak
 
 lint: $(VENV)/.stamp-test
 	$(VENV)/bin/ruff format --check --quiet .

@@ -9,6 +9,7 @@ from tests.trainer import tiny_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
+SOAK = pytest.mark.soak  # each takes minutes, and the two others have what they have
 COMPILE_S = 1500  # of a busy machine
 LENGTHS = [2 * length for length in tiny_world.LENGTHS]  # long enough for two ranks
 # seeds of the batch (even: prefix trees), tokens of a micro-batch: rows of other numbers and lengths
@@ -38,13 +39,13 @@ def run(folder, name, ranks, more, kept):
 @pytest.mark.parametrize(
     "ranks, more, second",
     [
-        (1, ["trainer.zero_stage=1"], []),
-        (2, ["trainer.zero_stage=3"], []),
-        (4, ["trainer.zero_stage=3"], ["trainer.hpz=2"]),  # which changes nothing either
-        (1, ["trainer.zero_stage=2", *ADAPTER], []),
-        (2, ["trainer.zero_stage=3", *ADAPTER], []),
+        pytest.param(1, ["trainer.zero_stage=1"], [], id="zero1"),
+        pytest.param(2, ["trainer.zero_stage=3", *ADAPTER], [], id="zero3-lora"),
+        pytest.param(2, ["trainer.zero_stage=3"], [], id="zero3", marks=SOAK),
+        # a second copy of the weights changes nothing either
+        pytest.param(4, ["trainer.zero_stage=3"], ["trainer.hpz=2"], id="zero3-hpz", marks=SOAK),
+        pytest.param(1, ["trainer.zero_stage=2", *ADAPTER], [], id="zero2-lora", marks=SOAK),
     ],
-    ids=["zero1", "zero3", "zero3-hpz", "zero2-lora", "zero3-lora"],
 )
 def test_compiled_layers_train_what_others_do_and_none_is_compiled_later(
     tmp_path, ranks, more, second, kept
