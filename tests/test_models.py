@@ -115,6 +115,7 @@ def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_
     assert counting_recipe.read_text().split() == ["0.1", "0.3"]
 
 
+@pytest.mark.slow
 def test_a_recipes_words_are_its_own(counting_recipe, capfd):
     """In a job's log: no progress bars, and no warning that DeepSpeed found no GPU."""
     script = Path(models.RECIPES["tiny"][0])
