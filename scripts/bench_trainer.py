@@ -13,7 +13,7 @@ others use the machine, too: threads that spin count as processor time. `spin` i
 GOMP_SPINCOUNT: how often its threads look for their next operation before they sleep. `compile=1`
 adds `rows compiled` and `trees compiled`: the same with trainer.compile=true, in a process more;
 `lora=16` adds `rows lora` and `trees lora`: adapters of that rank beside every projection of the
-frozen model, also beside `plain`, which trains all weights. With `members=1 prompt=8` trees share
+frozen model, also beside `plain`, which trains all weights. With `members=2 prompt=1` trees share
 nothing: they are rows packed without padding.
 
 Printed: the first step; medians and extremes of the others' forward and backward passes, and of the
