@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -219,3 +220,16 @@ class Job:
     def orphans(self) -> list[psutil.Process]:
         """Processes of this run that outlive it."""
         return processes.left(lambda: processes.bearing(str(self.run)))
+
+
+def replica(job: Job, number: int) -> psutil.Process:
+    """The process of rollout-0's replica that got up as the `number`-th."""
+
+    def up() -> list[dict]:
+        if not (job.run / "metrics.jsonl").exists():
+            return []
+        ready = [row for row in read_metrics(job.run) if row.get("what") == "replica ready"]
+        return ready[number - 1 : number]
+
+    [row] = job.until(up, f"start {number} of the replica")
+    return psutil.Process(int(re.fullmatch(r"rollout-0, process (\d+)", row["detail"])[1]))

@@ -4,7 +4,6 @@ at work and comes back, the engine is killed asleep; what is trained is what a r
 makes of the same trajectories."""
 
 import json
-import re
 from collections import Counter
 
 import psutil
@@ -16,7 +15,7 @@ from rose.coordinator.control import first_name, train_task
 from rose.observe.metrics import read_metrics
 from rose.policies import build
 from rose.scheduler import events as ev
-from tests.job.job import Job
+from tests.job.job import Job, replica
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -65,18 +64,6 @@ class Scene:
             "trainer.elastic_replicas=1",
         )
 
-    def replica(self, number: int) -> psutil.Process:
-        """The process of the replica that got up as the `number`-th."""
-
-        def up() -> list[dict]:
-            if not (self.job.run / "metrics.jsonl").exists():
-                return []
-            ready = [r for r in read_metrics(self.job.run) if r.get("what") == "replica ready"]
-            return ready[number - 1 : number]
-
-        [row] = self.job.until(up, f"start {number} of the replica")
-        return psutil.Process(int(re.fullmatch(r"rollout-0, process (\d+)", row["detail"])[1]))
-
     def rank(self, index: int) -> psutil.Process:
         """That of a rollout rank."""
         found = map(json.loads, (p.read_text() for p in self.job.run.glob("status/*/rank-*.json")))
@@ -103,7 +90,7 @@ def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_p
     scene = Scene(tmp_path)
     job = scene.job
     scene.until("waits", 1)
-    first = scene.replica(1)
+    first = replica(scene.job, 1)
     scene.opens(1)
     scene.until("waits", 2)
     scene.until("begins", 3)
@@ -128,7 +115,7 @@ def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_p
     scene.until_waited_for("replicas to compute their part of step 2: rollout-0")
     first.kill()
     job.until(job.faults, "word of the replica that died")
-    second = scene.replica(2)
+    second = replica(scene.job, 2)
     assert second.pid != first.pid
 
     job.until(lambda: job.phase() == ("rollout", 3), "step 2 to be over")

@@ -2,7 +2,6 @@
 part of each batch while the engine sleeps, is killed at work, and comes back; what is trained is
 what a run without replicas makes of the same trajectories."""
 
-import re
 from collections import Counter
 
 import psutil
@@ -10,8 +9,7 @@ import pytest
 
 from rose.coordinator import replay
 from rose.coordinator.control import first_name, train_task
-from rose.observe.metrics import read_metrics
-from tests.job.job import Job
+from tests.job.job import Job, replica
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -45,18 +43,6 @@ class Scene:
             "trainer.elastic_replicas=1",
         )
 
-    def replica(self, number: int) -> psutil.Process:
-        """The process of the replica that got up as the `number`-th."""
-
-        def up() -> list[dict]:
-            if not (self.job.run / "metrics.jsonl").exists():
-                return []
-            ready = [r for r in read_metrics(self.job.run) if r.get("what") == "replica ready"]
-            return ready[number - 1 : number]
-
-        [row] = self.job.until(up, f"start {number} of the replica")
-        return psutil.Process(int(re.fullmatch(r"rollout-0, process (\d+)", row["detail"])[1]))
-
     def until_all_wait(self, step: int) -> None:
         self.job.until(
             lambda: len(list(self.gates.glob(f"waits-{step}-*"))) == GROUPS * SIZE,
@@ -71,7 +57,7 @@ def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
     scene = Scene(tmp_path)
     job = scene.job
     scene.until_all_wait(1)
-    first = scene.replica(1)
+    first = replica(scene.job, 1)
     scene.opens(1)
     scene.until_all_wait(2)
     trainer = psutil.Process(job.rank("trainer")["pid"])
@@ -85,7 +71,7 @@ def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
     job.until(job.faults, "word of the replica that died")
     trainer.resume()
     scene.until_all_wait(3)
-    assert scene.replica(2).pid != first.pid
+    assert replica(scene.job, 2).pid != first.pid
     scene.opens(3)
     assert job.wait() == 0, job.said + job.logs()
 

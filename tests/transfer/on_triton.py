@@ -73,13 +73,17 @@ def test_rows_bands_runs_of_several_rectangles_and_what_is_left_to_the_host():
     hashed(live, dict(enumerate(there + left)), len(there))
 
 
-def test_versions_are_staged_and_checked_without_reading_a_block_back(tmp_path):
-    world = World(
-        tmp_path / "store", {n: w.clone() for n, w in WEIGHTS.items()}, CUTS, largest=2048
-    )
+def version_0(folder):
+    """(its world, an engine that holds it, which reads from that world's store)"""
+    world = World(folder / "store", {n: w.clone() for n, w in WEIGHTS.items()}, CUTS, largest=2048)
     world.publish(0)
     live = OnDevice({n: w.clone() for n, w in world.weights.items()})
     receiver = Receiver(str(world.store), None, None, whole, live)
+    return world, live, receiver
+
+
+def test_versions_are_staged_and_checked_without_reading_a_block_back(tmp_path):
+    world, live, receiver = version_0(tmp_path)
     short = [p for p in whole(world.plan, live).values() if 2 * p.size <= digests.LONG]
     for version in range(1, 4):
         world.step()
@@ -104,12 +108,7 @@ def test_versions_are_staged_and_checked_without_reading_a_block_back(tmp_path):
 
 
 def test_a_live_value_that_went_wrong_is_found_and_the_full_version_mends_it(tmp_path):
-    world = World(
-        tmp_path / "store", {n: w.clone() for n, w in WEIGHTS.items()}, CUTS, largest=2048
-    )
-    world.publish(0)
-    live = OnDevice({n: w.clone() for n, w in world.weights.items()})
-    receiver = Receiver(str(world.store), None, None, whole, live)
+    world, live, receiver = version_0(tmp_path)
     world.step()
     world.publish(1)
     live.matrices["embed"].view(-1)[70] ^= 1

@@ -13,9 +13,10 @@ from rose.transfer import digests
 from rose.transfer.blocks import Rectangle
 from rose.transfer.digests import here
 from rose.transfer.live import Live, Place
+from tests.foreign import python_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-INSTALL_S, RUN_S = 900, 300
+RUN_S = 300
 COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -33,15 +34,7 @@ for capability in (80, 90, 100):
 @pytest.fixture(scope="module")
 def environment():
     """Of processes that have Triton, beside the packages of this one."""
-    made = subprocess.run(
-        [str(REPOSITORY / "scripts" / "make_foreign_venv.sh"), "triton"],
-        env=os.environ | {"PYTHON": sys.executable},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=INSTALL_S,
-    )
-    (packages,) = Path(made.stdout.strip()).parents[1].glob("lib/python*/site-packages")
+    (packages,) = python_of("triton").parents[1].glob("lib/python*/site-packages")
     return os.environ | {"PYTHONPATH": f"{REPOSITORY}:{packages}"}
 
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -16,12 +15,12 @@ from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
+from tests.foreign import python_of
 from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "openenv_server.py"
 DEADLINE_S = 120.0
-INSTALL_S = 600.0
 
 
 def env_of(**args):
@@ -32,18 +31,9 @@ def env_of(**args):
 @pytest.fixture(scope="module")
 def url():
     """Of a server that runs."""
-    script = [str(REPOSITORY / "scripts" / "make_foreign_venv.sh"), "openenv"]
-    made = subprocess.run(
-        script,
-        env=os.environ | {"PYTHON": sys.executable},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=INSTALL_S,
-    )
     port = free_port()
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    server = subprocess.Popen([made.stdout.strip(), str(SERVER), str(port)], env=bare)
+    server = subprocess.Popen([str(python_of("openenv")), str(SERVER), str(port)], env=bare)
     end = time.monotonic() + DEADLINE_S
     while True:
         try:

@@ -1,9 +1,6 @@
 """A gateway on a free port, whose turns come from a script."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,9 +18,9 @@ from rose.protocol import (
     pack_floats,
     pack_tokens,
 )
+from tests.foreign import python_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-INSTALL_S = 600.0
 START = StartTrajectory("g1.2", "g1", Phase.TRAIN, "agent", 8, None)
 USER = {"role": "user", "content": "go"}
 CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "left"}}\n</tool_call>'
@@ -120,12 +117,4 @@ def serve(chats, tokenizer):
 @pytest.fixture(scope="session")
 def verifiers_python():
     """Of a virtual environment with the package verifiers."""
-    made = subprocess.run(
-        [str(REPOSITORY / "scripts" / "make_foreign_venv.sh"), "verifiers"],
-        env=os.environ | {"PYTHON": sys.executable},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=INSTALL_S,
-    )
-    return made.stdout.strip()
+    return str(python_of("verifiers"))
