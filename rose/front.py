@@ -83,9 +83,8 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
     except ConfigError as error:
         return _refuse(complaints, str(error))
     except _NobodyReads:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is still to be flushed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is still to be flushed
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
         (number,) = interrupt.args

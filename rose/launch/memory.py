@@ -318,9 +318,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     items |= {name: gib for name, gib in beside.items() if gib}
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
-    version = (
-        size * _trained(c, shape) / GIB
-    )  # the most that a mirror has of one, or an engine stages
+    version = size * _trained(c, shape) / GIB  # a mirror has no more of one, nor does an engine
     host = {
         "mirror of new versions": min(c.transfer.mirror_gib, version),
         "staged blocks": min(tp * c.transfer.stage_gib, version),

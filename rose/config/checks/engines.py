@@ -35,9 +35,8 @@ FIXED = (
     "skip_tokenizer_init",
     "generation_config",
 )
-MOST_DRAFTED = (
-    128  # tokens of a draft: vLLM's MAX_SPEC_LEN, above which its engine ends at the first
-)
+# tokens of a draft: vLLM's MAX_SPEC_LEN, whose engine ends at the first longer one
+MOST_DRAFTED = 128
 MOST_RANKS = 2**16  # of a run: more than any MPI launcher starts, and each is an entry of the plan
 
 
