@@ -21,25 +21,23 @@ DROPS = ("dapo", "trajectory_async")  # prompts for good, as their papers do
 GROUPS, SIZE, STEPS = 4, 2, 6
 
 
+SHORT = (
+    f"trainer.steps={STEPS}",
+    "eval.episodes=3",
+    "eval.every=2",
+    f"trainer.batch_size={GROUPS * SIZE}",
+    f"rollout.group_size={SIZE}",
+    "serving.borrow=false",
+    "observe.tensorboard=false",
+    "observe.save_trajectories=false",
+    "trainer.checkpoint_every=1",
+    "algorithm=decoupled_ppo",
+)
+
+
 @pytest.fixture
 def config(make_config):
-    def make(policy, *overrides):
-        return make_config(
-            f"scheduler/batching={policy}",
-            f"trainer.steps={STEPS}",
-            "eval.episodes=3",
-            "eval.every=2",
-            f"trainer.batch_size={GROUPS * SIZE}",
-            f"rollout.group_size={SIZE}",
-            "serving.borrow=false",
-            "observe.tensorboard=false",
-            "observe.save_trajectories=false",
-            "trainer.checkpoint_every=1",
-            "algorithm=decoupled_ppo",
-            *overrides,
-        )
-
-    return make
+    return lambda policy, *more: make_config(f"scheduler/batching={policy}", *SHORT, *more)
 
 
 def trained(peer):

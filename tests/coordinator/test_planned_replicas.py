@@ -13,9 +13,8 @@ from rose.policies import build
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 from tests.coordinator import peers
-from tests.coordinator.test_batching_live import GROUPS, SIZE, check_batches
+from tests.coordinator.test_batching_live import SHORT, STEPS, check_batches
 
-STEPS = 6
 NEVER = 1000  # steps until a plan
 
 
@@ -24,6 +23,7 @@ def config(make_config):
     def make(*overrides, batching="bounded_staleness", replicas=2, workers=3, period=NEVER):
         return make_config(
             f"scheduler/batching={batching}",
+            *SHORT,
             "scheduler/provisioning=libra",
             f"scheduler.provisioning.args.replicas={replicas}",
             f"scheduler.provisioning.args.period_steps={period}",
@@ -31,16 +31,6 @@ def config(make_config):
             "scheduler.provisioning.args.gain=0",
             f"trainer.elastic_replicas={max(replicas, 1)}",
             f"rollout.workers={workers}",
-            f"trainer.steps={STEPS}",
-            f"trainer.batch_size={GROUPS * SIZE}",
-            f"rollout.group_size={SIZE}",
-            "eval.episodes=3",
-            "eval.every=2",
-            "serving.borrow=false",
-            "observe.tensorboard=false",
-            "observe.save_trajectories=false",
-            "trainer.checkpoint_every=1",
-            "algorithm=decoupled_ppo",
             *overrides,
         )
 

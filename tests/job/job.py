@@ -94,6 +94,40 @@ class Held:
         job.until(waits, f"all groups of step {step} but those that wait")
 
 
+class Gated:
+    """Runs of FrozenLake, all of whose episodes wait at their first move (`GatedLake`) until the
+    test lets those of their step go on."""
+
+    def __init__(self, folder: Path, steps: int, groups: int, size: int) -> None:
+        """Of `steps` steps, of `groups` groups of `size` episodes each."""
+        self.folder, self.episodes = folder / "gates", groups * size
+        self.folder.mkdir(parents=True)
+        held = [
+            [train_task(1, groups * step + k, {"frozen_lake": 1.0}).seed for k in range(groups)]
+            for step in range(steps)
+        ]
+        self.overrides = (
+            "env.name=tests.job.held:GatedLake",
+            "env.step_timeout_s=1000",
+            "rollout.turn_timeout_s=1000",  # so that no turn is stalled for want of time
+            f"+env.args.folder={self.folder}",
+            f"+env.args.held={held}",
+            f"trainer.batch_size={self.episodes}",
+            f"rollout.group_size={size}",
+        )
+
+    def opens(self, step: int, gate: str = "open") -> None:
+        (self.folder / f"{gate}-{step}").touch()
+
+    def until(self, job: Job, what: str, step: int, count: int | None = None) -> None:
+        """Until as many episodes of the step, or all, have said so."""
+        count = self.episodes if count is None else count
+        job.until(
+            lambda: len(list(self.folder.glob(f"{what}-{step}-*"))) == count,
+            f"{count} episodes of step {step}: {what}",
+        )
+
+
 class Job:
     started: list[Job] = []  # of this test
 
@@ -169,18 +203,19 @@ class Job:
         )
         return found[0]
 
-    def suspended_engine(self) -> psutil.Process:
-        """That of the second worker; it keeps what it has and what it is given."""
-        engine = self.engine()
-        engine.suspend()
-        self._suspended_at = time.time()
-        return engine
+    def turns_at(self, worker: str) -> int:
+        """How many its rank has for its engine, as it last told, which it does each second."""
+        last = self.live().get("workers", {}).get(worker, {})
+        return last.get("running", 0) + last.get("waiting", 0)
 
-    def holds_a_turn(self) -> bool:
-        """Whether the suspended engine has one: at any moment it may have nothing."""
-        live = self.live()
-        last = live["workers"]["rollout-1"]
-        return live["time"] > self._suspended_at + 2 and last["running"] + last["waiting"] > 0
+    def until_idle(self, worker: str) -> None:
+        """Until it has no turn, where none can be asked for and all that were are answered: each
+        that it is then said to have, it got later."""
+        now = time.time()
+        self.until(
+            lambda: self.live().get("time", 0.0) > now and self.turns_at(worker) == 0,
+            f"{worker} to have no turn",
+        )
 
     @contextlib.contextmanager
     def trainer_stopped(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Whole runs as docs/agents.md prints them, made shorter: an agent that knows nothing of ROSE, and
 prompts with a reward file. (Its package is installed and trained on by tests/outside.)"""
 
+import signal
 import subprocess
 import sys
 
@@ -9,10 +10,45 @@ import pytest
 
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
-from tests.job.hosts import HOSTS, kill_hosts
+from tests.job.hosts import HOSTS, kill_host, rolls
 from tests.job.job import DEADLINE_S, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+# The page's agent, whose training waits for the file `begin`; of every other of its tasks the agent
+# waits again after its first move, for `go`.
+HELD = """
+import itertools
+import os
+import time
+from pathlib import Path
+
+import lake_agent
+
+HERE = Path(__file__).parent
+SHOWN, SHOW = itertools.count(), lake_agent.show
+
+
+def wait(gate):
+    while not (HERE / gate).exists():
+        time.sleep(0.05)
+
+
+def show(*place):
+    if next(SHOWN) == 1:
+        (HERE / f"waits-{os.environ['ROSE_TRAJECTORY']}").touch()
+        wait("go")
+    return SHOW(*place)
+
+
+def play(task):
+    if task["phase"] == "train":
+        wait("begin")
+        if task["seed"] % 4:
+            lake_agent.show = show
+    return lake_agent.play(task)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +70,14 @@ def test_prompts_are_trained_on_with_a_reward_file(tmp_path):
 
 def test_an_unchanged_agent_is_trained_and_does_not_notice_that_hosts_and_an_engine_died(tmp_path):
     """Each trajectory is trained once, and programs that begin anew get the same answers."""
+    (tmp_path / "held_agent.py").write_text(HELD)
     job = Job(
         tmp_path,
         *printed.overrides("agents.md", "lake_agent"),
+        "env.args.function=held_agent.py:play",
+        "env.step_timeout_s=1000",
+        "rollout.turn_timeout_s=1000",  # so that no turn is stalled for want of time
+        "scheduler/routing=round_robin",  # so that of any two turns in a row an engine gets one
         "trainer.steps=2",
         "trainer.batch_size=64",
         "rollout.workers=2",
@@ -44,11 +85,17 @@ def test_an_unchanged_agent_is_trained_and_does_not_notice_that_hosts_and_an_eng
         *HOSTS,
     )
     job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
-    engine = job.suspended_engine()
-    job.until(job.holds_a_turn, "a turn at the suspended engine")
+    job.until_idle("rollout-1")
+    engine = job.engine()
+    engine.suspend()
+    (tmp_path / "begin").touch()
+    job.until(lambda: job.turns_at("rollout-1"), "a turn at the suspended engine")
     engine.kill()
     job.until(lambda: job.faults(), "the engine's fault")
-    assert kill_hosts(job, 2) == 2
+    job.until(lambda: rolls(job) and any(tmp_path.glob("waits-*")), "some to end, some to wait")
+    kill_host(job, 0)
+    kill_host(job, 1, signal.SIGSEGV)
+    (tmp_path / "go").touch()
     assert job.wait() == 0, job.said + job.logs()
     died = ["engine died", *["environment host died"] * 2]
     assert [fault["what"] for fault in job.faults()] == died, "no agent failed"

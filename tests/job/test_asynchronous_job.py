@@ -21,6 +21,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 def score(episode):
+    while episode.trajectory[0] == "e" and not (FOLDER / "go").exists():
+        time.sleep(0.05)
     with (FOLDER / f"{episode.trajectory}.tries").open("a") as file:
         file.write("x")
     if episode.trajectory == "g0.1" and (FOLDER / "g0.1.tries").read_text() == "x":
@@ -49,9 +51,12 @@ def test_rollouts_go_on_while_the_trainer_trains_and_a_pool_scores_each_once(tmp
         "eval.episodes=4",
         "reward=function",
         f"reward.args.path={tmp_path / 'mine.py'}:score",
+        "reward.timeout_s=1000",
+        "reward.deadline_s=2100",
     )
-    job.until(lambda: job.phase() == ("rollout", 1), "the first rollout")
+    job.until(lambda: job.phase()[0] == "evaluating", "the evaluation before the first step")
     with job.trainer_stopped():
+        (tmp_path / "go").touch()
         job.until(lambda: job.phase() == ("train", 1), "the first step's training")
         # 33 are scored if it doesn't end: its four groups, the four that run then, and one for the
         # trajectory that fails. Of these four groups one has just begun, so at least seven were

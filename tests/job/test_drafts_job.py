@@ -4,7 +4,7 @@ are rewarded one by one: an engine dies."""
 import pytest
 
 from rose.coordinator import replay
-from tests.job.job import Held, Job, trained_on
+from tests.job.job import Gated, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tmp_path):
     """What they sample is checked in tests/engine/test_drafts.py; here that the trainer finds the
     log-probabilities that it was told, that no trajectory is lost, and that drafts are counted."""
-    held = Held(tmp_path, 2, groups=8, waiting=3)
-    held.release(1)
+    gates = Gated(tmp_path, 2, groups=8, size=4)
+    gates.opens(1)
     job = Job(
         tmp_path,
         "rollout/draft=group",
@@ -21,14 +21,17 @@ def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tm
         "algorithm=turn_grpo",
         "env.args.shaping=0.5",
         "rollout.workers=2",
+        "scheduler/routing=round_robin",  # so that of any two turns in a row an engine gets one
         "trainer.steps=2",
         "eval.episodes=8",
-        *held.overrides,
+        *gates.overrides,
     )
-    held.until(job, 2)
-    engine = job.suspended_engine()
-    held.release(2)
-    job.until(job.holds_a_turn, "a turn at the suspended engine")
+    gates.until(job, "waits", 2)
+    job.until_idle("rollout-1")
+    engine = job.engine()
+    engine.suspend()
+    gates.opens(2)  # only one of the step's maps has a hole beside the start: 28 episodes go on
+    job.until(lambda: job.turns_at("rollout-1"), "a turn at the suspended engine")
     engine.kill()
     assert job.wait() == 0, job.said + job.logs()
     assert [fault["what"] for fault in job.faults()] == ["engine died"]

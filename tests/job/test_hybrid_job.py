@@ -9,33 +9,26 @@ import psutil
 import pytest
 
 from rose.coordinator import journal, replay
-from rose.coordinator.control import first_name, train_task
+from rose.coordinator.control import first_name
 from rose.scheduler import events as ev
-from tests.job.job import Job
+from tests.job.job import Gated, Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
+# Of the first step's maps two have a hole beside the start, of the second's none: so of 16 episodes
+# eight at least go on after their first move, and 16. An engine takes five turns of them.
 STEPS, GROUPS, SIZE = 2, 4, 4
-SEEDS = [
-    [train_task(1, GROUPS * step + k, {"frozen_lake": 1.0}).seed for k in range(GROUPS)]
-    for step in range(STEPS)
-]
 
 
 class Scene:
     """A job whose episodes all wait at their first move until `opens`."""
 
     def __init__(self, folder) -> None:
-        self.gates = folder / "gates"
-        self.gates.mkdir()
+        self.gates = Gated(folder, STEPS, GROUPS, SIZE)
         self.job = Job(
             folder,
             f"trainer.steps={STEPS}",
-            f"+env.args.folder={self.gates}",
-            f"+env.args.held={SEEDS}",
-            "env.name=tests.job.held:GatedLake",
-            "env.step_timeout_s=450",
-            "rollout.turn_timeout_s=450",
+            *self.gates.overrides,
             "rollout.hybrid=1",
             "rollout.max_sequences=4",  # so that a step's turns don't all find room in one engine
             "scheduler/provisioning=all_idle",
@@ -50,25 +43,15 @@ class Scene:
         return self.job.engine(pid)
 
     def until_all_wait(self, step: int) -> None:
-        self.job.until(
-            lambda: len(list(self.gates.glob(f"waits-{step}-*"))) == GROUPS * SIZE,
-            f"all episodes of step {step} to wait",
-        )
+        self.gates.until(self.job, "waits", step)
 
     def opens(self, step: int) -> None:
         """Every episode goes on; returns when all do."""
-        (self.gates / f"open-{step}").touch()
-        self.job.until(
-            lambda: len(list(self.gates.glob(f"goes-{step}-*"))) == GROUPS * SIZE,
-            f"all episodes of step {step} to go on",
-        )
+        self.gates.opens(step)
+        self.gates.until(self.job, "goes", step)
 
-    def until_one_is_in(self, step: int) -> None:
-        def one() -> bool:
-            live = self.job.live()
-            return live.get("step") == step and live.get("finished", 0) > 0
-
-        self.job.until(one, f"a trajectory of step {step}")
+    def until_hybrid_has_turns(self) -> None:
+        self.job.until(lambda: self.job.turns_at("rollout-1"), "a turn at the hybrid engine")
 
     def deaths(self) -> list[str]:
         return [f["detail"] for f in self.job.faults() if f["what"] == "engine died"]
@@ -79,9 +62,10 @@ def test_a_hybrid_engine_works_while_the_trainer_waits_and_may_die_at_any_time(t
     job = scene.job
     scene.until_all_wait(1)
     dedicated, trainer = scene.engine(0), psutil.Process(job.rank("trainer")["pid"])
+    job.until_idle("rollout-1")  # or not up yet
     dedicated.suspend()
     scene.opens(1)
-    scene.until_one_is_in(1)  # the hybrid engine's
+    scene.until_hybrid_has_turns()
     trainer.suspend()
     dedicated.resume()
     job.until(
@@ -101,11 +85,12 @@ def test_a_hybrid_engine_works_while_the_trainer_waits_and_may_die_at_any_time(t
     job.until(again, "the engine to start again in its next turn")
     second = scene.engine(1)
     assert second.pid != asleep.pid
+    job.until_idle("rollout-1")
     dedicated.suspend(), second.suspend()
     scene.opens(2)
+    scene.until_hybrid_has_turns()  # as the dedicated engine has no room
+    second.kill()
     dedicated.resume()
-    scene.until_one_is_in(2)
-    second.kill()  # it holds turns, as the dedicated engine has no room
     assert job.wait() == 0, job.said + job.logs()
 
     held = [int(re.search(r"; (\d+) turns go elsewhere", death)[1]) for death in scene.deaths()]

@@ -19,6 +19,7 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     overrides = (
         "env=games",
         "rollout.workers=2",
+        "scheduler/routing=round_robin",  # so that each engine gets turns, however slowly they come
         "trainer.ranks=2",
         "rollout.environment_hosts=2",
         "trainer.optimizer.schedule=linear",

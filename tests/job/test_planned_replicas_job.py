@@ -11,11 +11,11 @@ import pytest
 
 from rose import config as cfg
 from rose.coordinator import journal, replay
-from rose.coordinator.control import first_name, train_task
+from rose.coordinator.control import first_name
 from rose.observe.metrics import read_metrics
 from rose.policies import build
 from rose.scheduler import events as ev
-from tests.job.job import Job, replica
+from tests.job.job import Gated, Job, replica
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -35,23 +35,14 @@ class Scene:
     batches of them are out at any time."""
 
     def __init__(self, folder) -> None:
-        self.gates = folder / "gates"
-        self.gates.mkdir()
-        held = [
-            [train_task(1, GROUPS * step + k, {"frozen_lake": 1.0}).seed for k in range(GROUPS)]
-            for step in range(STEPS + 1 + ETA)
-        ]
+        self.gates = Gated(folder, STEPS + 1 + ETA, GROUPS, SIZE)
         self.job = Job(
             folder,
             *SIZES,
-            f"+env.args.folder={self.gates}",
-            f"+env.args.held={held}",
+            *self.gates.overrides,
             "+env.args.starts=[3]",
             "+env.args.counts=true",  # so that an only move has a reward of its own
-            "env.name=tests.job.held:GatedLake",
             "env.max_turns=1",
-            "env.step_timeout_s=1000",
-            "rollout.turn_timeout_s=1000",
             "rollout.workers=2",
             "scheduler/batching=bounded_staleness",
             f"scheduler.batching.args.eta={ETA}",
@@ -71,19 +62,11 @@ class Scene:
             next(r["pid"] for r in found if (r["role"], r["index"]) == ("rollout", index))
         )
 
-    def count(self, what: str, step: int) -> int:
-        return len(list(self.gates.glob(f"{what}-{step}-*")))
-
     def until(self, what: str, step: int, count: int = ALL) -> None:
-        self.job.until(
-            lambda: self.count(what, step) == count, f"{count} episodes of step {step}: {what}"
-        )
+        self.gates.until(self.job, what, step, count)
 
     def until_waited_for(self, what: str) -> None:
         self.job.until(lambda: what in self.job.live().get("waiting_for", ""), what)
-
-    def opens(self, step: int, gate: str = "open") -> None:
-        (self.gates / f"{gate}-{step}").touch()
 
 
 def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_path):
@@ -91,7 +74,7 @@ def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_p
     job = scene.job
     scene.until("waits", 1)
     first = replica(scene.job, 1)
-    scene.opens(1)
+    scene.gates.opens(1)
     scene.until("waits", 2)
     scene.until("begins", 3)
     job.until(lambda: job.phase() == ("rollout", 2), "all engines to roll out by version 1")
@@ -99,13 +82,13 @@ def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_p
     # half of step 3's turns are with the engine that is to train, and won't end there
     rank = scene.rank(0)
     rank.suspend()
-    held_at = job.live()["time"]
-    scene.opens(3, "start")
+    scene.gates.opens(3, "start")
     scene.until("waits", 3, ALL // 2)
+    held_at = job.live()["time"]
     job.until(lambda: job.live()["time"] > held_at + 2, "the scheduler to see an engine at work")
     trainer = psutil.Process(job.rank("trainer")["pid"])
     trainer.suspend()
-    scene.opens(2)
+    scene.gates.opens(2)
     scene.until("waits", 3)
     assert job.phase() == ("train", 2), "the other engine had the turns while step 2 was trained"
 
@@ -122,7 +105,7 @@ def test_an_engine_hands_its_turns_on_and_trains_while_the_other_rolls_out(tmp_p
 
     # the engine dies while its replica is at work, which goes on
     trainer.suspend(), second.suspend()
-    scene.opens(3)
+    scene.gates.opens(3)
     scene.until_waited_for("trainer ranks to compute their part of step 3")
     job.engine(rank.pid).kill()
     job.until(lambda: len(job.faults()) == 2, "word of the engine that died")

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from rose.coordinator import replay
-from rose.coordinator.control import first_name, train_task
-from tests.job.job import Job, replica
+from rose.coordinator.control import first_name
+from tests.job.job import Gated, Job, replica
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -22,47 +22,16 @@ SIZES = (
 )
 
 
-class Scene:
-    """A job whose episodes all wait at their first move until `opens`."""
-
-    def __init__(self, folder) -> None:
-        self.gates = folder / "gates"
-        self.gates.mkdir()
-        held = [
-            [train_task(1, GROUPS * step + k, {"frozen_lake": 1.0}).seed for k in range(GROUPS)]
-            for step in range(STEPS)
-        ]
-        self.job = Job(
-            folder,
-            *SIZES,
-            f"+env.args.folder={self.gates}",
-            f"+env.args.held={held}",
-            "env.name=tests.job.held:GatedLake",
-            "env.step_timeout_s=1000",
-            "rollout.turn_timeout_s=1000",
-            "trainer.elastic_replicas=1",
-        )
-
-    def until_all_wait(self, step: int) -> None:
-        self.job.until(
-            lambda: len(list(self.gates.glob(f"waits-{step}-*"))) == GROUPS * SIZE,
-            f"all episodes of step {step} to wait",
-        )
-
-    def opens(self, step: int) -> None:
-        (self.gates / f"open-{step}").touch()
-
-
 def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
-    scene = Scene(tmp_path)
-    job = scene.job
-    scene.until_all_wait(1)
-    first = replica(scene.job, 1)
-    scene.opens(1)
-    scene.until_all_wait(2)
+    gates = Gated(tmp_path, STEPS, GROUPS, SIZE)
+    job = Job(tmp_path, *SIZES, *gates.overrides, "trainer.elastic_replicas=1")
+    gates.until(job, "waits", 1)
+    first = replica(job, 1)
+    gates.opens(1)
+    gates.until(job, "waits", 2)
     trainer = psutil.Process(job.rank("trainer")["pid"])
     trainer.suspend(), first.suspend()
-    scene.opens(2)
+    gates.opens(2)
     job.until(
         lambda: "compute their part of step 2" in job.live().get("waiting_for", ""),
         "step 2 to be given to trainer and replica",
@@ -70,9 +39,9 @@ def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
     first.kill()
     job.until(job.faults, "word of the replica that died")
     trainer.resume()
-    scene.until_all_wait(3)
-    assert replica(scene.job, 2).pid != first.pid
-    scene.opens(3)
+    gates.until(job, "waits", 3)
+    assert replica(job, 2).pid != first.pid
+    gates.opens(3)
     assert job.wait() == 0, job.said + job.logs()
 
     [fault] = job.faults()
