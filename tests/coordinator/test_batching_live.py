@@ -19,8 +19,6 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "scheduler" / "batching"
 POLICIES = sorted(path.stem for path in CONF.glob("*.yaml"))
 DROPS = ("dapo", "trajectory_async")  # prompts for good, as their papers do
 GROUPS, SIZE, STEPS = 4, 2, 6
-
-
 SHORT = (
     f"trainer.steps={STEPS}",
     "eval.episodes=3",
