@@ -173,6 +173,14 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("eval.stop.patience=2", ["eval.every=0", "eval.stop.patience=2"]),
         ("eval.keep_best=true", ["eval.every=0", "eval.keep_best=true"]),
         ("eval=none eval.every=5 eval.keep_best=true", ["eval.episodes=0", "eval.sets"]),
+        (
+            "rollout.replay=earlier eval.every=5 eval.keep_best=true",
+            ["eval.keep_best=True", "false: rollout.replay=earlier starts no engines"],
+        ),
+        (
+            "rollout.replay=earlier eval.every=5 eval.stop.patience=2",
+            ["eval.stop.patience=2", "0: rollout.replay=earlier starts no engines"],
+        ),
         ("eval=beside deterministic=true", ["eval.beside=True", "deterministic=true"]),
         ("eval=beside transfer.in_flight=finish", ["transfer.in_flight='finish'", "eval.beside"]),
         ("eval=beside colocate=true", ["eval.beside=True", "share in turn"]),

@@ -1,4 +1,4 @@
-"""Doubts about what a run would learn from, before it starts: its data and its learning rate.
+"""Doubts about what a run would learn, before it starts: its data, learning rate and evaluation.
 
 Left out: doubts about ranks, memory and machines (rose/launch/plan.py).
 """
@@ -10,7 +10,7 @@ from rose.config import Config, ConfigError
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises."""
-    return stale(c, staleness, corrects) + narrowed(c) + warming_up(c)
+    return stale(c, staleness, corrects) + narrowed(c) + warming_up(c) + unevaluated(c)
 
 
 def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
@@ -58,4 +58,15 @@ def warming_up(c: Config) -> tuple[str, ...]:
         f"trainer.optimizer.warmup_steps={o.warmup_steps}: trainer.steps={c.trainer.steps} gives "
         f"{updates} updates, the last of them at a learning rate of {last:g}, not "
         f"trainer.optimizer.lr={o.lr:g}",
+    )
+
+
+def unevaluated(c: Config) -> tuple[str, ...]:
+    """A doubt about held-out tasks of a run without engines; conf/ has some by default."""
+    tasks = c.eval.episodes + sum(one.episodes for one in c.eval.sets.values())
+    if c.rollout.replay is None or not tasks:
+        return ()
+    return (
+        f"rollout.replay={c.rollout.replay} starts no engines: none of the {tasks} held-out tasks "
+        "is evaluated; eval.episodes=0, without eval.sets, says that this is meant",
     )

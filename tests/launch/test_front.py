@@ -371,7 +371,11 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     for step in (1, 2):
         replay.save(tmp_path / "earlier", step, [])
     code, out, err = launch(
-        "rollout.replay=earlier", "trainer.steps=2", "cluster.slots=2", "cluster.dry_run=true"
+        "rollout.replay=earlier",
+        "trainer.steps=2",
+        "cluster.slots=2",
+        "cluster.dry_run=true",
+        "eval.episodes=0",
     )
     assert code == 0 and not err
     assert (
@@ -379,6 +383,14 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
         and f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
     )
     assert "environment" not in out and "engines" not in out
+
+
+def test_held_out_tasks_that_a_replay_leaves_out_are_a_doubt(make_config):
+    asked = ["+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=8", "eval.episodes=16"]
+    [doubt] = doubts.unevaluated(make_config("rollout.replay=earlier", *asked))
+    assert doubt.startswith("rollout.replay=earlier starts no engines: none of the 24 held-out")
+    assert doubts.unevaluated(make_config(*asked)) == ()
+    assert doubts.unevaluated(make_config("rollout.replay=earlier", "eval.episodes=0")) == ()
 
 
 def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
