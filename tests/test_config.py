@@ -200,6 +200,26 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "eval.sets.sums.max_new_tokens=100000",
             ["eval.sets.sums.max_new_tokens=100000", "model.max_context="],
         ),
+        ("+model.recipe.hidden=96", ["model.recipe.hidden=96", "multiple of 64"]),
+        ("+model.recipe.hidden=0", ["model.recipe.hidden=0", ">= 64"]),
+        ("+model.recipe.layers=-1", ["model.recipe.layers=-1", ">= 1"]),
+        ("+model.recipe.layers=two", ["model.recipe.layers='two'", "`int`"]),
+        ("model.recipe.seed=null", ["model.recipe.seed=None", "`int`"]),
+        ("+model.recipe.experts=1", ["model.recipe.experts=1", "0, or 2 and more"]),
+        ("+model.recipe.env=chess", ["model.recipe.env='chess'", "frozen_lake, terminal"]),
+        ("+model.recipe.hole-probability=1", ["model.recipe.hole_probability=1", "<= 0.5"]),
+        (
+            "+model.recipe.hidden=4096 +model.recipe.layers=8",
+            ["model.recipe.hidden=4096", "layers=8", "100,000,000 at most", "model.source=folder"],
+        ),
+        (
+            "+model.recipe.steps=1000000",
+            ["model.recipe.steps=1000000", "batch=8", "500,000 at most"],
+        ),
+        (
+            "model=smollm2 +model.recipe.dtype=float16",
+            ["model.recipe.dtype='float16'", "float32, bfloat16"],
+        ),
         ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
         ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),
         (

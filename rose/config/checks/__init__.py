@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from rose.config import recipes
 from rose.config.checks import engines, machine, serving, tasks, training
 from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
@@ -82,3 +83,5 @@ def _check_values(c: Config, need: Need) -> None:
         "model.path",
         "the model's folder is needed (model.source=folder)",
     )
+    if c.model.source in recipes.RECIPES:
+        recipes.check(c.model.source, c.model.recipe)
