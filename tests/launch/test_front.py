@@ -416,7 +416,6 @@ def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(
 ):
     """What a rank's log holds is no rich markup: `[/usr/bin]` would raise, `[red]` would vanish."""
     words = "rank 2 failed\n  [/usr/lib] [red]list[int] " + "x" * 300
-    monkeypatch.setattr(front.model, "prepare", lambda c: c)
     monkeypatch.setattr(front.local, "start", lambda *_: None)
     monkeypatch.setattr(front.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(front, "_follow", lambda *_: supervise.Outcome(words))
