@@ -212,7 +212,7 @@ def check(tree: dict) -> plan.Plan:
     if c.reward.pools:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
-        replay.check(Path(c.rollout.replay), c.trainer.steps)
+        replay.check(Path(c.rollout.replay), c.trainer.steps, c.rollout.temperature)
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     check_draft(c)

@@ -23,6 +23,7 @@ def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tm
         "rollout.workers=2",
         "trainer.steps=2",
         "eval.episodes=8",
+        "rollout.temperature=0.8",
         *held.overrides,
     )
     held.until(job, 2)

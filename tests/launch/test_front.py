@@ -276,13 +276,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch):
+def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_config):
+    bare = ["algorithm.importance_cap=null"]
     code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7", "rollout.top_k=3")
     words = " ".join(out.split())
     assert code == 0
-    assert "warning: rollout.temperature=0.7, rollout.top_k=3: tokens are drawn from" in words
-    assert "1, 0 is exact" in words and "top_p" not in words
-    code, out, _ = launch("cluster.dry_run=true")
+    assert "warning: rollout.top_k=3: tokens that are left out are never tried" in words
+    assert "importance weights correct; 0 is exact" in words and "top_p" not in words
+    [doubt] = doubts.narrowed(make_config("rollout.top_p=0.9", *bare), corrects=False)
+    assert "no weight corrects (algorithm.importance_cap=null); 1 is exact" in doubt
+    code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7")
     assert code == 0 and "warning" not in out
 
 

@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 
+COLDEST = 0.01  # vLLM's _MAX_TEMP, in place of which it takes no lower temperature but 0
+
+
 def check(c: Config) -> None:
     """Everything that can be said without looking at the machine or the model."""
     need = needs(msgspec.to_builtins(c))
@@ -63,9 +66,9 @@ def _check_values(c: Config, need: Need) -> None:
         f"never comes to be {optimizer.schedule}",
     )
     need(
-        c.rollout.temperature > 0,
+        c.rollout.temperature >= COLDEST,
         "rollout.temperature",
-        "must be greater than 0: greedy rollouts teach nothing",
+        f"at least {COLDEST}: vLLM draws at no lower one, and greedy rollouts teach nothing",
     )
     relay = c.transfer.relay
     need(
