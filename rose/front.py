@@ -212,7 +212,7 @@ def check(tree: dict) -> plan.Plan:
     if c.reward.pools:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
-        replay.check(Path(c.rollout.replay), c.trainer.steps)
+        replay.check(Path(c.rollout.replay), c.trainer.steps, c.rollout.temperature)
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     check_draft(c)
@@ -391,11 +391,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         return 0
     if c.cluster.kind == "slurm" and (job := _still_there(c)):
         return _report_still_there(c, job, console)
-    if c.fresh and c.run_dir.exists():
-        with local.locked(c.run_dir):
-            echo(console, f"the earlier run is now {resume.move_aside(c.run_dir)}")
     local.check_sandbox_folders(c)
-    with local.locked(c.run_dir):
+    with _aside(c, console), local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c):
             early = resume.stopped_early(c.run_dir)
             steps = f"{c.trainer.steps} steps" if early is None else f"eval.stop, step {early}"
@@ -413,17 +410,35 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         plan.show(made, console)
         if words := resume.other_shape(c.run_dir, c):
             echo(console, words)
+        local_run = c.cluster.kind == "local"
+        c = model.prepare(c) if local_run else c
+        check_formats(c)
         write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
-        if c.cluster.kind == "slurm":
-            check_formats(c)
-            slurm.submit(c, made.ranks, console)
-            return 0
-        return _run(c, made, console)
+        if local_run:
+            return _run(c, made, console)
+        slurm.submit(c, made.ranks, console)
+        return 0
+
+
+@contextmanager
+def _aside(c: Config, console: Console) -> Iterator[None]:
+    """With `fresh` the run of this name is moved aside, and back where the new one is refused."""
+    if not (c.fresh and c.run_dir.exists()):
+        yield
+        return
+    with local.locked(c.run_dir):
+        aside = resume.move_aside(c.run_dir)
+    echo(console, f"the earlier run is now {aside}")
+    try:
+        yield
+    except ConfigError:
+        if not c.run_dir.exists():
+            aside.rename(c.run_dir)
+            echo(console, f"the earlier run is {c.run_dir} again")
+        raise
 
 
 def _run(c: Config, made: plan.Plan, console: Console) -> int:
-    c = model.prepare(c)
-    check_formats(c)
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
     if words := resume.last_saved(c.run_dir):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -160,20 +159,6 @@ def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
 
 def _file(name: str) -> Path:
     return (places.FILES if name.startswith("scripts/") else places.REPOSITORY) / name
-
-
-def check_recipe(source: str, recipe: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a key that the recipe's script has no option for. Read from its
-    text: the script itself would import torch."""
-    script = RECIPES[source][0]
-    options = re.findall(r"""add_argument\(["']--([\w-]+)["']""", _file(script).read_text())
-    known = [name.replace("-", "_") for name in options if name != "out"]
-    for key, value in recipe.items():
-        if key.replace("-", "_") not in known:
-            raise ConfigError(
-                f"model.recipe.{key}={value!r}: {script} has no such option; it has "
-                f"{', '.join(known)}"
-            )
 
 
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:

@@ -112,9 +112,8 @@ class Trajectory(Record):
     phase: Phase
     tokens: bytes  # int32 (T,)
     mask: bytes  # uint8 (T,): 1 where the policy made the token
-    logprobs: (
-        bytes  # float32 (T,): the engine's log-probability at temperature 1; 0 where mask is 0
-    )
+    # float32 (T,): the engine's log-probability when it drew the token; 0 where mask is 0
+    logprobs: bytes
     versions: bytes  # int32 (T,): policy version that made the token; -1 where mask is 0
     reward: float
     success: bool

@@ -173,6 +173,14 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("eval.stop.patience=2", ["eval.every=0", "eval.stop.patience=2"]),
         ("eval.keep_best=true", ["eval.every=0", "eval.keep_best=true"]),
         ("eval=none eval.every=5 eval.keep_best=true", ["eval.episodes=0", "eval.sets"]),
+        (
+            "rollout.replay=earlier eval.every=5 eval.keep_best=true",
+            ["eval.keep_best=True", "false: rollout.replay=earlier starts no engines"],
+        ),
+        (
+            "rollout.replay=earlier eval.every=5 eval.stop.patience=2",
+            ["eval.stop.patience=2", "0: rollout.replay=earlier starts no engines"],
+        ),
         ("eval=beside deterministic=true", ["eval.beside=True", "deterministic=true"]),
         ("eval=beside transfer.in_flight=finish", ["transfer.in_flight='finish'", "eval.beside"]),
         ("eval=beside colocate=true", ["eval.beside=True", "share in turn"]),
@@ -191,6 +199,26 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=1 "
             "eval.sets.sums.max_new_tokens=100000",
             ["eval.sets.sums.max_new_tokens=100000", "model.max_context="],
+        ),
+        ("+model.recipe.hidden=96", ["model.recipe.hidden=96", "multiple of 64"]),
+        ("+model.recipe.hidden=0", ["model.recipe.hidden=0", ">= 64"]),
+        ("+model.recipe.layers=-1", ["model.recipe.layers=-1", ">= 1"]),
+        ("+model.recipe.layers=two", ["model.recipe.layers='two'", "`int`"]),
+        ("model.recipe.seed=null", ["model.recipe.seed=None", "`int`"]),
+        ("+model.recipe.experts=1", ["model.recipe.experts=1", "0, or 2 and more"]),
+        ("+model.recipe.env=chess", ["model.recipe.env='chess'", "frozen_lake, terminal"]),
+        ("+model.recipe.hole-probability=1", ["model.recipe.hole_probability=1", "<= 0.5"]),
+        (
+            "+model.recipe.hidden=4096 +model.recipe.layers=8",
+            ["model.recipe.hidden=4096", "layers=8", "100,000,000 at most", "model.source=folder"],
+        ),
+        (
+            "+model.recipe.steps=1000000",
+            ["model.recipe.steps=1000000", "batch=8", "500,000 at most"],
+        ),
+        (
+            "model=smollm2 +model.recipe.dtype=float16",
+            ["model.recipe.dtype='float16'", "float32, bfloat16"],
         ),
         ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas", "two numbers"]),
         ("trainer.zero_stage=4", ["trainer.zero_stage=4", "one of 0, 1, 2, 3"]),

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from rose import config as configuration
-from rose import hub
+from rose import front, hub
 from rose.config import ConfigError
 from rose.launch import local, model
 
@@ -27,6 +27,7 @@ QWEN = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
+SMALL = [f"model.shape.{key}=64" for key in ("hidden", "intermediate", "head_dim", "vocab")]
 
 
 @pytest.fixture
@@ -193,6 +194,24 @@ def test_ranks_never_ask_the_hub(tree, tmp_path):
     assert found["HF_HUB_OFFLINE"] == found["TRANSFORMERS_OFFLINE"] == "1"
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_refused_model_leaves_no_file_and_an_earlier_run_as_it_was(
+    cache, tmp_path, capsys, fresh
+):
+    """A hub that isn't reached, or has no such id: the launcher has the run's lock by then."""
+    runs, kept = tmp_path / "new" / "runs", Path("earlier") / "checkpoints"
+    if fresh:
+        (runs / kept).mkdir(parents=True)
+    asked = ["model=qwen3_8b", "model.path=acme/none", "model.max_context=512", "name=earlier"]
+    asked += [f"output_dir={runs}", f"fresh={fresh}", *SMALL]
+    assert front.main(REPOSITORY / "conf", asked) == 2
+    assert "model.path='acme/none': the hub can't be reached" in capsys.readouterr().err
+    left = {path.relative_to(runs) for path in runs.rglob("*")}
+    assert (left - {Path("earlier/lock")}, runs.parent.exists()) == (
+        ({Path("earlier"), kept}, True) if fresh else (set(), False)
+    )
+
+
 @pytest.mark.slow
 def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
     """As a user starts it, on a machine with neither network nor cache."""
@@ -212,4 +231,4 @@ def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
     )
     assert said.returncode == 2, said.stdout + said.stderr
     assert "Qwen/Qwen2.5-7B-Instruct" in said.stderr and "hf download" in said.stderr
-    assert not (tmp_path / "qwen7b" / "config.json").exists()
+    assert not (tmp_path / "qwen7b").exists()

@@ -7,12 +7,14 @@ MPICH makes shared memory even for a rank that shares it with nobody. Its name c
 launcher's, which under Slurm is JOB.STEP, or from the process id, and it is removed only in
 MPI_Finalize, which our ranks can't wait for when a peer is dead. A requeued job (same id, step 0
 again) would find the memory of its last attempt and take it for its own; and every end would leave
-some MiB on the node. Without a name the kernel frees it with the last process that maps it.
+some MiB on the node. Without a name the kernel frees it with the last process that maps it. Ranks
+that are ended before they all have come so far have theirs removed by who ends them.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,9 +44,28 @@ def unname(world: MPI.Comm) -> list[str]:
     """Unlink MPICH's shared memory, which every rank keeps. Collective over `world`, right after
     MPI's start. Returns the names that this rank found."""
     world.Barrier()  # all have opened it
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    names = {line.split(maxsplit=5)[-1] for line in maps if SHARED in line}
-    found = sorted(n for n in names if n.startswith(SHARED) and not n.endswith(" (deleted)"))
+    found = shared("self")
     for name in found:
         Path(name).unlink(missing_ok=True)  # another rank of the node may be first
     return found
+
+
+def remove_shared(pid: int) -> None:
+    """Unlink the shared memory of a whole MPI world on this node, dead ranks' too, before this one
+    of its processes is ended: names differ by world, and within one by rank, each its own."""
+    for name in shared(pid):
+        world = Path(name.rpartition("_")[0])
+        for each in world.parent.glob(f"{world.name}_*"):
+            with suppress(OSError):
+                each.unlink()
+
+
+def shared(pid: int | str) -> list[str]:
+    """The names under which this process has MPICH's shared memory; none of a process that is
+    gone, or another user's."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    names = {line.split(maxsplit=5)[-1] for line in maps if SHARED in line}
+    return sorted(n for n in names if n.startswith(SHARED) and not n.endswith(" (deleted)"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose import config as configuration
 from rose.config import ConfigError
 from rose.files import write_whole
 from rose.protocol import BatchSummary, Trajectory
@@ -42,8 +43,10 @@ def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
         raise ValueError(f"rollout.replay: {path} holds no trajectories: {error}") from None
 
 
-def check(run_dir: Path, steps: int) -> None:
-    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved."""
+def check(run_dir: Path, steps: int, temperature: float) -> None:
+    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved, drawn
+    at the `temperature` at which it is to be trained. Trajectories without their run's config.json
+    are taken at their word."""
     missing = next(
         (path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()),
         None,
@@ -52,6 +55,15 @@ def check(run_dir: Path, steps: int) -> None:
         raise ConfigError(
             f"rollout.replay={str(run_dir)!r}: {missing} is missing; give the folder of a run with "
             f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true)"
+        )
+    stored = Path(run_dir) / "config.json"
+    if not stored.is_file():
+        return
+    drawn = configuration.stored(stored)["rollout"]["temperature"]
+    if drawn != temperature:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g}: the tokens of rollout.replay={str(run_dir)!r} "
+            f"were drawn at {drawn:g}: rollout.temperature={drawn:g}"
         )
 
 

@@ -16,8 +16,8 @@ from rose.engine.start import EngineDied, EngineError
 
 
 class Chunk(NamedTuple):
-    """Tokens since the last chunk. `logprobs` are of the model's own distribution at temperature 1,
-    before top-p and top-k (vLLM's `raw_logprobs`)."""
+    """Tokens since the last chunk. `logprobs` are of the distribution that they were drawn from, at
+    rollout.temperature, of the tokens that rollout.top_p and top_k leave."""
 
     tokens: list[int]
     logprobs: list[float]

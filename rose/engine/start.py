@@ -107,7 +107,10 @@ def engine_args(
     lora: Lora | None = None,
     routing: bool = False,
 ) -> dict:
-    """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew."""
+    """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew.
+    Log-probabilities are those of the distribution that tokens are drawn from, after temperature,
+    top-k and top-p, as the trainer weighs by them."""
+    usual = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
     args = dict(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -121,7 +124,7 @@ def engine_args(
         tensor_parallel_size=rollout.tensor_parallel,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         stream_interval=rollout.stream_interval,
-        logprobs_mode="raw_logprobs",
+        logprobs_mode="raw_logprobs" if usual else "processed_logprobs",
         use_tqdm_on_load=False,
         worker_extension_cls=EXTENSION,
         seed=seed,

@@ -61,13 +61,16 @@ def _command(run_dir: Path) -> str:
 
 
 def _use(config: Config, out: str, adapter: bool) -> str:
+    """vLLM would serve float32 as bfloat16, with a warning for each weight."""
+    exact = " --dtype float32" if config.model.dtype == "float32" else ""
     if not adapter:
         on = f"python launch.py model.source=folder model.path={out} name=NAME   # train on from it"
-        return f"vllm serve {out}\n{on}"
+        return f"vllm serve {out}{exact}\n{on}"
     rank = config.trainer.lora.slot_rank
     base = shlex.quote(str(config.model.path))
     return (
-        f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={out}\n"
+        f"vllm serve {base}{exact} --enable-lora --max-lora-rank {rank} --lora-modules "
+        f"policy={out}\n"
         "# PEFT: PeftModel.from_pretrained(base, folder); to train on, export it with --merge"
     )
 

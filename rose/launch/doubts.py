@@ -1,4 +1,4 @@
-"""Doubts about what a run would learn from, before it starts: its data and its learning rate.
+"""Doubts about what a run would learn, before it starts: its data, learning rate and evaluation.
 
 Left out: doubts about ranks, memory and machines (rose/launch/plan.py).
 """
@@ -10,7 +10,7 @@ from rose.config import Config, ConfigError
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises."""
-    return stale(c, staleness, corrects) + narrowed(c) + warming_up(c)
+    return stale(c, staleness, corrects) + narrowed(c, corrects) + warming_up(c) + unevaluated(c)
 
 
 def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
@@ -31,20 +31,25 @@ def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     raise ConfigError(words)
 
 
-def narrowed(c: Config) -> tuple[str, ...]:
-    """Doubts about tokens that are drawn from another distribution than the one that is trained:
-    engine and trainer both give log-probabilities at temperature 1, of all tokens."""
+def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
+    """Doubts about tokens that are drawn from another distribution than the one that is trained,
+    which is that of all tokens at rollout.temperature. The engine's log-probabilities are of what
+    was left, so that importance weights correct for drawing that too often."""
     r = c.rollout
-    found = {"temperature": (r.temperature, 1.0), "top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
+    found = {"top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
     other = {
         f"rollout.{name}={v:g}": f"{usual:g}" for name, (v, usual) in found.items() if v != usual
     }
     if not other or r.replay is not None:
         return ()
+    weighed = corrects or c.algorithm.importance_cap is not None
+    by = "importance weights correct"
+    if not weighed:
+        by = "no weight corrects (algorithm.importance_cap=null)"
     return (
-        f"{', '.join(other)}: tokens are drawn from another distribution than the one that is "
-        "trained, which is that of temperature 1 and all tokens, and no weight corrects for it: "
-        f"what is drawn too often is reinforced too often; {', '.join(other.values())} is exact",
+        f"{', '.join(other)}: tokens that are left out are never tried, though the policy that is "
+        "trained has them, and the others are drawn more often than it draws them, for which "
+        f"{by}; {', '.join(other.values())} is exact",
     )
 
 
@@ -58,4 +63,15 @@ def warming_up(c: Config) -> tuple[str, ...]:
         f"trainer.optimizer.warmup_steps={o.warmup_steps}: trainer.steps={c.trainer.steps} gives "
         f"{updates} updates, the last of them at a learning rate of {last:g}, not "
         f"trainer.optimizer.lr={o.lr:g}",
+    )
+
+
+def unevaluated(c: Config) -> tuple[str, ...]:
+    """A doubt about held-out tasks of a run without engines; conf/ has some by default."""
+    tasks = c.eval.episodes + sum(one.episodes for one in c.eval.sets.values())
+    if c.rollout.replay is None or not tasks:
+        return ()
+    return (
+        f"rollout.replay={c.rollout.replay} starts no engines: none of the {tasks} held-out tasks "
+        "is evaluated; eval.episodes=0, without eval.sets, says that this is meant",
     )

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import IO
@@ -100,24 +100,41 @@ def environment(c: Config) -> dict[str, str]:
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or
-    when it can't be made, locked or written."""
+    when it can't be made, locked or written. What was made goes again if nothing was written."""
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     with _lock_file(run_dir) as file:
         try:
             files.lock_now(file)
-        except BlockingIOError:
+            in_place = os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / "lock"))
+        except (BlockingIOError, FileNotFoundError):
+            in_place = False
+        except OSError as error:  # a file system without locks
+            raise _unusable(run_dir, error) from None
+        if not in_place:  # held, or removed by a launch that held it until now and was refused
             file.seek(0)
             raise ConfigError(
                 f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
                 f"{file.read().strip()}); wait for it, stop it, or give another name"
-            ) from None
-        except OSError as error:  # a file system without locks
-            raise _unusable(run_dir, error) from None
-        if refused := files.refusal(run_dir):
-            raise _unusable(run_dir, refused)
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
+            )
+        try:
+            if refused := files.refusal(run_dir):
+                raise _unusable(run_dir, refused)
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
+        finally:
+            _remove_unused(run_dir, made)
+
+
+def _remove_unused(run_dir: Path, made: Sequence[Path]) -> None:
+    """The lock that is held now, if nothing is beside it, and the folders `made` for it, the
+    deepest first."""
+    with suppress(OSError):  # moved aside, in use by others, or not writable
+        if os.listdir(run_dir) == ["lock"]:
+            (run_dir / "lock").unlink()
+            for folder in made:
+                folder.rmdir()
 
 
 def _lock_file(run_dir: Path) -> IO[str]:

@@ -20,7 +20,7 @@ from rose.trainer import compilers
 def shape(c: Config) -> ModelShape | None:
     """The model's shape: from its folder, else model.shape; None if only making the model will
     tell. Makes and loads nothing. Raises `ConfigError` when the folder should be there and isn't (a
-    dry run with model.shape does without it), and for a recipe's unknown option."""
+    dry run with model.shape does without it)."""
     if c.model.source == "hub":
         if folder := _in_cache(c):
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
@@ -31,8 +31,6 @@ def shape(c: Config) -> ModelShape | None:
                 f"shape: copy it from its config.json, or run `hf download {c.model.path}` first"
             )
         return c.model.shape
-    if c.model.source in models.RECIPES:
-        models.check_recipe(c.model.source, c.model.recipe)
     if c.cluster.dry_run and c.model.shape is not None:
         return c.model.shape
     if c.model.path is not None:

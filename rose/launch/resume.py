@@ -224,19 +224,22 @@ def is_warned(run_dir: Path, attempt: int) -> bool:
 def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
     """Seconds that a stop may wait for the end of a step that is being trained, so that the step is
     saved: what the checkpoint and the ranks' leaving don't need of the time to stop. That of a job
-    that Slurm has `warned` ends with its warning, that of another one in Slurm, which was cancelled
-    or preempted, with `KILL_WAIT_S`."""
+    that Slurm has `warned` ends with its warning, of which the launcher keeps a part (`end_s`);
+    that of another one in Slurm, which was cancelled or preempted, with `KILL_WAIT_S`."""
     limit_s = stop_s(run_dir, cluster)
     if warned and cluster.slurm is not None:
         limit_s = min(limit_s, warning_s(run_dir, cluster.slurm))
     if not warned and (cluster.slurm is not None or "SLURM_JOB_ID" in os.environ):
         limit_s = min(limit_s, KILL_WAIT_S)
     saving_s = max(KEPT_SHARE * limit_s, 2 * last_save_s(run_dir))
-    return max(0.0, STEP_SHARE * limit_s - saving_s)
+    ends_s = min(STEP_SHARE * limit_s, end_s(run_dir, cluster, warned))
+    return max(0.0, ends_s - saving_s)
 
 
 def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
-    """Seconds that saving the last step may take as a run stops, after `waited_s` for its end."""
+    """Seconds that saving the last step may take as a run stops, after `waited_s` for its end. Of a
+    job that Slurm has warned they may be more than the launcher gives it (`end_s`): a save that
+    ends until then counts, and one that doesn't is lost with either limit."""
     limit_s = stop_s(run_dir, cluster)
     left_s = max(STEP_SHARE * limit_s - waited_s, KEPT_SHARE * limit_s)
     return min(limit_s / 2, left_s)

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from rose import files
+from rose.comm import mpi_process
 from rose.config import Cluster
 from rose.launch import logs, rank_status, resume
 from rose.launch.beats import Beats
@@ -293,6 +294,7 @@ class Job:
         running = [status for status in self.statuses().values() if status.state == "running"]
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
+                mpi_process.remove_shared(status.pid)
                 os.kill(status.pid, signal.SIGTERM)
         if not all(map(_is_here, running)) and self.process.poll() is None:
             self.process.terminate()
@@ -307,9 +309,12 @@ def _is_here(status: RankStatus) -> bool:
 
 def end_all(process: subprocess.Popen) -> None:
     """SIGKILL every descendant of this process that stems from the job, adopted orphans too, until
-    none is left. Raises RuntimeError if one survives (it hangs in the kernel)."""
+    none is left, nor the shared memory of ranks whose world was not complete. Raises RuntimeError
+    if one survives (it hangs in the kernel)."""
     deadline = time.monotonic() + KILL_S
     while left := psutil.Process().children(recursive=True):
+        for child in left:
+            mpi_process.remove_shared(child.pid)
         for child in left:
             try:
                 child.kill()

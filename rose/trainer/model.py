@@ -28,7 +28,10 @@ from rose.trainer.sequence import SequenceGroup
 
 class Head(nn.Module):
     """Log-probability and entropy from hidden states. It owns the output matrix (shared with the HF
-    model), so that ZeRO-3 gathers it once per pass, however many chunks a rank has."""
+    model), so that ZeRO-3 gathers it once per pass, however many chunks a rank has. Logits are
+    divided by `temperature`, as engines do that draw tokens at it."""
+
+    temperature = 1.0
 
     def __init__(self, output: nn.Linear, logit_elements: int):
         super().__init__()
@@ -58,7 +61,10 @@ class Head(nn.Module):
         return (self.chunk if len(hidden) > 1 else self._chunk)(hidden, targets)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logp = F.linear(hidden, self.weight, self.bias).float().log_softmax(-1)  # (n, V)
+        logits = F.linear(hidden, self.weight, self.bias).float()  # (n, V)
+        if self.temperature != 1.0:
+            logits = logits.div_(self.temperature)
+        logp = logits.log_softmax(-1)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum()
         return logp.gather(1, targets[:, None]).squeeze(1), entropy
@@ -132,8 +138,8 @@ class Policy(nn.Module):
         tree: PrefixTree | None = None,
         experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at
-        temperature 1, (B, T) float32, 0 where mask is 0; their summed entropy in nats, () float32.
+        """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at the
+        head's temperature, (B, T) float32, 0 where mask is 0; their summed entropy, () nats.
         A `tree` of the inputs changes no value, only the cost. `experts`: of the inputs, as
         `RouterReplay.begin` takes them; there is no tree then."""
         # A single token, of rows or of a tree, is what torch would compile apart.

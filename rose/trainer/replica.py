@@ -50,6 +50,7 @@ class ReplicaEngine:
             config.trainer.gradient_checkpointing,
             LOGIT_ELEMENTS_GPU if on_gpu else LOGIT_ELEMENTS,
         )
+        self.policy.head.temperature = config.rollout.temperature
         self.policy.offloads = config.trainer.offload_activations
         self.policy.train()
         self._weights = self.policy.named_weights()

@@ -75,6 +75,8 @@ class Trainer:
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         if config.algorithm.kl_coef:
             self.engine.hold_reference(folder)
+        for model in self.engine.models():
+            model.head.temperature = config.rollout.temperature
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # whose gradient is not whole yet
         if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there

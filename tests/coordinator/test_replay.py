@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from rose import config as configuration
 from rose.config import ConfigError
 from rose.coordinator import replay
 from tests.coordinator.test_step_metrics import trajectory
@@ -17,6 +18,15 @@ def test_saved_groups_come_back_whole(tmp_path):
     replay.save(tmp_path, 3, GROUPS)
     assert replay.load(tmp_path, 3) == GROUPS
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.msgpack"]
+
+
+def test_tokens_are_trained_at_the_temperature_that_they_were_drawn_at(tmp_path, make_config):
+    replay.save(tmp_path, 1, GROUPS)
+    replay.check(tmp_path, 1, 0.7)  # nobody knows
+    configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
+    replay.check(tmp_path, 1, 0.7)
+    with pytest.raises(ConfigError, match="rollout.temperature=1: .* drawn at 0.7: rollout.temp"):
+        replay.check(tmp_path, 1, 1.0)
 
 
 def test_a_missing_step_is_named(tmp_path):

@@ -93,6 +93,9 @@ def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
     assert pace.left_s() == 0, "it is trained, and engines get its weights"
 
 
+SHORT = "cluster.slurm.warning_s=30"
+
+
 @pytest.mark.parametrize(
     ("overrides", "save_s", "step_end_s"),
     [
@@ -100,6 +103,7 @@ def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
         (["cluster.stop_timeout_s=30"], 4.0, 12.0),
         (["cluster.stop_timeout_s=30"], 100.0, 500 * 2 / 3 - 200),
         (["cluster=dev", "cluster.stop_timeout_s=300"], 0.0, 60.0),  # Slurm warns 120 s before
+        (["cluster=dev", "cluster.stop_timeout_s=300", SHORT], 2.0, 10.0),  # killed after 15 s
         (["cluster=dev", "cluster.stop_timeout_s=300"], None, 15.0),  # cancelled
     ],
 )
@@ -110,8 +114,10 @@ def test_the_time_to_stop_is_shared_by_the_steps_end_its_checkpoint_and_the_rank
     if save_s:
         resume.note_save(tmp_path, save_s)
     limit_s = resume.stop_s(tmp_path, cluster)
-    waited_s = resume.step_end_s(tmp_path, cluster, warned=save_s is not None)
+    warned = save_s is not None
+    waited_s = resume.step_end_s(tmp_path, cluster, warned)
     save_s = save_s or 0.0
+    assert resume.end_s(tmp_path, cluster, warned) - waited_s >= 2 * save_s
     assert waited_s == pytest.approx(step_end_s)
     assert resume.save_s(tmp_path, cluster, 0.0) == limit_s / 2
     left_s = resume.save_s(tmp_path, cluster, waited_s)

@@ -87,10 +87,14 @@ def start_one(loop, folders, rollout, model_config):
     from rose.engine.vllm_engine import Engine
 
     def start(
-        architecture: str, engine_args: dict | None = None, tensor_parallel: int = 1, **kwargs
+        architecture: str,
+        engine_args: dict | None = None,
+        tensor_parallel: int = 1,
+        drawn: dict | None = None,
+        **kwargs,
     ) -> Engine:
         adapted = msgspec.structs.replace(
-            rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel
+            rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel, **(drawn or {})
         )
         return loop.run_until_complete(
             Engine.start(folders[architecture], adapted, model_config, **kwargs)

@@ -162,6 +162,36 @@ def test_the_logprobs_are_the_models_whatever_the_sampling(start, loop, folders)
     )
 
 
+def test_the_logprobs_of_a_run_are_of_what_its_tokens_are_drawn_from(start, loop, folders):
+    """At rollout.temperature and of the top_k that are left, also beside greedy turns."""
+    drawn = {"temperature": 0.7, "top_k": 5}
+    engine = start("Qwen3", drawn=drawn)
+    model = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval()
+    trained = [
+        (prompt, protocol.Sampling(max_new_tokens=24, temperature=0.7, top_k=top_k))
+        for prompt in PROMPTS
+        for top_k in (0, 5)
+    ]
+    asked = [*trained, *((prompt, GREEDY) for prompt in PROMPTS)]
+
+    async def at_once():
+        made = (turn(engine, f"t{i}", *each) for i, each in enumerate(asked))
+        return await asyncio.gather(*made)
+
+    found = loop.run_until_complete(at_once())
+    for (prompt, sampling), result in zip(trained, found, strict=False):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + result["tokens"]])).logits[0].float() / 0.7
+        logits = logits[len(prompt) - 1 : -1]
+        if sampling.top_k:
+            least = logits.topk(sampling.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        tokens = torch.tensor(result["tokens"])[:, None]
+        expected = logits.log_softmax(-1).gather(1, tokens)[:, 0]
+        np.testing.assert_allclose(result["logprobs"], expected, atol=1e-3)
+    agrees(model, found[len(trained) :])
+
+
 def test_turns_end_at_eos_at_the_limit_and_at_the_context(warm, loop, model_config):
     engine = warm("Qwen3")
     before = engine.stats().generated_tokens

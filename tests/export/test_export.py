@@ -104,6 +104,16 @@ def test_the_card_says_what_it_is_and_what_it_can_by_that_step(run, base, tmp_pa
     assert f"python -m rose.export {run.run} --step 2 --out" in card
 
 
+def test_the_cards_command_serves_the_bits_that_were_trained(make_config):
+    from rose.export.card import _use
+
+    half, lora = "model.dtype=bfloat16", "+trainer/lora=linear"
+    assert _use(make_config(), "m", False).startswith("vllm serve m --dtype float32\n")
+    assert _use(make_config(half), "m", False).startswith("vllm serve m\n")
+    served = _use(make_config(lora, "model.path=base"), "m", True)
+    assert served.startswith("vllm serve base --dtype float32 --enable-lora")
+
+
 def test_a_hub_model_is_named_by_its_commit(make_config, base):
     from rose.export.card import _header, base_of
 

@@ -24,6 +24,7 @@ def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tm
         "scheduler/routing=round_robin",  # so that of any two turns in a row an engine gets one
         "trainer.steps=2",
         "eval.episodes=8",
+        "rollout.temperature=0.8",
         *gates.overrides,
     )
     gates.until(job, "waits", 2)

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -135,6 +136,8 @@ def test_vllm_serves_the_folder(job):
     reserved.bind(("127.0.0.1", 0))
     port = reserved.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    [said] = re.findall(r"^vllm serve \S+(.*)$", (folder / "README.md").read_text(), re.M)
+    command += said.split()
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--max-model-len", "512", "--max-num-seqs", "4"]
     log = job.run.parent / "served.log"
@@ -161,6 +164,7 @@ def test_vllm_serves_the_folder(job):
         }
         answer = ask(port, "/v1/chat/completions", body)
         assert answer["usage"]["completion_tokens"] > 0
+        assert "dtype torch.float32 into parameter" not in log.read_text(), "it was rounded"
     finally:
         server.terminate()
         try:

@@ -18,6 +18,7 @@ SIZES = (
     f"trainer.steps={STEPS}",
     f"trainer.batch_size={GROUPS * SIZE}",
     f"rollout.group_size={SIZE}",
+    "rollout.temperature=0.8",
     "trainer.step_timeout_s=3000",  # so that nobody is given up for want of time
 )
 

@@ -210,7 +210,7 @@ def launch(tmp_path, monkeypatch, capsys):
         (["model.source=hub"], ["model.path=None", "hub id"]),
         (
             ["+model.recipe.sizee=3"],
-            ["model.recipe.sizee=3", "make_tiny_model.py", "size, hole_probability"],
+            ["model.recipe.sizee=3", "source=tiny has no such option", "size, hole_probability"],
         ),
         (
             ["output_dir=/dev/null/runs"],
@@ -276,13 +276,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch):
+def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_config):
+    bare = ["algorithm.importance_cap=null"]
     code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7", "rollout.top_k=3")
     words = " ".join(out.split())
     assert code == 0
-    assert "warning: rollout.temperature=0.7, rollout.top_k=3: tokens are drawn from" in words
-    assert "1, 0 is exact" in words and "top_p" not in words
-    code, out, _ = launch("cluster.dry_run=true")
+    assert "warning: rollout.top_k=3: tokens that are left out are never tried" in words
+    assert "importance weights correct; 0 is exact" in words and "top_p" not in words
+    [doubt] = doubts.narrowed(make_config("rollout.top_p=0.9", *bare), corrects=False)
+    assert "no weight corrects (algorithm.importance_cap=null); 1 is exact" in doubt
+    code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7")
     assert code == 0 and "warning" not in out
 
 
@@ -371,7 +374,11 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     for step in (1, 2):
         replay.save(tmp_path / "earlier", step, [])
     code, out, err = launch(
-        "rollout.replay=earlier", "trainer.steps=2", "cluster.slots=2", "cluster.dry_run=true"
+        "rollout.replay=earlier",
+        "trainer.steps=2",
+        "cluster.slots=2",
+        "cluster.dry_run=true",
+        "eval.episodes=0",
     )
     assert code == 0 and not err
     assert (
@@ -379,6 +386,14 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
         and f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
     )
     assert "environment" not in out and "engines" not in out
+
+
+def test_held_out_tasks_that_a_replay_leaves_out_are_a_doubt(make_config):
+    asked = ["+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=8", "eval.episodes=16"]
+    [doubt] = doubts.unevaluated(make_config("rollout.replay=earlier", *asked))
+    assert doubt.startswith("rollout.replay=earlier starts no engines: none of the 24 held-out")
+    assert doubts.unevaluated(make_config(*asked)) == ()
+    assert doubts.unevaluated(make_config("rollout.replay=earlier", "eval.episodes=0")) == ()
 
 
 def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
@@ -404,7 +419,6 @@ def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(
 ):
     """What a rank's log holds is no rich markup: `[/usr/bin]` would raise, `[red]` would vanish."""
     words = "rank 2 failed\n  [/usr/lib] [red]list[int] " + "x" * 300
-    monkeypatch.setattr(front.model, "prepare", lambda c: c)
     monkeypatch.setattr(front.local, "start", lambda *_: None)
     monkeypatch.setattr(front.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(front, "_follow", lambda *_: supervise.Outcome(words))

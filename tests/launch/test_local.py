@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rose import config as configuration
-from rose import models
+from rose import files, models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
 from rose.launch.layout import layout
@@ -87,6 +87,34 @@ def test_a_held_lock_names_its_holder(tmp_path):
         pass
     with local.locked(tmp_path / "run"):
         pass  # free again
+
+
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_stays(tmp_path):
+    run = tmp_path / "runs" / "run"
+    with pytest.raises(ConfigError, match="refused"), local.locked(run):
+        assert (run / "lock").exists()
+        raise ConfigError("refused")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="refused"), local.locked(run):
+        (run / "config.json").touch()
+        raise ConfigError("refused")
+    assert sorted(path.name for path in run.iterdir()) == ["config.json", "lock"]
+
+
+def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch):
+    """Whoever opened it before would hold a file that nobody else looks at."""
+
+    def removed_first(file):
+        (tmp_path / "run" / "lock").unlink()
+        lock_now(file)
+
+    lock_now = files.lock_now
+    monkeypatch.setattr(files, "lock_now", removed_first)
+    with (
+        pytest.raises(ConfigError, match="in use by another launch"),
+        local.locked(tmp_path / "run"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("key", ["store", "local"])

@@ -90,6 +90,12 @@ def all_up(run_dir, ranks=5):
     return sum("is up" in path.read_text() for path in run_dir.glob("logs/latest/*-*.log")) == ranks
 
 
+def assert_unshared(run_dir):
+    """Ranks had shared memory of MPI's, by names, and the launcher that ended them removed it."""
+    had = [name for path in run_dir.glob("shared-*") for name in path.read_text().splitlines()]
+    assert len(had) >= 5 and not [name for name in had if Path(name).exists()]
+
+
 def finish(process):
     output, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, output
@@ -127,12 +133,14 @@ def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, d
     )
     assert not outlive(run_dir)
     assert not list(memory.parent.glob(memory.name.rpartition("-")[0] + "-*"))
+    assert_unshared(run_dir)
 
 
 def test_a_rank_that_does_not_leave_is_ended_once_the_coordinator_is_done(begin, impatient):
     code, output = finish(begin(TOY="rollout-1:hang", TOY_SECONDS="1"))
     assert code == 0, output  # all is saved
     assert not outlive(impatient)
+    assert_unshared(impatient)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -153,6 +161,7 @@ def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impati
     code, output = finish(process)
     assert code == 143 and "did not stop within cluster.stop_timeout_s=0.5" in output
     assert not outlive(impatient)
+    assert_unshared(impatient)
 
 
 def test_a_coordinator_that_stopped_in_time_is_reported_so_however_slow_the_others(
@@ -185,6 +194,7 @@ def test_a_second_signal_kills_at_once(begin, run_dir):
     code, output = finish(process)
     assert code == 130 and "killed by the second signal" in output
     assert not outlive(run_dir)
+    assert_unshared(run_dir)
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed(begin, run_dir):

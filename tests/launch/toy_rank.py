@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from rose import files
+from rose.comm import mpi_process
 from rose.launch import guard, rank_status, resume
 from rose.protocol import Role
 from rose.transfer import mirror
@@ -31,6 +32,11 @@ def body(me, run_dir, attempt):
     stopped = answer_sigterm(me, run_dir, deed)  # before the test can know that it is up
     world.Barrier()
     rank_status.mark_joined(run_dir, attempt, me.rank)
+    if "TOY" in os.environ:  # as ranks that are ended before all have joined have it
+        names = "\n".join(mpi_process.shared("self"))
+        (run_dir / f"shared-{me.rank}").write_text(names)
+    else:
+        mpi_process.unname(world)
     print(f"toy {me.role.value} {me.index} of {world.size} is up", flush=True)
     world.Barrier()
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own

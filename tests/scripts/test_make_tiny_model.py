@@ -5,10 +5,14 @@ import random
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from rose.config import recipes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
+import make_smollm2
 import make_tiny_model as recipe
 
 LAKE = {"size": 4, "hole_probability": 0.2}
@@ -115,3 +119,19 @@ def test_the_same_seed_makes_bit_identical_files_and_another_seed_others(tmp_pat
 def test_an_existing_folder_is_never_overwritten(tmp_path):
     with pytest.raises(SystemExit, match="exists already"):
         recipe.main(["--out", str(tmp_path)])
+
+
+def test_the_launcher_knows_the_options_of_each_recipe_and_their_defaults(tmp_path):
+    tiny = vars(recipe.parse(["--out", "m"]))
+    del tiny["out"]
+    assert tiny == msgspec.to_builtins(recipes.Tiny())
+    for name, value in msgspec.to_builtins(recipes.SmolLM2()).items():
+        with pytest.raises(SystemExit, match="exists already"):  # its options are taken
+            make_smollm2.main(["--out", str(tmp_path), f"--{name}", value])
+
+
+def test_a_recipes_parameters_are_counted_before_it_makes_them():
+    args = recipe.parse(["--out", "m", "--hidden", "128", "--layers", "3", "--experts", "4"])
+    wanted = recipes.Tiny(hidden=128, layers=3, experts=4).parameters
+    made = recipe.make_model(recipes.VOCABULARY, 1, args).num_parameters()
+    assert made == pytest.approx(wanted, rel=0.01)  # norms of heads are left out

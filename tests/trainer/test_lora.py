@@ -14,7 +14,7 @@ from rose.transfer.edge import read_plan
 from rose.transfer.receive import materialise
 from rose.transfer.source import Folder
 from tests.trainer import tiny_world
-from tests.trainer.test_trainer import LAST, STEPS, Plain
+from tests.trainer.test_trainer import LAST, STEPS, WARM, Warm
 
 pytestmark = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -22,7 +22,7 @@ RANK, ALPHA = 4, 6.0
 LORA = f"trainer.lora={{rank: {RANK}, alpha: {ALPHA}, targets: [{', '.join(TARGETS)}]}}"
 JOB = {
     "name": "run",
-    "settings": [LORA, "algorithm.kl_coef=0.5"],
+    "settings": [LORA, "algorithm.kl_coef=0.5", WARM],
     "actions": [
         ["publish", 0],
         *(["train", *step] for step in STEPS),
@@ -36,7 +36,7 @@ RESUMED = {"name": "resumed", "actions": [["load"], ["turn"], ["train", *LAST], 
 WORLDS = [(0, 1), (1, 2), (2, 2), (3, 2)]
 
 
-class PlainLora(Plain):
+class PlainLora(Warm):
     """`start`: version 0, B times alpha / rank."""
 
     def __init__(self, folder, start, kl_coef):

@@ -23,20 +23,21 @@ def batch():
     return collate(list(rows), rows, tiny_world.VOCABULARY)
 
 
-def naive(hf, batch):
+def naive(hf, batch, temperature=1.0):
     attention = torch.arange(batch.inputs.shape[1]) < torch.tensor(tiny_world.LENGTHS)[:, None]
-    logp = hf(input_ids=batch.inputs, attention_mask=attention.long()).logits.log_softmax(-1)
+    logits = hf(input_ids=batch.inputs, attention_mask=attention.long()).logits
+    logp = (logits / temperature).log_softmax(-1)
     entropy = -((logp.exp() * logp).sum(-1) * batch.mask).sum()
     return logp.gather(2, batch.targets[..., None]).squeeze(2) * batch.mask, entropy
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 7, 10_000])
-def test_values_and_gradients_equal_the_naive_ones(folder, batch, rows_per_chunk):
+@pytest.mark.parametrize("rows_per_chunk, temperature", [(1, 1.0), (7, 0.6), (10_000, 1.5)])
+def test_values_and_gradients_equal_the_naive_ones(folder, batch, rows_per_chunk, temperature):
     policy = model.load(folder, torch.float32, gradient_checkpointing=False)
-    policy.head.chunk_rows = rows_per_chunk
+    policy.head.chunk_rows, policy.head.temperature = rows_per_chunk, temperature
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask)
-    expected, expected_entropy = naive(plain, batch)
+    expected, expected_entropy = naive(plain, batch, temperature)
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-3, rtol=1e-5)
     (logprobs**2).sum().backward()

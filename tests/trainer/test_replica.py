@@ -72,6 +72,7 @@ def test_replicas_come_and_go_and_the_gradient_is_that_of_a_step_without(stage, 
 def test_of_stale_tokens_the_gradient_is_that_of_a_step_without_replicas(tmp_path):
     """As an asynchronous batch has them, with the objective that corrects for it."""
     settings = ["algorithm=decoupled_ppo", "algorithm.args.weight_cap=1e3"]
+    settings.append("rollout.temperature=1.5")
     for step, (alone, shared) in enumerate(run(tmp_path, STEPS, 2, 1, *settings)):
         assert apart(tmp_path, step, 0) < 1e-6, step
         assert alone["mismatch_max_ratio"] > 2 and alone["weight_masked"] == 0

@@ -64,6 +64,8 @@ def world(request, tmp_path_factory):
 class Plain:
     """The same steps, one trajectory at a time, without DeepSpeed, padding, chunks or shares."""
 
+    temperature = 1.0
+
     def __init__(self, folder, kl_coef=0.0, name="grpo", **args):
         self.kl_coef, self.kl = kl_coef, 0.0
         self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -77,7 +79,8 @@ class Plain:
 
     def logprobs(self, t, model=None):
         tokens = torch.tensor(unpack_tokens(t.tokens)).long()
-        logp = (model or self.model)(input_ids=tokens[None, :-1]).logits.log_softmax(-1)
+        logits = (model or self.model)(input_ids=tokens[None, :-1]).logits
+        logp = (logits / self.temperature).log_softmax(-1)
         return logp.gather(2, tokens[None, 1:, None]).squeeze(2)  # (1, T)
 
     def loss(self, t, row, proximal, advantages, weights):
@@ -168,24 +171,29 @@ def test_parameters_loss_and_gradient_equal_the_plain_loop(world):
         )
 
 
+class Warm(Plain):
+    temperature = 1.5
+
+
+WARM = f"rollout.temperature={Warm.temperature}"
 TURNS = {"gamma": 0.9, "trajectory_weight": 0.25}
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "algorithm", "args"), [(0, 1, "grpo", {}), (3, 2, "turn_grpo", TURNS)]
 )
-def test_kl_penalty_and_advantages_of_turns_equal_the_plain_loop(
+def test_at_a_temperature_kl_penalty_and_advantages_of_turns_equal_the_plain_loop(
     stage, ranks, algorithm, args, tmp_path
 ):
     model = tiny_world.save_model(tmp_path / "model")
     settings = [f"algorithm={algorithm}", *(f"algorithm.args.{k}={v}" for k, v in args.items())]
     job = {
         "name": "run",
-        "settings": [*settings, "algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}"],
+        "settings": [*settings, "algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}", WARM],
         "actions": [*(["train", *step] for step in STEPS), ["turn"], ["train", *LAST]],
     }
     reports = tiny_world.run_world(job, tmp_path, ranks)
-    plain, without = Plain(model, 0.5, algorithm, **args), Plain(model, 0.0, algorithm, **args)
+    plain, without = (Warm(model, kl, algorithm, **args) for kl in (0.5, 0.0))
     for step, metrics in zip([*STEPS, LAST], reports[0]["metrics"], strict=True):
         plain.kl = 0.0
         loss, norm = plain.train(*step)

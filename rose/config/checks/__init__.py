@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from rose.config import recipes
 from rose.config.checks import engines, machine, serving, tasks, training
 from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
@@ -24,6 +25,9 @@ __all__ = [
     "drafts",
     "hours_of",
 ]
+
+
+COLDEST = 0.01  # vLLM's _MAX_TEMP, in place of which it takes no lower temperature but 0
 
 
 def check(c: Config) -> None:
@@ -62,9 +66,9 @@ def _check_values(c: Config, need: Need) -> None:
         f"never comes to be {optimizer.schedule}",
     )
     need(
-        c.rollout.temperature > 0,
+        c.rollout.temperature >= COLDEST,
         "rollout.temperature",
-        "must be greater than 0: greedy rollouts teach nothing",
+        f"at least {COLDEST}: vLLM draws at no lower one, and greedy rollouts teach nothing",
     )
     relay = c.transfer.relay
     need(
@@ -82,3 +86,5 @@ def _check_values(c: Config, need: Need) -> None:
         "model.path",
         "the model's folder is needed (model.source=folder)",
     )
+    if c.model.source in recipes.RECIPES:
+        recipes.check(c.model.source, c.model.recipe)

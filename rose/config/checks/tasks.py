@@ -64,6 +64,7 @@ def _check_eval(c: Config, need: Need) -> None:
             f"one turn must fit into model.max_context={c.model.max_context}",
         )
     _check_samples(e, need)
+    _check_evaluated(c, need)
     need(
         not e.keep_best or e.every > 0 or c.mode != "train",
         "eval.every",
@@ -90,6 +91,15 @@ def _check_eval(c: Config, need: Need) -> None:
         "transfer.in_flight",
         "recompute or keep, with eval.beside=true: new weights would wait for evaluation turns",
     )
+
+
+def _check_evaluated(c: Config, need: Need) -> None:
+    """Nothing goes by evaluations in a run that has none, as it has no engines."""
+    stop, replay = c.eval.stop.patience, c.rollout.replay
+    why = f"rollout.replay={replay} starts no engines, so no held-out task is evaluated"
+    if replay is not None and c.mode == "train":
+        need(not c.eval.keep_best, "eval.keep_best", f"false: {why}")
+        need(stop == 0, "eval.stop.patience", f"0: {why}")
 
 
 def _check_samples(e: Eval, need: Need) -> None:
