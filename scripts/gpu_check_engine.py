@@ -338,10 +338,11 @@ async def _sleep(report: Report) -> None:
     config = settings(
         report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
     )
+    others = _device_used() if report.gpus else 0
     running = await start(report, config)
     try:
         expected = await _greedy(report, running)
-        awake = _used(report, running)
+        awake = _used(report, running, others)
         began = time.monotonic()
         moved = await running.sleep()
         report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
@@ -369,7 +370,7 @@ async def _sleep(report: Report) -> None:
             await _greedy(report, running) != expected,
             equal=True,
         )
-        await _forgets(report, running, awake)
+        await _forgets(report, running, awake, others)
         same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
         report.figure(
             "turns by the folder's weights that are as before", sum(same), least=len(same)
@@ -378,7 +379,7 @@ async def _sleep(report: Report) -> None:
         await running.shutdown()
 
 
-async def _forgets(report: Report, running, awake: int) -> None:
+async def _forgets(report: Report, running, awake: int, others: int) -> None:
     """As a lent engine that rests: its weights are read from the model's folder again."""
     began = time.monotonic()
     await running.deactivate()
@@ -386,7 +387,7 @@ async def _forgets(report: Report, running, awake: int) -> None:
     if report.gpus:  # on a CPU the pages that were given back come again only as they are touched
         report.figure(
             "memory given back again",
-            (awake - _used(report, running)) / GIB,
+            (awake - _used(report, running, others)) / GIB,
             "GiB",
             least=report.sizes.given_back * awake / GIB,
             remedy=KEPT,
@@ -404,12 +405,17 @@ async def _greedy(report: Report, running) -> list[list[int]]:
     ]
 
 
-def _used(report: Report, running) -> int:
-    """Bytes: of the device by all processes, or resident of the engine's."""
-    if not report.gpus:
-        from rose.memory import resident_bytes
+def _used(report: Report, running, others: int) -> int:
+    """The engine's bytes: of the device, of which others had so many as it started, or resident."""
+    if report.gpus:
+        return _device_used() - others
+    from rose.memory import resident_bytes
 
-        return resident_bytes(running.pid)
+    return resident_bytes(running.pid)
+
+
+def _device_used() -> int:
+    """Bytes, by all processes."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

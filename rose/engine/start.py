@@ -64,7 +64,9 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can
         # be given back.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
-        return common | lent
+        # vLLM's warm-up would build FlashInfer's sampler with nvcc, and end where no CUDA toolkit
+        # is; vLLM's own Triton kernels do the same.
+        return common | lent | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     cpu = {
         "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations
         "TORCH_COMPILE_DISABLE": "1",

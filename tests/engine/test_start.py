@@ -27,6 +27,11 @@ def test_an_engine_that_shares_a_gpu_can_give_back_its_weights(
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)
 
 
+def test_an_engine_on_a_gpu_starts_without_nvcc():
+    """vLLM's warm-up samples with top-k and top-p; FlashInfer builds that with a CUDA toolkit."""
+    assert environment(True, None)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
 def test_an_engine_has_memory_for_one_adapter_of_the_next_rank_that_vllm_has(rollout, model_config):
     lora = Lora(rank=17, alpha=32.0, targets=["q_proj", "v_proj", "down_proj"])
     args = engine_args(Path("m"), rollout, model_config, False, 0, lora=lora)
