@@ -14,6 +14,7 @@ that are ended before they all have come so far have theirs removed by who ends 
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 NO_LAUNCHERS = ("SLURM_JOB_ID", "SLURM_CONF")
 LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
 SHARED = "/dev/shm/mpich_"
+# of MPICH 5: a hash of the world's name, or a single process's id, then the rank on this node
+OF_WORLD = re.compile(r"mpich_shm_[0-9a-f]+_\d+")
 
 
 def launchers() -> list[str]:
@@ -52,19 +55,22 @@ def unname(world: MPI.Comm) -> list[str]:
 
 def remove_shared(pid: int) -> None:
     """Unlink the shared memory of a whole MPI world on this node, dead ranks' too, before this one
-    of its processes is ended: names differ by world, and within one by rank, each its own."""
-    for name in shared(pid):
-        world = Path(name.rpartition("_")[0])
-        for each in world.parent.glob(f"{world.name}_*"):
+    of its processes is ended: names differ by world, and within one by rank, each its own. Of names
+    that say no world, as other MPICHs give them, only those that the process has."""
+    for path in map(Path, shared(pid)):
+        found = [path]
+        if path.parent == Path(SHARED).parent and OF_WORLD.fullmatch(path.name):
+            found = list(path.parent.glob(path.name.rpartition("_")[0] + "_*"))
+        for each in found:
             with suppress(OSError):
                 each.unlink()
 
 
 def shared(pid: int | str) -> list[str]:
     """The names under which this process has MPICH's shared memory; none of a process that is
-    gone, or another user's."""
+    gone, or another user's. What it maps else may have any name, of no text."""
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes()).split("\n")
     except OSError:
         return []
     names = {line.split(maxsplit=5)[-1] for line in maps if SHARED in line}

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, to
 SETTLE_S = 0.6
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
 PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
+LOOK_S = 1.0  # thousands of maps are read in some 10 ms
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
 TAIL_LINES = 15
 # CUDA's words for hardware that failed, which another attempt may not meet
@@ -294,7 +296,7 @@ class Job:
         running = [status for status in self.statuses().values() if status.state == "running"]
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
-                mpi_process.remove_shared(status.pid)
+                _remove_shared([status.pid])
                 os.kill(status.pid, signal.SIGTERM)
         if not all(map(_is_here, running)) and self.process.poll() is None:
             self.process.terminate()
@@ -313,8 +315,7 @@ def end_all(process: subprocess.Popen) -> None:
     if one survives (it hangs in the kernel)."""
     deadline = time.monotonic() + KILL_S
     while left := psutil.Process().children(recursive=True):
-        for child in left:
-            mpi_process.remove_shared(child.pid)
+        _remove_shared([child.pid for child in left])
         for child in left:
             try:
                 child.kill()
@@ -330,6 +331,16 @@ def end_all(process: subprocess.Popen) -> None:
             )
         time.sleep(0.05)
     process.wait(timeout=KILL_S)
+
+
+def _remove_shared(pids: list[int]) -> None:
+    """`mpi_process.remove_shared` of each, for `LOOK_S` at most: the maps of a process that hangs
+    in the kernel may not be readable, which must keep nobody from ending the others."""
+    look = threading.Thread(
+        target=lambda: [mpi_process.remove_shared(pid) for pid in pids], daemon=True
+    )
+    look.start()
+    look.join(LOOK_S)
 
 
 def _reap(pid: int) -> None:

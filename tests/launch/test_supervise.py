@@ -197,6 +197,22 @@ def test_a_second_signal_kills_at_once(begin, run_dir):
     assert_unshared(run_dir)
 
 
+def test_a_process_whose_maps_can_not_be_read_keeps_nobody_from_being_ended():
+    """Reading them waits for the kernel's lock on its memory, which a hanging driver may hold."""
+    code = """if True:
+        import subprocess, time
+        from rose.launch import supervise
+        supervise.mpi_process.remove_shared = lambda pid: time.sleep(600)
+        process = subprocess.Popen(["sleep", "600"])
+        supervise.end_all(process)
+        print(process.returncode)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, timeout=300
+    )
+    assert done.stdout == b"-9\n", done.stderr
+
+
 def test_no_rank_outlives_a_launcher_that_is_killed(begin, run_dir):
     process = begin(TOY_SECONDS=LONG)
     wait_until(lambda: all_up(run_dir))
