@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -422,7 +422,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
 
 @contextmanager
 def _aside(c: Config, console: Console) -> Iterator[None]:
-    """With `fresh` the run of this name is moved aside, and back where the new one is refused."""
+    """With `fresh` the run of this name is moved aside, and back where the new one is refused, or
+    ended by a signal, before there is anything of it."""
     if not (c.fresh and c.run_dir.exists()):
         yield
         return
@@ -431,10 +432,11 @@ def _aside(c: Config, console: Console) -> Iterator[None]:
     echo(console, f"the earlier run is now {aside}")
     try:
         yield
-    except ConfigError:
-        if not c.run_dir.exists():
-            aside.rename(c.run_dir)
-            echo(console, f"the earlier run is {c.run_dir} again")
+    except BaseException:
+        with suppress(OSError):  # another launch of this name came in between
+            if not c.run_dir.exists():
+                aside.rename(c.run_dir)
+                echo(console, f"the earlier run is {c.run_dir} again")
         raise
 
 

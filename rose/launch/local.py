@@ -102,39 +102,57 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or
     when it can't be made, locked or written. What was made goes again if nothing was written."""
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    with _lock_file(run_dir) as file:
-        try:
-            files.lock_now(file)
-            in_place = os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / "lock"))
-        except (BlockingIOError, FileNotFoundError):
-            in_place = False
-        except OSError as error:  # a file system without locks
-            raise _unusable(run_dir, error) from None
-        if not in_place:  # held, or removed by a launch that held it until now and was refused
-            file.seek(0)
-            raise ConfigError(
-                f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
-                f"{file.read().strip()}); wait for it, stop it, or give another name"
-            )
-        try:
-            if refused := files.refusal(run_dir):
-                raise _unusable(run_dir, refused)
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-            yield
-        finally:
-            _remove_unused(run_dir, made)
+    unused = False
+    try:
+        with _lock_file(run_dir) as file:
+            _lock(run_dir, file)
+            try:
+                if refused := files.refusal(run_dir):
+                    raise _unusable(run_dir, refused)
+                file.truncate(0)
+                file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+                yield
+            finally:
+                unused = _remove_unused(run_dir, file)
+    finally:
+        # once it is closed: NFS keeps what is open under another name in the folder
+        with suppress(OSError):  # of another launch by now
+            for folder in made if unused else ():
+                folder.rmdir()  # the deepest first
 
 
-def _remove_unused(run_dir: Path, made: Sequence[Path]) -> None:
-    """The lock that is held now, if nothing is beside it, and the folders `made` for it, the
-    deepest first."""
-    with suppress(OSError):  # moved aside, in use by others, or not writable
-        if os.listdir(run_dir) == ["lock"]:
+def _lock(run_dir: Path, file: IO[str]) -> None:
+    try:
+        files.lock_now(file)
+        held = _is_in_place(run_dir, file)
+    except BlockingIOError:
+        held = False
+    except OSError as error:  # a file system without locks
+        raise _unusable(run_dir, error) from None
+    if not held:  # by another, or removed by a launch that held it until now and was refused
+        file.seek(0)
+        raise ConfigError(
+            f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
+            f"{file.read().strip()}); wait for it, stop it, or give another name"
+        )
+
+
+def _is_in_place(run_dir: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / "lock"))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(run_dir: Path, file: IO[str]) -> bool:
+    """Remove the lock that is held now, if nothing is beside it: whether that was so. One that was
+    moved aside with its run has perhaps another launch's in its place, which stays."""
+    with suppress(OSError):  # not writable
+        if os.listdir(run_dir) == ["lock"] and _is_in_place(run_dir, file):
             (run_dir / "lock").unlink()
-            for folder in made:
-                folder.rmdir()
+            return True
+    return False
 
 
 def _lock_file(run_dir: Path) -> IO[str]:

@@ -106,14 +106,20 @@ def _as_outside_a_job() -> Iterator[None]:
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     """Submit the run to Slurm; print its id and how to follow it. Raises `ConfigError` with
-    sbatch's own words when it refuses."""
+    sbatch's own words when it refuses; a run that had not begun then leaves nothing."""
     run_dir = c.run_dir.resolve()
+    began = any((run_dir / name).exists() for name in ("config.json", "logs", "status"))
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
     try:
         text = sbatch.script(c, ranks, run_dir, resume.warning_s(run_dir, c.cluster.slurm))
         job = Executor(sbatch.folder(run_dir), text).submit(Run(run_dir))
     except FailedJobError as error:
+        if not began:
+            for name in ("command.txt", "config.json", "config.yaml"):
+                (run_dir / name).unlink(missing_ok=True)
+            for folder in (run_dir / "logs", sbatch.folder(run_dir)):
+                shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(
             f"cluster=slurm: sbatch refused the job of {c.name}: {str(error).strip()}"
         ) from None

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from rich.console import Console
+from submitit.core.utils import FailedJobError
 
 from rose import config as configuration
 from rose import front
 from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.coordinator import replay
-from rose.launch import doubts, plan, resume, supervise
+from rose.launch import doubts, local, plan, resume, slurm, supervise
+from rose.launch.layout import layout
 from rose.trainer import algorithms
 from tests import processes
 
@@ -437,6 +439,38 @@ def test_a_run_whose_job_nobody_can_tell_of_is_not_launched_a_second_time(make_c
     monkeypatch.setattr(front.state, "is_active", unknown)
     with pytest.raises(ConfigError, match="can't be told: squeue failed.*try again"):
         front.launch(SimpleNamespace(config=c), Console(), "python launch.py")
+
+
+@pytest.mark.parametrize("error", [ConfigError("refused"), KeyboardInterrupt(signal.SIGINT)])
+def test_an_earlier_run_comes_back_where_a_fresh_one_never_began(make_config, tmp_path, error):
+    c = make_config("fresh=true", f"output_dir={tmp_path}")
+    c.run_dir.mkdir(parents=True)
+    (c.run_dir / "config.json").write_text("earlier")
+    with pytest.raises(type(error)), front._aside(c, Console()), local.locked(c.run_dir):
+        raise error
+    assert (c.run_dir / "config.json").read_text() == "earlier"
+    with pytest.raises(type(error)), front._aside(c, Console()), local.locked(c.run_dir):
+        (c.run_dir / "config.json").write_text("fresh")
+        raise error
+    assert (c.run_dir / "config.json").read_text() == "fresh"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_job_that_sbatch_refuses_leaves_only_a_run_that_had_begun(
+    make_config, tmp_path, monkeypatch, begun
+):
+    def refuse(*_):
+        raise FailedJobError("sbatch: error: invalid partition specified")
+
+    monkeypatch.setattr(slurm.Executor, "submit", refuse)
+    c = make_config("cluster=slurm", f"output_dir={tmp_path}")
+    with pytest.raises(ConfigError, match="sbatch refused"), local.locked(c.run_dir):
+        if begun:
+            resume.mark_finished(c.run_dir, 1)
+        (c.run_dir / "command.txt").touch()
+        slurm.submit(c, layout(c), Console())
+    assert c.run_dir.exists() == begun
+    assert not begun or (c.run_dir / "command.txt").exists()
 
 
 @pytest.mark.slow

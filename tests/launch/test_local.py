@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,31 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_stays(tmp_path
         (run / "config.json").touch()
         raise ConfigError("refused")
     assert sorted(path.name for path in run.iterdir()) == ["config.json", "lock"]
+
+
+def test_a_lock_is_closed_before_its_folder_goes(tmp_path, monkeypatch):
+    """As NFS wants it, which gives a removed file that is open another name in its folder."""
+
+    def rmdir(folder):
+        paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        opened = [os.readlink(path) for path in paths if os.path.islink(path)]
+        assert not [name for name in opened if name.startswith(str(folder))]
+        os.rmdir(folder)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    with pytest.raises(ConfigError, match="refused"), local.locked(tmp_path / "run"):
+        raise ConfigError("refused")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_moved_aside_takes_no_lock_of_another_launch_with_it(tmp_path):
+    run = tmp_path / "run"
+    with local.locked(run):
+        (run / "config.json").touch()
+        resume.move_aside(run)
+        run.mkdir()
+        (run / "lock").touch()  # that launch holds it now
+    assert (run / "lock").exists()
 
 
 def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch):

@@ -120,6 +120,7 @@ def goes_on(job, attempt):
 def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
     said = job.submit("cluster.slurm.trainer.partition=nowhere", code=2)
     assert "sbatch refused the job of run" in said and "partition" in said
+    assert not job.run.exists()
 
 
 def test_a_sweep_submits_every_point_and_returns(job):
