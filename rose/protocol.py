@@ -139,6 +139,9 @@ class Trajectory(Record):
     # with trainer.router_replay: the experts that engines chose for the first n <= T tokens, each
     # (layers, experts per token) uint8, or uint16 of models with more than 256 experts
     experts: bytes = b""
+    # whether `logprobs` are of what tokens were drawn from; of trajectories saved by earlier
+    # releases they are of temperature 1 and all tokens
+    as_drawn: bool = False
 
     @property
     def makers(self) -> list[str]:

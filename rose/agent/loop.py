@@ -444,6 +444,7 @@ class _Episode:
             turn_rewards=self.turn_rewards if getattr(self.env, "rewards_turns", False) else [],
             inherited=self.inherited,
             experts=bytes(self.experts),
+            as_drawn=True,
         )
 
 

@@ -44,9 +44,9 @@ def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
 
 
 def check(run_dir: Path, steps: int, temperature: float) -> None:
-    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved, drawn
-    at the `temperature` at which it is to be trained. Trajectories without their run's config.json
-    are taken at their word."""
+    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved, with
+    log-probabilities of the `temperature` at which it is to be trained: the run's, or 1 of steps
+    that an earlier release saved. Those without their run's config.json are taken at their word."""
     missing = next(
         (path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()),
         None,
@@ -60,11 +60,24 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
     if not stored.is_file():
         return
     drawn = configuration.stored(stored)["rollout"]["temperature"]
-    if drawn != temperature:
-        raise ConfigError(
-            f"rollout.temperature={temperature:g}: the tokens of rollout.replay={str(run_dir)!r} "
-            f"were drawn at {drawn:g}: rollout.temperature={drawn:g}"
-        )
+    if drawn == temperature == 1.0:
+        return
+    for step in sorted({1, steps}):  # the run may have gone on with another release
+        of = drawn if _as_drawn(run_dir, step) else 1.0
+        if of != temperature:
+            raise ConfigError(
+                f"rollout.temperature={temperature:g}: the tokens of rollout.replay="
+                f"{str(run_dir)!r} were drawn at {drawn:g}, and the log-probabilities of "
+                f"{path_of(run_dir, step).name} are of {of:g}: rollout.temperature={of:g}"
+            )
+
+
+def _as_drawn(run_dir: Path, step: int) -> bool:
+    """Raises `ConfigError` for a damaged file."""
+    try:
+        return all(t.as_drawn for group in load(run_dir, step) for t in group)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_turn_rewards(run_dir: Path, needs: str) -> None:

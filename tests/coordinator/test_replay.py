@@ -21,12 +21,25 @@ def test_saved_groups_come_back_whole(tmp_path):
 
 
 def test_tokens_are_trained_at_the_temperature_that_they_were_drawn_at(tmp_path, make_config):
-    replay.save(tmp_path, 1, GROUPS)
+    now = [[msgspec.structs.replace(t, as_drawn=True) for t in group] for group in GROUPS]
+    replay.save(tmp_path, 1, now)
     replay.check(tmp_path, 1, 0.7)  # nobody knows
     configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
     replay.check(tmp_path, 1, 0.7)
-    with pytest.raises(ConfigError, match="rollout.temperature=1: .* drawn at 0.7: rollout.temp"):
+    with pytest.raises(ConfigError, match="rollout.temperature=1: .* 0.7: rollout.temperature=0.7"):
         replay.check(tmp_path, 1, 1.0)
+
+
+def test_what_an_earlier_release_saved_is_trained_at_the_temperature_of_its_log_probabilities(
+    tmp_path, make_config
+):
+    """They were of 1, whatever the tokens were drawn at."""
+    configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
+    for step in (1, 2):
+        replay.save(tmp_path, step, GROUPS)
+    replay.check(tmp_path, 2, 1.0)
+    with pytest.raises(ConfigError, match="step-000001.msgpack are of 1: rollout.temperature=1$"):
+        replay.check(tmp_path, 2, 0.7)
 
 
 def test_a_missing_step_is_named(tmp_path):
