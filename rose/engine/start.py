@@ -66,7 +66,8 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
         # vLLM's warm-up would build FlashInfer's sampler with nvcc, and end where no CUDA toolkit
         # is; vLLM's own Triton kernels do the same.
-        return common | lent | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        name = "VLLM_USE_FLASHINFER_SAMPLER"
+        return common | lent | {name: os.environ.get(name, "0")}
     cpu = {
         "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations
         "TORCH_COMPILE_DISABLE": "1",

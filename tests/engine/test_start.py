@@ -27,9 +27,13 @@ def test_an_engine_that_shares_a_gpu_can_give_back_its_weights(
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)
 
 
-def test_an_engine_on_a_gpu_starts_without_nvcc():
+def test_an_engine_on_a_gpu_starts_without_nvcc_unless_the_user_wants_its_sampler(monkeypatch):
     """vLLM's warm-up samples with top-k and top-p; FlashInfer builds that with a CUDA toolkit."""
-    assert environment(True, None)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.delenv(name, raising=False)
+    assert environment(True, None)[name] == "0"
+    monkeypatch.setenv(name, "1")
+    assert environment(True, None)[name] == "1"
 
 
 def test_an_engine_has_memory_for_one_adapter_of_the_next_rank_that_vllm_has(rollout, model_config):
