@@ -139,7 +139,9 @@ def _plans(job, rows) -> None:
     plans = [a for e in entries for a in e.actions if isinstance(a, ev.PlanReplicas)]
     [plan] = plans
     assert (plan.step, plan.before, plan.replicas) == (3, 1, 1)
-    assert 0 < plan.training_s < plan.step_s == plan.forecast_s and plan.rollout_s > 0
+    assert plan.step_s == plan.forecast_s and plan.rollout_s > 0
+    # of step 1, as step 2's lost its replica: less than both steps took, however slow it was
+    assert 0 < plan.training_s < 2 * plan.step_s
     assert rows[2]["seconds_step_planned"] == plan.forecast_s
     [row] = [r for r in read_metrics(job.run) if r.get("what") == "replicas planned"]
     assert row["detail"].startswith("from step 3 on 1 train, still: ")
