@@ -45,6 +45,13 @@ def words(process: psutil.Process) -> list[str]:
     return []
 
 
+def parent(process: psutil.Process) -> int:
+    """Its pid; 0 of one that has ended."""
+    with contextlib.suppress(*VANISHED):
+        return process.ppid()
+    return 0
+
+
 def listens(process: psutil.Process) -> list[tuple[str, int]]:
     """The TCP addresses at which it takes connections."""
     with contextlib.suppress(*VANISHED):

@@ -14,11 +14,13 @@ HOSTS = ("rollout.environment_hosts=2", "rollout.host_restarts=100")
 def hosts(job: Job) -> list[psutil.Process]:
     """The processes of all environment hosts that are up and run trajectories, by rank."""
     found = {}
-    for process in processes.bearing("rose.agent.process", str(job.run)):
+    bearing = processes.bearing("rose.agent.process", str(job.run))
+    known = {process.pid for process in bearing}
+    for process in bearing:
         words = processes.words(process)
-        if "--rank" in words:
-            # a child that it has just forked has its words, too
-            found.setdefault(int(words[words.index("--rank") + 1]), process)
+        # a child that it has just forked has its words, too, and maybe a smaller pid
+        if "--rank" in words and processes.parent(process) not in known:
+            found[int(words[words.index("--rank") + 1])] = process
     return [found[rank] for rank in sorted(found)]
 
 

@@ -221,11 +221,11 @@ class Job:
     def trainer_stopped(self) -> Iterator[None]:
         """Meanwhile the trainer does nothing, so that no step ends."""
         trainer = psutil.Process(self.rank("trainer")["pid"])
-        trainer.suspend()
+        suspend(trainer)
         try:
             yield
         finally:
-            trainer.resume()
+            resume(trainer)
 
     def phase(self) -> tuple[str, int]:
         live = self.live()
@@ -255,6 +255,18 @@ class Job:
     def orphans(self) -> list[psutil.Process]:
         """Processes of this run that outlive it."""
         return processes.left(lambda: processes.bearing(str(self.run)))
+
+
+def suspend(rank: psutil.Process) -> None:
+    """Until `resume`, however long that is: its guard, which would end it after a minute
+    (rose/launch/guard.py), is stopped before it, as in a job that Slurm suspends."""
+    psutil.Process(rank.ppid()).suspend()
+    rank.suspend()
+
+
+def resume(rank: psutil.Process) -> None:
+    rank.resume()
+    psutil.Process(rank.ppid()).resume()
 
 
 def replica(job: Job, number: int) -> psutil.Process:

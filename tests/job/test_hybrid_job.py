@@ -11,7 +11,7 @@ import pytest
 from rose.coordinator import journal, replay
 from rose.coordinator.control import first_name
 from rose.scheduler import events as ev
-from tests.job.job import Gated, Job
+from tests.job.job import Gated, Job, resume, suspend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -66,7 +66,7 @@ def test_a_hybrid_engine_works_while_the_trainer_waits_and_may_die_at_any_time(t
         lambda: job.live().get("finished", 0) >= GROUPS * SIZE - TAKEN,
         "the hybrid engine to end what the dedicated one has no room for",
     )
-    trainer.suspend()
+    suspend(trainer)
     dedicated.resume()
     job.until(
         lambda: "trainer ranks to finish step 1" in job.live().get("waiting_for", ""),
@@ -75,7 +75,7 @@ def test_a_hybrid_engine_works_while_the_trainer_waits_and_may_die_at_any_time(t
     asleep = scene.engine(1)
     asleep.kill()
     job.until(lambda: len(scene.deaths()) == 1, "word of the engine that died asleep")
-    trainer.resume()
+    resume(trainer)
 
     def again() -> bool:
         """The next engine is up, with the newest weights."""

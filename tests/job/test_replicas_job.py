@@ -9,7 +9,7 @@ import pytest
 
 from rose.coordinator import replay
 from rose.coordinator.control import first_name
-from tests.job.job import Gated, Job, replica
+from tests.job.job import Gated, Job, replica, resume, suspend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -31,7 +31,7 @@ def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
     gates.opens(1)
     gates.until(job, "waits", 2)
     trainer = psutil.Process(job.rank("trainer")["pid"])
-    trainer.suspend(), first.suspend()
+    suspend(trainer), first.suspend()
     gates.opens(2)
     job.until(
         lambda: "compute their part of step 2" in job.live().get("waiting_for", ""),
@@ -39,7 +39,7 @@ def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
     )
     first.kill()
     job.until(job.faults, "word of the replica that died")
-    trainer.resume()
+    resume(trainer)
     gates.until(job, "waits", 3)
     assert replica(job, 2).pid != first.pid
     gates.opens(3)
