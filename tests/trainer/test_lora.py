@@ -148,7 +148,7 @@ def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
     more = [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16"]
     more += ["deterministic=false", "trainer.gradient_checkpointing=true"]
     actions = [["publish", 0], ["train", *STEPS[0]], ["publish", 1]]
-    job = {"name": "run", "actions": actions, "settings": [LORA, *more]}
+    job = {"name": "run", "actions": actions, "settings": [LORA, WARM, *more]}
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]
     start = {n: t.float() for n, t in materialise(tmp_path / "run", 0).items()}
     _, norm = PlainLora(tmp_path / "model", start, 0.0).train(*STEPS[0])
