@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -27,6 +28,17 @@ def keys(root: Struct, prefix: str = "") -> list[str]:
         if (nested := _section(field.type)) is not None:
             found += keys(nested, f"{prefix}{field.name}.")
     return found
+
+
+def check_known(given: dict[str, Any], known: Collection[str], where: str, whose: str) -> None:
+    """Raises `ConfigError` for the first of the `given` arguments, keys of the section `where`,
+    that is not `known` to `whose` they are."""
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"{where}.{key}={value!r}: {whose} has no such argument; it has "
+                f"{', '.join(known) or 'none'}"
+            )
 
 
 def value_at(tree: Any, dotted: str) -> Any:

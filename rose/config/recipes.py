@@ -61,21 +61,16 @@ class SmolLM2(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-RECIPES: dict[str, type[Section]] = {"tiny": Tiny, "smollm2": SmolLM2}
+OPTIONS: dict[str, type[Section]] = {"tiny": Tiny, "smollm2": SmolLM2}
 
 
 def check(source: str, recipe: dict[str, Any]) -> None:
-    """Raises `ConfigError` for an option that the recipe `source` doesn't have, and for a value
+    """Raises `ConfigError` for an argument that the recipe `source` doesn't have, and for a value
     that it can't make a model of."""
-    kind = RECIPES[source]
+    kind = OPTIONS[source]
     known = [field.name for field in msgspec.structs.fields(kind)]
     given = {key.replace("-", "_"): value for key, value in recipe.items()}
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(
-                f"model.recipe.{key}={value!r}: model.source={source} has no such option; it has "
-                f"{', '.join(known)}"
-            )
+    errors.check_known(given, known, "model.recipe", f"model.source={source}")
     try:
         made = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 import msgspec
 import xxhash
 
-from rose.config import ConfigError
+from rose.config import ConfigError, errors
 from rose.reward import command, function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
 
@@ -282,12 +282,7 @@ def build(name: str, args: dict[str, Any]) -> Scorer:
     if name not in KINDS:
         raise ConfigError(f"reward.name={name!r}: no such reward; there are {', '.join(KINDS)}")
     known = [each.name for each in fields(KINDS[name])]
-    for key, value in args.items():
-        if key not in known:
-            raise ConfigError(
-                f"reward.args.{key}={value!r}: {name} has no such argument; it has "
-                f"{', '.join(known) or 'none'}"
-            )
+    errors.check_known(args, known, "reward.args", name)
     try:
         return msgspec.convert(args, KINDS[name])
     except msgspec.ValidationError as error:

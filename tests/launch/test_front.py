@@ -212,7 +212,7 @@ def launch(tmp_path, monkeypatch, capsys):
         (["model.source=hub"], ["model.path=None", "hub id"]),
         (
             ["+model.recipe.sizee=3"],
-            ["model.recipe.sizee=3", "source=tiny has no such option", "size, hole_probability"],
+            ["model.recipe.sizee=3", "source=tiny has no such argument", "size, hole_probability"],
         ),
         (
             ["output_dir=/dev/null/runs"],

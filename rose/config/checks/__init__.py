@@ -86,5 +86,5 @@ def _check_values(c: Config, need: Need) -> None:
         "model.path",
         "the model's folder is needed (model.source=folder)",
     )
-    if c.model.source in recipes.RECIPES:
+    if c.model.source in recipes.OPTIONS:
         recipes.check(c.model.source, c.model.recipe)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rose.config import ConfigError, outside
+from rose.config import ConfigError, errors, outside
 from rose.trainer.algorithms.base import Algorithm
 from rose.trainer.algorithms.dapo import Dapo
 from rose.trainer.algorithms.decoupled_ppo import DecoupledPpo
@@ -42,12 +42,7 @@ def build(name: str, args: dict[str, Any]) -> Algorithm:
     name, an unknown or missing argument, or an impossible value."""
     algorithm = ALGORITHMS.get(name) or _outside(name)
     known = {field.name: field for field in fields(algorithm) if field.init}
-    for key, value in args.items():
-        if key not in known:
-            raise ConfigError(
-                f"algorithm.args.{key}={value!r}: {name} has no such argument; it has "
-                f"{', '.join(known)}"
-            )
+    errors.check_known(args, known, "algorithm.args", name)
     for key, field in known.items():
         if key not in args and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(
