@@ -44,7 +44,7 @@ from typing import NamedTuple
 import numpy as np
 from bench_coserving_client import Request, replay
 from csv_tables import merge, shown
-from harness import configured, free_port, stop
+from harness import PATHS, configured, free_port, stop
 from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, wait_for_calm
 from rich.console import Console
 
@@ -111,7 +111,7 @@ class Device:
                 stdout=log,
                 cwd=REPOSITORY,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+                env=os.environ | PATHS,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
             )
@@ -188,7 +188,7 @@ def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | PATHS,
     )
     lines = []
     for line in process.stdout:

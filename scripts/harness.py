@@ -24,6 +24,11 @@ from rose import front
 from rose.processes import die_with_parent
 
 ANSWER_S, END_S = 900.0, 10.0
+# For processes of a script: this checkout first, then what the caller named, which may be where all
+# packages are (scripts/gpu_kit/).
+PATHS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+}
 
 
 class Failed(SystemExit):
@@ -95,7 +100,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=REPOSITORY,
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | env,
+                env=os.environ | PATHS | env,
                 preexec_fn=lambda: die_with_parent(parent),
                 **popen,
             )

@@ -1,5 +1,6 @@
-"""The lower priority of the rollout engine's threads on a CPU, where nothing ranks two engines as
-streams on a GPU are ranked.
+"""Lower the priority of the rollout engine's threads on a CPU.
+
+This does nothing on a GPU, where kernels of two processes take turns whatever their priorities.
 
 They run where no other wants the core (Linux's SCHED_IDLE). But behind an online engine that keeps
 the core a step would take any time to end, and memory is given back between steps: so the online

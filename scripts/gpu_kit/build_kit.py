@@ -1,0 +1,229 @@
+"""Build .kit/ and .kit-moe/: what a bare GPU machine lacks to run ROSE on a Hopper GPU.
+
+    .venv/bin/python scripts/gpu_kit/build_kit.py      # in the checkout; 3 minutes, 1 GB of /tmp
+
+The machine has Python 3.12, torch 2.11 for CUDA 13, Triton, transformers, and no network. vLLM's
+extensions use torch's stable ABI alone (nm shows no symbol that torch 2.11 lacks), so torch itself
+need not travel. The kit has the packages of packages.txt in the versions of requirements/gpu.txt.
+
+It is made small in three ways. Fat binaries keep their sm_90 code only: their other entries are
+removed and zeros, which xz compresses away, fill their places, so that all files keep their lengths
+and offsets. FlashAttention 2 (Hopper uses 3), DeepGEMM, FlashMLA and vLLM's Rust front end are left
+out. Of FlashAttention 3 the bfloat16 kernels for heads of 64 and 128 stay.
+
+.kit-moe/ has what mixtures of experts need besides.
+"""
+
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+LOCK = Path("requirements/gpu.txt")
+WANTED = (Path(__file__).parent / "packages.txt").read_text().split()
+TAGS = [
+    "--python-version",
+    "3.12",
+    "--implementation",
+    "cp",
+    "--only-binary=:all:",
+    "--no-deps",
+    "--no-compile",
+    *(
+        w
+        for n in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014", "1")
+        for w in ("--platform", f"manylinux{n}_x86_64")
+    ),
+]
+SOURCE = ("deepspeed", "antlr4-python3-runtime")  # wheels are made here: pure Python
+DROPPED = [
+    "vllm/vllm-rs",
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    "vllm/third_party/deep_gemm",
+    "vllm/third_party/fmha_sm100",
+    "vllm/third_party/tml_fa4",
+    *(
+        f"vllm/_{n}.abi3.so"
+        for n in ("deepselect_C", "flashkda_C", "flashmla_C", "flashmla_extension_C", "qutlass_C")
+    ),
+]
+PRUNED = [
+    "vllm/_C_stable_libtorch.abi3.so",
+    "vllm/_moe_C_stable_libtorch.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+]
+
+
+def containers(data):
+    """Yield each fat binary of an ELF file: where it begins, where its header ends, its end, and
+    its entries as (kind, architecture, begin, payload, end). Kind 1 is PTX, 2 is machine code."""
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * size) for i in range(count)]
+    for head in heads:
+        at = heads[names][4] + head[0]
+        if data[at : at + 11] != b".nv_fatbin\0":
+            continue
+        at, end = head[4], head[4] + head[5]
+        while at + 16 <= end:
+            magic, _, header, body = struct.unpack_from("<IHHQ", data, at)
+            if magic != 0xBA55ED50:
+                at += 8
+                continue
+            part, stop, found = at + header, at + header + body, []
+            while part < stop:
+                kind, _, own, length = struct.unpack_from("<HHIQ", data, part)
+                found.append(
+                    (
+                        kind,
+                        struct.unpack_from("<I", data, part + 0x1C)[0],
+                        part,
+                        part + own,
+                        part + own + length,
+                    )
+                )
+                part += own + length
+            yield at, at + header, stop, found
+            at = stop
+
+
+def prune(path):
+    """Rewrite each fat binary of the file `path` with fewer entries.
+
+    Kept is the code for sm_90 or, where there is none, the newest PTX that sm_90 can run. A binary
+    begins where it did; zeros fill the rest of its place.
+    """
+    data = bytearray(path.read_bytes())
+    whole = bytes(data)
+    for begin, body, end, found in containers(whole):
+        code = [e for e in found if e[0] == 2 and e[1] == 90]
+        kept = (
+            code or sorted((e for e in found if e[0] == 1 and e[1] <= 90), key=lambda e: e[1])[-1:]
+        )
+        entries = b"".join(whole[e[2] : e[4]] for e in kept if used(whole[e[3] : e[4]]))
+        struct.pack_into("<Q", data, begin + 8, len(entries))
+        data[body:end] = entries + bytes(end - body - len(entries))
+    path.write_bytes(data)
+
+
+def used(code):
+    """True unless `code` is a FlashAttention 3 kernel that no model of the checks uses."""
+    if b"CollectiveMainloopFwdSm90" not in code:
+        return True
+    found = re.search(rb"ELi(\d+)ENS_10bfloat16_tEfNS_4arch4Sm90", code)
+    return (
+        bool(found)
+        and int(found[1]) in (64, 128)
+        and b"6half_t" not in code
+        and b"float_e4m3_t" not in code
+    )
+
+
+def main():
+    lock = dict(
+        line.strip().split("==")
+        for line in LOCK.read_text().splitlines()
+        if "==" in line and line[0] != "#"
+    )
+    pip, site = (
+        [sys.executable, "-m", "pip", "--disable-pip-version-check"],
+        Path(tempfile.mkdtemp(prefix="kit-")) / "site",
+    )
+    made = site.parent / "made"
+    subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", "-w", made, *(f"{n}=={lock[n]}" for n in SOURCE)],
+        check=True,
+    )
+    binary = [f"{n}=={lock[n]}" for n in WANTED if n not in SOURCE]
+    subprocess.run(
+        [*pip, "install", "-q", *TAGS, "--target", site, *binary, *made.glob("*.whl")], check=True
+    )
+    subprocess.run(
+        [
+            *pip,
+            "download",
+            "-q",
+            *(t for t in TAGS if t != "--no-compile"),
+            "-d",
+            made,
+            f"mpich=={lock['mpich']}",
+        ],
+        check=True,
+    )
+    with_data(next(made.glob("mpich-*.whl")), site)
+    for name in DROPPED:
+        path = site / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in PRUNED:
+        if (site / name).exists():
+            prune(site / name)
+    for path in [*site.rglob("*")]:
+        if path.suffix in (".a", ".pyi", ".cu", ".h", ".cuh", ".hpp") and path.is_file():
+            path.unlink()
+        elif (
+            ".so" in path.name
+            and path.is_file()
+            and not path.is_symlink()
+            and str(path.relative_to(site)) not in PRUNED
+        ):
+            subprocess.run(["strip", "--strip-unneeded", path], stderr=subprocess.DEVNULL)
+    info = site / "rose-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nrose_metrics = rose.lending.operator.metrics:register_if_serving\nrose = rose.engine.plugin:register\n"
+    )
+    experts = site.parent / "moe" / PRUNED[1]
+    experts.parent.mkdir(parents=True)
+    shutil.move(site / PRUNED[1], experts)
+    sizes = {
+        name: packed(source, Path(name))
+        for name, source in ((".kit", site), (".kit-moe", site.parent / "moe"))
+    }
+    shutil.rmtree(site.parent)
+    exclude = Path(git("rev-parse", "--git-path", "info/exclude").strip())
+    known = exclude.read_text() if exclude.exists() else ""
+    if "/.kit*/" not in known.split():
+        exclude.parent.mkdir(exist_ok=True)
+        exclude.write_text(known + "\n/.kit*/\n")
+    tree = sum(Path(f).stat().st_size for f in git("ls-files", "-z").split("\0") if f)
+    print(
+        {name: f"{size / 2**20:.1f} MiB" for name, size in sizes.items()},
+        f"the checkout {tree / 2**20:.1f} MiB; together they should stay below 64",
+    )
+
+
+def with_data(wheel, site):
+    """Unpack MPICH's programs and libraries into `site`.
+
+    They are the wheel's data, of which `pip install --target` leaves out the folder `lib`.
+    """
+    with zipfile.ZipFile(wheel) as whole:
+        for member in whole.infolist():
+            _, found, name = member.filename.partition(".data/data/")
+            if found and not member.is_dir() and name.split("/")[0] in ("bin", "lib"):
+                path = site / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(whole.read(member))
+                path.chmod(0o755)
+
+
+def packed(source, folder):
+    """Pack `source` into `folder`/kit.tar.xz and return the archive's size in bytes."""
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / "kit.tar.xz", "w:xz", preset=6) as tar:
+        tar.add(source, ".")
+    return (folder / "kit.tar.xz").stat().st_size
+
+
+def git(*words):
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+# Sourced by the stages in the repository's root on the GPU machine. $OUT is the folder for results.
+export PYTHONUNBUFFERED=1 KIT=/tmp/kit VLLM_CACHE_ROOT=/tmp/cache/vllm TRITON_CACHE_DIR=/tmp/cache/triton TORCHINDUCTOR_CACHE_DIR=/tmp/cache/inductor
+if [ ! -d $KIT ]; then
+    mkdir -p $KIT /tmp/cache && tar xJf .kit/kit.tar.xz -C $KIT || exit 1
+    cat .kit/cache.tar.xz.* 2>/dev/null | tar xJf - -C /tmp/cache 2>/dev/null || true  # of an earlier run: engines start in a third of the time
+fi
+[ ! -f .kit-moe/kit.tar.xz ] || [ -f $KIT/vllm/_moe_C_stable_libtorch.abi3.so ] || tar xJf .kit-moe/kit.tar.xz -C $KIT
+export PYTHONPATH=$PWD:$KIT PATH=$KIT/bin:$PATH LD_LIBRARY_PATH=$KIT/lib:${LD_LIBRARY_PATH:-}
+nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader | tee $OUT/versions.txt
+python3 - <<'P' >> $OUT/versions.txt
+from importlib.metadata import version
+print(*(f"{n}=={version(n)}" for n in ("torch", "triton", "transformers", "numpy", "numba", "vllm", "deepspeed", "liger-kernel", "mpi4py")), sep="\n")
+P
+# At most eight files come back, of 16 MiB each: results in one archive, caches in parts of 15 MiB.
+keep() {
+    tar cf - -C /tmp/cache . | xz -T0 -3 | split -b 15m - $OUT/cache.tar.xz.
+    results
+}
+results() {
+    mkdir -p $OUT/scratch && for f in /tmp/rose-gpu-check-*/*.log; do [ -f "$f" ] && tail -c 200000 "$f" > $OUT/scratch/$(basename $(dirname $f))-$(basename $f); done
+    (cd $OUT && tar czf results.tar.gz --remove-files $(ls | grep -v -e cache.tar -e results.tar))
+}
+check() { echo "== $*"; timeout ${LIMIT:-300} python3 scripts/gpu_check.py --json $OUT/$NAME.json "$@" 2>&1 | tee $OUT/$NAME.log | tail -${LINES_SHOWN:-45}; }

@@ -1,0 +1,56 @@
+"""Turn what a stage brought back into rows of docs/results/*.csv, with the versions beside them.
+
+    python scripts/gpu_kit/figures.py results.tar.gz [results.tar.gz ...] > docs/results/h200.csv
+
+Each argument is the archive that one stage left in $OUT. Columns: check, figure, value, unit.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tarfile
+
+
+def rows(archive: str):
+    """Yield (check, figure, value, unit) of every file of a stage's archive."""
+    with tarfile.open(archive) as tar:
+        texts = {
+            member.name: tar.extractfile(member).read().decode()
+            for member in tar
+            if member.isfile() and member.name.endswith((".json", "micro.csv", "versions.txt"))
+        }
+    for name, text in sorted(texts.items()):
+        if name.endswith("versions.txt"):
+            card, *packages = text.splitlines()
+            yield "versions", "card, driver", ", ".join(card.split(", ")[:2]), ""
+            yield from (("versions", *line.split("=="), "") for line in packages)
+        elif name.endswith("micro.csv"):
+            yield from (("micro " + part, *rest) for part, *rest in csv.reader(text.splitlines()))
+        else:
+            yield from checked(json.loads(text))
+
+
+def checked(told: dict):
+    """Yield the rows of one file of gpu_check's."""
+    for check in told["checks"]:
+        yield check["name"], "state", check["state"], ""
+        for figure in check["figures"]:
+            value = figure["value"]
+            short = f"{value:.5g}" if isinstance(value, float) else value
+            yield check["name"], figure["name"], short, figure["unit"]
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit(__doc__)
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(("check", "figure", "value", "unit"))
+    out.writerows(
+        dict.fromkeys(row for archive in sys.argv[1:] for row in map(tuple, rows(archive)))
+    )
+
+
+if __name__ == "__main__":
+    main()

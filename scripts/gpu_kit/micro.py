@@ -1,0 +1,221 @@
+"""Measure the few figures that decide how co-serving and weight transfer are built, in 60 s on one GPU.
+
+    python scripts/gpu_kit/micro.py > micro.csv        # lines: part,figure,value,unit
+
+Three parts, each reported as "ran,0" when it fails:
+
+pages   microseconds to map and to release one page of the pool that lends KV memory.
+delta   GB/s of comparing and compacting weights on the device (ondevice_delta.py), whether the
+        result is exact, and the time of a flip.
+online  step time of an online engine S beside a rollout engine R in another process. S is a CUDA
+        graph of 28 layers of the decode products of a 7B model. R does nothing; or runs steps of
+        512 tokens; or runs them with a stop between layers, where its stream waits on the device
+        while S's flag is up; or maps and releases 256 MiB of pages.
+
+vLLM is left out on purpose: what is measured is the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path[:0] = [os.getcwd(), str(Path(__file__).parent)]
+
+FLAG = "/dev/shm/rose-flag"
+LAYERS, HIDDEN, INTERMEDIATE = 28, 3584, 18944  # shapes of Qwen2.5-7B
+PHASE_S = 4.0  # seconds of S's steps beside each neighbour
+UP, DOWN = b"\1\0\0\0", bytes(4)  # S's flag: R stops while it is up
+
+
+def report(part: str, figure: str, value: float, unit: str = "") -> None:
+    print(f"{part},{figure},{value:.5g},{unit}", flush=True)
+
+
+def shared_flag(torch) -> tuple[mmap.mmap, int]:
+    """Return the flag's page and its address, page-locked so that a CUDA stream can wait on it."""
+    file = os.open(FLAG, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, mmap.PAGESIZE)
+    page = mmap.mmap(file, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    portable_and_mapped = 3
+    code = torch.cuda.cudart().cudaHostRegister(address, mmap.PAGESIZE, portable_and_mapped)
+    if int(code):
+        raise RuntimeError(f"cudaHostRegister of {FLAG} failed with {int(code)}")
+    return page, address
+
+
+def weights(torch) -> list:
+    """Matrices (HIDDEN, 3 INTERMEDIATE), bfloat16, one a layer."""
+    shape = (HIDDEN, 3 * INTERMEDIATE)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(LAYERS)]
+
+
+def rollout_steps(torch, stops: bool):
+    """Return a function that runs one step of R: 512 tokens through all layers."""
+    _, address = shared_flag(torch)
+    wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+    wait.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint32, ctypes.c_uint]
+    matrices = weights(torch)
+    x = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.current_stream()
+    down, equal = 0, 1  # the stream waits until the word is equal to 0
+
+    def step() -> None:
+        for matrix in matrices:
+            if stops and wait(stream.cuda_stream, address, down, equal):
+                raise RuntimeError("cuStreamWaitValue32 failed")
+            x @ matrix
+        stream.synchronize()
+
+    return step
+
+
+def page_moves():
+    """Return a function that maps and releases 256 MiB."""
+    from rose.engine.vmm import CudaDriver, PagePool
+
+    pool = PagePool(CudaDriver(0), 2**28)
+
+    def move() -> None:
+        pool.map([(0, pool.nbytes)])
+        pool.release([(0, pool.nbytes)])
+
+    return move
+
+
+def neighbour(kind: str, ready, stop) -> None:
+    """Be R until `stop` is set; report the rate of its steps."""
+    import torch
+
+    torch.cuda.init()
+    work = page_moves() if kind == "pages" else rollout_steps(torch, stops=kind == "stops")
+    work()
+    ready.set()
+    done, began = 0, time.monotonic()
+    while not stop.is_set():
+        work()
+        done += 1
+    report(f"R ({kind})", "steps or moves a second", done / (time.monotonic() - began))
+
+
+def online_graph(torch):
+    """Return a CUDA graph of S's decode step of 16 requests."""
+    matrices = weights(torch)
+    x = torch.randn(16, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def layers() -> None:
+        for matrix in matrices:
+            x @ matrix
+
+    for _ in range(3):
+        layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    return graph
+
+
+def step_times(torch, graph, page: mmap.mmap) -> list[float]:
+    """Milliseconds of S's steps during PHASE_S, sorted. S is idle for more than half of the time."""
+    took, end = [], time.monotonic() + PHASE_S
+    while time.monotonic() < end:
+        time.sleep(0.003)
+        began = time.perf_counter()
+        page[:4] = UP
+        graph.replay()
+        torch.cuda.synchronize()
+        page[:4] = DOWN
+        took.append(1e3 * (time.perf_counter() - began))
+    return sorted(took)
+
+
+def online(torch) -> None:
+    page, _ = shared_flag(torch)
+    page[:4] = DOWN
+    graph, spawn = online_graph(torch), multiprocessing.get_context("spawn")
+    for kind in ("nobody", "steps", "stops", "pages"):
+        ready, stop, child = spawn.Event(), spawn.Event(), None
+        if kind != "nobody":
+            child = spawn.Process(target=neighbour, args=(kind, ready, stop), daemon=True)
+            child.start()
+            if not ready.wait(40):
+                report(f"S beside {kind}", "ran", 0)
+                child.kill()
+                continue
+        took = step_times(torch, graph, page)
+        for percent in (50, 99):
+            value = took[percent * (len(took) - 1) // 100]
+            report(f"S beside {kind}", f"step P{percent}", value, "ms")
+        if child:
+            stop.set()
+            child.join(10)
+            child.kill()
+    os.unlink(FLAG)
+
+
+def pages(torch) -> None:
+    from rose.engine.vmm import CudaDriver, PagePool
+
+    pool = PagePool(CudaDriver(0), 2**30)
+    for _ in range(2):
+        for name, work in (("map", pool.map), ("release", pool.release)):
+            began = time.perf_counter()
+            work([(0, pool.nbytes)])
+            took = time.perf_counter() - began
+            report(
+                "pages", f"{name} a page of 2 MiB", 1e6 * took / (pool.nbytes // pool.page), "us"
+            )
+
+
+def delta(torch) -> None:
+    from ondevice_delta import apply_, changes
+
+    count = 2**30
+    held = torch.randn(count, device="cuda").mul_(0.02).bfloat16()
+    master = held.float()
+    master[torch.rand(count, device="cuda") < 0.01] *= 1.125
+    new, bits = master.bfloat16(), held.view(torch.int16)
+    for _ in range(3):  # the last one counts: kernels are compiled in the first
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        at, by = changes(master, bits)
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+    report("delta", "compare and compact, of bfloat16", 2 * count / took / 1e9, "GB/s")
+    host = torch.empty(at.numel(), dtype=torch.int32, pin_memory=True)
+    began = time.perf_counter()
+    host.copy_(at)
+    rate = 4 * at.numel() / (time.perf_counter() - began) / 1e9
+    report("delta", "positions to the host", rate, "GB/s")
+    apply_(bits, at, by)
+    report("delta", "exact", float(torch.equal(bits, new.view(torch.int16))))
+    for sign in (-1, 1):  # taken back and applied again; the kernels are compiled by now
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        apply_(bits, at, by, sign)
+        torch.cuda.synchronize()
+        report("delta", "flip of 10 million values", 1e3 * (time.perf_counter() - began), "ms")
+
+
+def main() -> None:
+    import torch
+
+    for part in (pages, delta, online):
+        try:
+            part(torch)
+        except Exception:
+            traceback.print_exc()
+            report(part.__name__, "ran", 0)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
