@@ -25,7 +25,8 @@ README = REPOSITORY / "README.md"
 CONFIGURATION = REPOSITORY / "docs" / "configuration.md"
 PROGRAMS = ("python", "rose", "sbatch", "make", ".")  # the first words of commands in the text
 
-MOST_WORDS = 900  # of prose: what a reader takes in within the first minutes
+# A reader takes in so many words of prose within the first minutes.
+MOST_WORDS = 900
 SECONDS = 480
 NOT_HERE = {
     "make train": "it installs: the check on a fresh clone runs it",
@@ -154,9 +155,10 @@ def test_the_commands_on_a_run_do_what_they_say_on_one(tmp_path):
 
     done = shell(f"python {REPOSITORY}/launch.py {' '.join(SMALL)}")
     assert done.returncode == 0, done.stdout + done.stderr
+    # The lines with a colon say where the report is, what to do next, and what the run cost.
     shown = block_after("The end of what it prints")
     for line in shown:
-        if ": " in line and "│" not in line:  # where the report is, what to do next, what it cost
+        if ": " in line and "│" not in line:
             assert re.search(re.sub(r"\\?[\d.,]*\d", r"[\\d.,]+", re.escape(line)), done.stdout)
     assert sum(": " in line for line in shown) >= 3
     for command in programs("rose"):
@@ -237,7 +239,7 @@ def test_the_keys_that_the_translation_names_are_keys_here():
 
 
 def test_messages_name_the_distribution_that_pip_knows():
-    """On PyPI `rose` is another project's package."""
+    """Another project owns the name `rose` on PyPI."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert (project["name"], project["license"]) == ("rose-rl", "Apache-2.0")
     for folder in ("rose", "scripts", "docs"):
