@@ -42,7 +42,7 @@ def compiled(report: Report) -> None:
 def liger(report: Report) -> None:
     for package in ("liger_kernel", "triton"):
         if importlib.util.find_spec(package) is None:
-            raise Impossible(f"{package} isn't installed: pip install 'rose[liger]'")
+            raise Impossible(f"{package} isn't installed: pip install 'rose-rl[liger]'")
     if not report.gpus:
         raise Impossible("Triton's kernels need a GPU")
     _compare(report, "Liger", "trainer.kernels=liger", "trainer.kernels=none")

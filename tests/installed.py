@@ -17,7 +17,7 @@ class Installed:
     def __init__(self, folder: Path) -> None:
         self.venv, source = folder / "venv", folder / "source"
         self.bin = self.venv / "bin"
-        for part in (*PARTS, "README.md"):
+        for part in (*PARTS, "README.md", "LICENSE"):
             if (REPOSITORY / part).is_dir():
                 junk = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(REPOSITORY / part, source / part, ignore=junk)

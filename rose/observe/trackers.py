@@ -146,7 +146,7 @@ def check(observe: Observe) -> None:
             key, value = KINDS[name][0], getattr(getattr(observe, name), KINDS[name][0])
             raise ConfigError(
                 f"observe.{name}.{key}={value!r}: the package {name} is not installed; pip install "
-                f"'rose[{name}]', or observe.{name}.{key}=null"
+                f"'rose-rl[{name}]', or observe.{name}.{key}=null"
             )
 
 

@@ -34,7 +34,7 @@ def check(c: Config) -> None:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"trainer.kernels='liger': the package {name} isn't installed here: "
-                    "pip install 'rose[liger]', or trainer.kernels=none"
+                    "pip install 'rose-rl[liger]', or trainer.kernels=none"
                 )
     if c.trainer.compile and slurm is None and (found := why_none(c.cluster.gpus > 0)):
         raise ConfigError(found)

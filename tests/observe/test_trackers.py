@@ -183,7 +183,7 @@ def test_what_is_not_installed_is_refused_by_its_key(make_config, monkeypatch, t
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "mlflow" else real(name)
     )
-    with pytest.raises(ConfigError, match=r"observe\.mlflow\.uri='http://x:1'.*rose\[mlflow\]"):
+    with pytest.raises(ConfigError, match=r"observe\.mlflow\.uri='http://x:1'.*rose-rl\[mlflow\]"):
         trackers.check(make_config("observe.mlflow.uri=http://x:1").observe)
 
 

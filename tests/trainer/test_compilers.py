@@ -34,7 +34,7 @@ def test_liger_has_to_be_installed(make_config, monkeypatch):
         importlib.util, "find_spec", lambda name: name if name in there else find(f"no_{name}")
     )
     c = make_config(*LIGER, "trainer.kernels=liger")
-    with pytest.raises(ConfigError, match=r"liger-kernel isn't installed.*'rose\[liger\]'"):
+    with pytest.raises(ConfigError, match=r"liger-kernel isn't installed.*'rose-rl\[liger\]'"):
         compilers.check(c)
     there.add("liger_kernel")
     compilers.check(c)
