@@ -1,4 +1,4 @@
-"""What the docs say of environments holds, and the package of docs/environments.md is the one that
+"""Check what the docs say of environments, and that the package of docs/environments.md is what
 tests/outside installs."""
 
 import asyncio
