@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import printed
@@ -33,11 +34,17 @@ MODEL = {
     "num_key_value_heads": 1,
     "vocab_size": 64,
 }
-SECTIONS = "cluster|colocate|deterministic|env|eval|model|observe|reward|rollout|trainer|algorithm"
+SECTIONS = "algorithm|cluster|env|eval|model|observe|reward|rollout|sandbox|scheduler|serving|trainer|transfer"
+# Keys under names that users give, and names of files.
+OF_USERS = r".*\.(md|py)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
+
+
+def text(page: str) -> str:
+    return (printed.DOCS / page).read_text()
 
 
 def prose(path: Path) -> str:
@@ -64,10 +71,10 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PLAIN)
 def test_a_page_says_what_it_is_for_and_what_can_go_wrong(page):
-    text = (printed.DOCS / page).read_text()
-    assert re.match(r"# [^\n]+\n\n[A-Z`][^\n]{200,}\n", text), "a paragraph, not a table or code"
-    headings = re.findall(r"^## (.*)$", text, re.M)
-    assert headings[-1] == "What can go wrong" and "| symptom | cause | remedy |" in text
+    first = re.match(r"# [^\n]+\n\n([^\n]+)\n", text(page))[1]
+    assert re.match(r"[A-Z`].{100,}", first) and "page" in first, "what it is for, no table or code"
+    *_, last = re.findall(r"^## (.*)$", text(page), re.M)
+    assert last == "What can go wrong" and "| symptom | cause | remedy |" in text(page)
 
 
 def known_keys() -> set[str]:
@@ -87,19 +94,19 @@ def known_keys() -> set[str]:
 
 
 def test_keys_that_pages_name_are_in_conf():
-    known = known_keys()
-    # What the type allows and no file of conf/ sets.
-    known |= {"cluster.slurm.container.mounts", "eval.sets.NAME", "env.members.NAME"}
+    # The type of `cluster` has this one, and no file of conf/ sets it.
+    known = {*known_keys(), "cluster.slurm.container.mounts"}
     for page in PLAIN:
-        text = (printed.DOCS / page).read_text()
-        named = re.findall(rf"(?<![\w/.])((?:{SECTIONS})(?:\.\w+)+)(?![\w/(*])", text)
-        for key in named:
-            parts = key.split(".")
-            of_user = parts[:3] == ["env", "members", parts[2] if len(parts) > 2 else ""]
-            args = parts[:3] == ["reward", "args", "parts"] or key.startswith("eval.sets.")
-            if of_user or args or key.endswith((".md", ".py")):
-                continue
-            assert key in known, f"{page}: {key}"
+        for key in re.findall(rf"(?<![\w/.])((?:{SECTIONS})(?:\.\w+)+)(?![\w/(*])", text(page)):
+            assert key in known or re.match(OF_USERS, key), f"{page}: {key}"
+
+
+def test_programs_and_files_that_pages_name_are_there():
+    for page in PLAIN:
+        for module in re.findall(r"python -m (rose\.[\w.]*\w)", text(page)):
+            assert find_spec(module), f"{page}: {module}"
+        for path in re.findall(r"(?<![\w/.])(?:rose|conf|scripts|slurm)/[\w/]+\.\w+", text(page)):
+            assert (REPOSITORY / path).is_file() or "NAME" in path, f"{page}: {path}"
 
 
 def dry_runs() -> list[tuple[str, list[str]]]:
@@ -125,10 +132,6 @@ def reader(tmp_path, monkeypatch):
         return tmp_path
 
     return sit_down
-
-
-def text(page: str) -> str:
-    return (printed.DOCS / page).read_text()
 
 
 @pytest.mark.parametrize("page, run", dry_runs())
