@@ -36,7 +36,7 @@ MODEL = {
 }
 SECTIONS = "algorithm|cluster|env|eval|model|observe|reward|rollout|sandbox|scheduler|serving|trainer|transfer"
 # Keys under names that users give, and names of files.
-OF_USERS = r".*\.(md|py)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."
+OF_USERS = r".*\.(md|py|log)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."
 
 
 def name(path: Path) -> str:
