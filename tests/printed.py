@@ -14,11 +14,16 @@ def files(page: str) -> dict[str, str]:
     return dict(found)
 
 
+def commands(page: str) -> list[list[str]]:
+    """Return the arguments of each `python launch.py` in the page's blocks of commands."""
+    blocks = re.findall(r"^```sh\n(.*?)```$", (DOCS / page).read_text(), re.DOTALL | re.M)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[2:] for line in lines if line.startswith("python launch.py")]
+
+
 def overrides(page: str, name: str) -> list[str]:
-    """Those of the page's `python launch.py` that has `name=`, which is left out."""
-    lines = (DOCS / page).read_text().replace("\\\n", " ").splitlines()
-    runs = [shlex.split(line)[2:] for line in lines if line.startswith("python launch.py")]
-    (found,) = [run for run in runs if f"name={name}" in run]
+    """Return the arguments of the page's command that has `name=`, which is left out."""
+    (found,) = [run for run in commands(page) if f"name={name}" in run]
     return [each for each in found if each != f"name={name}"]
 
 

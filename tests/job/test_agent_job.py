@@ -1,5 +1,5 @@
-"""Whole runs as docs/agents.md prints them, made shorter: an agent that knows nothing of ROSE, and
-prompts with a reward file. (Its package is installed and trained on by tests/outside.)"""
+"""Whole runs as docs/agents.md and docs/environments.md print them, made shorter: an agent and
+prompts with a reward file. (The package of the second page is installed by tests/outside.)"""
 
 import signal
 import subprocess
@@ -54,12 +54,13 @@ def play(task):
 @pytest.fixture(autouse=True)
 def among_the_printed_files(tmp_path, monkeypatch):
     printed.write("agents.md", tmp_path)
+    printed.write("environments.md", tmp_path)
     monkeypatch.chdir(tmp_path)
 
 
 def test_prompts_are_trained_on_with_a_reward_file(tmp_path):
     subprocess.run([sys.executable, "beside.py"], check=True, timeout=DEADLINE_S)
-    run = [*printed.overrides("agents.md", "beside"), "trainer.steps=1", "eval.episodes=8"]
+    run = [*printed.overrides("environments.md", "beside"), "trainer.steps=1", "eval.episodes=8"]
     job = Job(tmp_path, *run)
     assert job.wait() == 0, job.said + job.logs()
     assert "Held-out tasks" in job.said and "95% interval" in job.said

@@ -103,7 +103,9 @@ def test_the_conf_file_may_lie_in_a_folder_of_the_users(launch, tmp_path, as_fla
 
 
 def test_the_printed_command_is_accepted(launch):
-    assert launch(*printed.overrides("agents.md", "dark_lake"), "cluster.dry_run=true")[0] == 0
+    assert (
+        launch(*printed.overrides("environments.md", "dark_lake"), "cluster.dry_run=true")[0] == 0
+    )
 
 
 def test_a_folder_that_is_not_there_is_named(launch):

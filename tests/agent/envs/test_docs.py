@@ -1,4 +1,4 @@
-"""What the docs say of environments holds, and the package of docs/agents.md is the one that
+"""Check what the docs say of environments, and that the package of docs/environments.md is what
 tests/outside installs."""
 
 import asyncio
@@ -28,7 +28,9 @@ def on_the_path(monkeypatch):
 
 def test_the_example_is_the_package_that_the_tests_install():
     """Whose pyproject.toml has an algorithm and a policy besides."""
-    shown = {k: v for k, v in printed.files("agents.md").items() if k.startswith("rose_dark/")}
+    shown = {
+        k: v for k, v in printed.files("environments.md").items() if k.startswith("rose_dark/")
+    }
     assert len(shown) == 3
     for path, content in shown.items():
         assert (PACKAGE.parent / path).read_text().startswith(content)
