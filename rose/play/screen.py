@@ -102,7 +102,8 @@ def words_of(text: str, start: Start, chat: ChatFormat) -> Text:
 class Board:
     def __init__(self, console: Console, styles: dict[str, str], animated: bool) -> None:
         self._console, self._styles = console, styles
-        self._live = Live(console=console, auto_refresh=False) if animated else None
+        quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+        self._live = Live(console=console, **quiet) if animated else None
         self._map, self._turns, self._start = "", 0, Start([])
         self._said: list[tuple[str, Text]] = []  # turn and words
 

@@ -18,8 +18,10 @@ SAY = "say"  # text without a call, in environments with tools
 
 def ask(prompt: str) -> str | None:
     """Return the line that the user types, null at the end of the input."""
+    # input() would write the prompt to standard error, which is the engine's log
+    print(prompt, end="", flush=True)
     try:
-        return input(prompt)
+        return input()
     except EOFError:
         print()
         return None
@@ -93,8 +95,7 @@ def _arguments(text: str, parameters: dict[str, Any]) -> dict[str, Any]:
     if not len(required) <= len(words) <= len(properties):
         raise ValueError(f"{len(words)} words where {len(required)} are needed")
     return {
-        name: _value(word, properties[name])
-        for name, word in zip(properties, words, strict=False)
+        name: _value(word, properties[name]) for name, word in zip(properties, words, strict=False)
     }
 
 
