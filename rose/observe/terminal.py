@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rose import places
 from rose.observe import cost, report, series
 from rose.observe.metrics import EVENTS, read_metrics, rows_of
 from rose.observe.status import Status, read_status
@@ -237,6 +238,7 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     if steps:
         run = shlex.quote(str(run_dir))
         echo(console, f"Take the model home: python -m rose.export {run} --out my-model")
+        echo(console, f"Watch it play: {places.command()} play {run} --before")
     show_cost(run_dir, console)
 
 

@@ -22,7 +22,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -36,26 +37,26 @@ TAIL_LINES = 15  # of what the engine printed, beside its error
 def main(arguments: list[str]) -> int:
     """Play as the command line says; the process's exit code."""
     args = _parsed(arguments)
-    sys.stdout.reconfigure(errors="replace")
-    complaints = Console(file=os.fdopen(os.dup(2), "w", errors="replace"), stderr=True)
     scratch = Path(tempfile.mkdtemp(prefix="rose-play-"))
-    log = scratch / "log"
-    _quiet(log)
-    _signals_raise()
     try:
-        return asyncio.run(_play(args, scratch, log, complaints))
-    except ConfigError as error:
-        echo(complaints, str(error), label="[red]rose play:[/]")
-        return 2
-    except KeyboardInterrupt as interrupt:
-        number = interrupt.args[0] if interrupt.args else signal.SIGINT
-        print()
-        return 128 + number
+        with _quiet(scratch / "log") as complaints, _signals_raise():
+            return _ended(args, scratch, complaints)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-async def _play(args: argparse.Namespace, scratch: Path, log: Path, complaints: Console) -> int:
+def _ended(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
+    try:
+        return asyncio.run(_play(args, scratch, complaints))
+    except ConfigError as error:
+        echo(complaints, str(error), label="[red]rose play:[/]")
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print()
+        return 128 + interrupt.args[0]
+
+
+async def _play(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
     from rose.agent.guard import EnvironmentFailure
     from rose.engine.start import EngineError
     from rose.play.session import Session
@@ -69,7 +70,8 @@ async def _play(args: argparse.Namespace, scratch: Path, log: Path, complaints: 
         _close(session)
         echo(complaints, str(error), label="[red]rose play:[/]")
         if isinstance(error, EngineError):
-            for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+            log = (scratch / "log").read_text(errors="replace")
+            for line in log.splitlines()[-TAIL_LINES:]:
                 echo(complaints, f"  {line}", style="dim")
         return 1
     finally:
@@ -112,29 +114,46 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     if args.temperature is not None and not 0 <= args.temperature <= 2:
         parser.error(f"--temperature {args.temperature:g}: must be from 0 to 2")
     for name in ("before", "version", "temperature", "seed"):
-        if args.human and getattr(args, name) not in (None, False):
+        given = getattr(args, name)
+        if args.human and given is not None and given is not False:
             parser.error(f"--human --{name}: with --human no policy plays")
     return args
 
 
-def _quiet(log: Path) -> None:
-    """Send what vLLM and its processes print to standard error into `log`."""
+@contextmanager
+def _quiet(log: Path) -> Iterator[Console]:
+    """Send what vLLM and its processes print to standard error into `log`; a console for errors."""
+    before = os.dup(2)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 2)
     os.close(file)
+    try:
+        with os.fdopen(before, "w", errors="replace", closefd=False) as complaints:
+            yield Console(file=complaints, stderr=True)
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
-def _signals_raise() -> None:
+@contextmanager
+def _signals_raise() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt(number), also while a person types: then
     the engine and the environment end in order."""
 
     def interrupt(number: int, _) -> None:
         raise KeyboardInterrupt(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with suppress(ValueError):
-            signal.signal(number, interrupt)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdin, sys.stdout):
+        if stream is not None:
+            stream.reconfigure(errors="replace")
     sys.exit(main(sys.argv[1:]))

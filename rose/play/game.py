@@ -20,8 +20,9 @@ from rose.agent.chat import ChatFormat
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.guard import EnvironmentFailure, Guard
 from rose.agent.host import TrajectoryHost
-from rose.agent.loop import run_trajectory
+from rose.agent.loop import REMINDER, run_trajectory
 from rose.agent.scoring import Scoring
+from rose.agent.tool_calls import BadCall
 from rose.comm.tasks import Tasks
 from rose.config import Config, Reward
 from rose.observe.recorder import NullRecorder
@@ -71,12 +72,14 @@ class Watched:
 
     def __init__(self, env: Environment, screen: Screen) -> None:
         self._env, self._screen = env, screen
+        self.tools: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
     async def reset(self, seed: int) -> Start:
         start = await self._env.reset(seed)
+        self.tools = start.tools
         self._screen.opening(start)
         return start
 
@@ -107,15 +110,20 @@ async def by_policy(
         trajectory = await _program(begin, task, config, chat, policy, screen)
         return _outcome(trajectory, task, config)
 
+    env = watched(envs.build(task.env), screen)
+
     async def turn(request: p.TurnRequest) -> p.TurnResult:
         await ready()
         result = await policy.turn(request, lambda tokens: screen.saying(chat.decode(tokens)))
-        await screen.said(chat.decode(p.unpack_tokens(result.tokens)), chat)
+        text = chat.decode(p.unpack_tokens(result.tokens))
+        await screen.said(text, chat)
+        if reply := _reply_of_the_loop(text, env, chat):
+            screen.refused(reply)
         return result
 
     trajectory = await run_trajectory(
         begin,
-        watched(envs.build(task.env), screen),
+        env,
         chat,
         turn,
         task.env,
@@ -128,6 +136,15 @@ async def by_policy(
     return _outcome(trajectory, task, config)
 
 
+def _reply_of_the_loop(text: str, env: Watched, chat: ChatFormat) -> str:
+    """What the agent loop itself answers to a call that is missing or can't be read, else ""."""
+    action = chat.parse(text, env.tools) if env.tools or env.requires_tool else None
+    if isinstance(action, BadCall):
+        return action.message
+    missing = action is not None and action.call is None and env.requires_tool
+    return REMINDER.format(chat.format.form) if missing else ""
+
+
 def _start(task: Task) -> p.StartTrajectory:
     name = f"{NAME}-{next(_games)}"
     return p.StartTrajectory(name, name, p.Phase.EVAL, task.domain, task.seed, None)
@@ -136,9 +153,8 @@ def _start(task: Task) -> p.StartTrajectory:
 def _outcome(made: p.Trajectory, task: Task, config: Config) -> Outcome:
     limit = ""
     if made.truncated:
-        turns = f"{made.turns} turns are all that there are ({task.key}.max_turns)"
-        context = f"the context is full (model.max_context={config.model.max_context} tokens)"
-        limit = turns if made.turns >= task.env.max_turns else context
+        context = f"model.max_context={config.model.max_context} tokens are full"
+        limit = _turns_used_up(task) if made.turns >= task.env.max_turns else context
     return Outcome(made.success, made.reward, made.turns, limit)
 
 
@@ -192,11 +208,12 @@ async def by_user(task: Task, screen: Screen) -> Outcome | None:
     The reward is the environment's own: a scorer of `reward=` would need the policy's words.
     Raises `EnvironmentFailure`.
     """
-    guard = Guard(watched(envs.build(task.env), screen), NAME, task.env.step_timeout_s, task.key)
+    env = watched(envs.build(task.env), screen)
+    guard = Guard(env, NAME, task.env.step_timeout_s, task.key)
     reward, success, done, turns = 0.0, False, False, 0
     try:
         start = await guard.reset(task.seed)
-        screen.note(typed.help_of(start.tools, task.env.max_turns))
+        screen.note(typed.help_of(start.tools, task.env.max_turns, env.requires_tool))
         while not done and turns < task.env.max_turns:
             screen.frame()
             line = typed.ask(f"turn {turns + 1}: ")
@@ -213,5 +230,8 @@ async def by_user(task: Task, screen: Screen) -> Outcome | None:
             reward, success = reward + last.reward, success or last.success
     finally:
         await guard.close()
-    used_up = f"{turns} turns are all that there are ({task.key}.max_turns)"
-    return Outcome(success, reward, turns, "" if done else used_up)
+    return Outcome(success, reward, turns, "" if done else _turns_used_up(task))
+
+
+def _turns_used_up(task: Task) -> str:
+    return f"{task.key}.max_turns allows no more"

@@ -48,6 +48,7 @@ MAPS = {
 }
 # what a chat template writes around messages, as <|im_start|> or <s>
 MARKS = re.compile(r"<\|[^<>|\s]*\|>|</?s>|\[/?INST\]")
+GENERATION = re.compile(r"\s*\bassistant\s*$")  # the role before the answer
 
 
 class Screen(Protocol):
@@ -65,6 +66,9 @@ class Screen(Protocol):
 
     def observed(self, step: Step) -> None:
         """What the environment answered."""
+
+    def refused(self, reply: str) -> None:
+        """What the agent loop answered, where the turn had no call that it could read."""
 
     def call(self, number: str, context: str, answer: str) -> None:
         """A program's call of the policy: all that it sent, and the answer."""
@@ -110,7 +114,7 @@ class Board:
     def opening(self, start: Start) -> None:
         self._start = start
         for message in start.messages[:-1]:
-            self._console.print(plain(message["content"], "dim"))
+            self._console.print(plain(message["content"], "dim"), soft_wrap=True)
         self._console.print()
         self._map = start.messages[-1]["content"]
         if self._live is not None and len(self._map.splitlines()) + 2 > self._console.height:
@@ -142,14 +146,17 @@ class Board:
         if self._live is not None:
             self._update()
 
+    def refused(self, reply: str) -> None:
+        """The turn's words are red, and the map stays."""
+
     def call(self, number: str, context: str, answer: str) -> None:
         """Programs show no map of their own."""
 
     def frame(self) -> None:
-        self._console.print(self._drawn())
+        self._print_beside(Text())
 
     def note(self, text: str) -> None:
-        self._console.print(plain(text, "dim"))
+        self._console.print(plain(text, "dim"), soft_wrap=True)
 
     def ended(self, verdict: Text) -> None:
         if self._live is None:
@@ -225,18 +232,22 @@ class Script:
             if text:
                 self._part("environment", text)
 
+    def refused(self, reply: str) -> None:
+        self._part("agent loop", reply)
+
     def call(self, number: str, context: str, answer: str) -> None:
         """A context that begins as the last one did is shown from where it differs."""
         fresh = context.removeprefix(self._context)
         self._context = context + answer
-        self._part(f"program, call {int(number) + 1}", MARKS.sub("", fresh).strip())
+        sent = GENERATION.sub("", MARKS.sub("", fresh)).strip()
+        self._part(f"program, call {int(number) + 1}", sent)
         self._part("policy", answer.strip(), "green")
 
     def frame(self) -> None:
         """All that was said stands above."""
 
     def note(self, text: str) -> None:
-        self._console.print(plain(text, "dim"))
+        self._console.print(plain(text, "dim"), soft_wrap=True)
 
     def ended(self, verdict: Text) -> None:
         self._console.print(Text("\n") + verdict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from argparse import Namespace
@@ -51,7 +52,7 @@ class Session:
         if number is None:
             number = random.randrange(self._config.eval.episodes or ANY_OF)
         task = source.held_out(self._config, number, args.env)
-        envs.check(task.env)
+        await asyncio.to_thread(envs.check, task.env)  # some of it runs a loop of its own
         if args.human:
             await self._by_user(task)
             return
@@ -72,8 +73,7 @@ class Session:
         self._heading(task, "you play")
         screen = self._screen(task, human=True)
         outcome = await game.by_user(task, screen)
-        if outcome is not None:
-            screen.ended(verdict(outcome))
+        screen.ended(Text("You left the game") if outcome is None else verdict(outcome))
 
     async def _by_policy(self, task: Task, chat: ChatFormat) -> None:
         args = self._args
@@ -109,7 +109,8 @@ class Session:
             + _short(before)
             + Text(f"; {self._policy.label} ", "bold")
             + _short(after)
-            + "."
+            + ".",
+            soft_wrap=True,
         )
 
     async def _game(self, task: Task, chat: ChatFormat) -> Outcome:

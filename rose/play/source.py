@@ -27,7 +27,7 @@ ENVIRONMENT = ("env=", "+experiment=", "env.name=")
 
 @dataclass(frozen=True)
 class Source:
-    """A policy's folder. `model` holds the weights that a run began with, or an exported model's."""
+    """A policy's folder. `model` is that of a run's first weights, or `place` itself."""
 
     place: Path
     config: Config

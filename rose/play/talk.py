@@ -7,6 +7,7 @@ plays a held-out task instead, which the environment judges.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Awaitable, Callable
 
 from rose import protocol as p
@@ -67,7 +68,8 @@ class Talk:
         numbers = itertools.count(self._task.number)
         number = next(numbers)
         screen = self._screen()
-        screen.note(HELP.format(number))
+        if sys.stdin.isatty():
+            screen.note(HELP.format(number))
         context: list[int] = []
         closed = True
         for turn in itertools.count():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from typing import Any
 
 from rose.agent.envs.base import Action, ToolCall
@@ -17,23 +18,31 @@ SAY = "say"  # text without a call, in environments with tools
 
 
 def ask(prompt: str) -> str | None:
-    """Return the line that the user types, null at the end of the input."""
-    # input() would write the prompt to standard error, which is the engine's log
-    print(prompt, end="", flush=True)
+    """Return the line that the user types, null at the end of the input.
+
+    Lines that come from a file or a pipe are printed behind the prompt.
+    """
+    terminal = sys.stdin.isatty()
+    if terminal:  # by print(): input() would write to standard error, which is the engine's log
+        print(prompt, end="", flush=True)
     try:
-        return input()
+        line = input()
     except EOFError:
-        print()
+        print(end="\n" * terminal)
         return None
+    if not terminal:
+        print(f"{prompt}{line}")
+    return line
 
 
-def help_of(tools: list[dict[str, Any]], most: int) -> str:
+def help_of(tools: list[dict[str, Any]], most: int, requires_tool: bool) -> str:
     """Return what the user can type, in one line."""
     turns = f"at most {most} turns; Ctrl-D leaves"
     if not tools:
         return f"Type your answer ({turns})."
     forms = [_form(tool["function"], named=len(tools) > 1) for tool in tools]
-    return f"Type {', or '.join([*forms, f'{SAY} TEXT without a call'])} ({turns})."
+    forms += [] if requires_tool else [f"{SAY} TEXT without a call"]
+    return f"Type {', or '.join(forms)} ({turns})."
 
 
 def action(line: str, tools: list[dict[str, Any]]) -> Action | str:
