@@ -218,8 +218,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Held-out success before and after, success over the steps, where the report is, and how to
-    get the model."""
+    """Held-out success before and after, success over the steps, where the report is, how to get
+    the model, what it cost, and how to see the policy play."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:
@@ -238,8 +238,9 @@ def final_table(run_dir: Path | str, console: Console) -> None:
     if steps:
         run = shlex.quote(str(run_dir))
         echo(console, f"Take the model home: python -m rose.export {run} --out my-model")
-        echo(console, f"Watch it play: {places.command()} play {run} --before")
     show_cost(run_dir, console)
+    if steps:
+        echo(console, f"Watch it play: {places.command()} play {run} --before")
 
 
 def show_cost(run_dir: Path | str, console: Console) -> bool:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rose.config import ConfigError
 from rose.observe.terminal import echo
 
-TAIL_LINES = 15  # of what the engine printed, beside its error
+TAIL_LINES = 15  # lines of the engine's log behind its error
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""One game of a held-out task: by the policy, by a program that calls the policy, or by the user.
+"""Play one held-out task: by the policy, by a program that calls the policy, or by the user.
 
 The policy's game is the agent loop of a run (`rose.agent.loop`) around an environment that also
 shows what it answers. A program is run by an environment host, for which this module stands in for
@@ -34,7 +34,8 @@ from rose.reward import scorers
 from rose.reward.episode import Episode
 
 NAME = "play"  # the trajectory's, in errors
-CLOSE_S = 10.0  # for a program's host to end what it started, beyond the environment's deadline
+# seconds beyond the environment's deadline in which a program's host ends what it started
+CLOSE_S = 10.0
 
 _games = itertools.count()
 
@@ -44,7 +45,7 @@ class Outcome:
     success: bool
     reward: float
     turns: int
-    limit: str = ""  # what ended the game, if the environment didn't
+    limit: str = ""  # the limit that ended the game, "" if the environment ended it
 
 
 class Local(Scoring):
@@ -57,7 +58,7 @@ class Local(Scoring):
     async def score(self, episode: Episode) -> p.TrajectoryScored:
         try:
             found = await self._scorer.score(episode, self._settings.timeout_s)
-        except Exception as error:  # of a user's function, which may raise anything
+        except Exception as error:  # a user's function may raise anything
             return p.TrajectoryScored(episode.trajectory, error=f"{type(error).__name__}: {error}")
         return p.TrajectoryScored(episode.trajectory, found.reward, found.success)
 
@@ -137,7 +138,7 @@ async def by_policy(
 
 
 def _reply_of_the_loop(text: str, env: Watched, chat: ChatFormat) -> str:
-    """What the agent loop itself answers to a call that is missing or can't be read, else ""."""
+    """Return what the agent loop answers to a missing or unreadable call, else ""."""
     action = chat.parse(text, env.tools) if env.tools or env.requires_tool else None
     if isinstance(action, BadCall):
         return action.message

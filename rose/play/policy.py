@@ -91,9 +91,9 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """Words for the version: "before training", "after 6 training steps", "my-model"."""
+        """Words for the version: "before training", "after 6 training steps"."""
         if not self._source.is_run:
-            return str(self._source.place)
+            return "as exported"
         if self.version == FIRST:
             return "before training"
         return f"after {self.version} training step{'s' * (self.version > 1)}"

@@ -1,4 +1,4 @@
-"""How a game looks in the terminal.
+"""Draw a game in the terminal.
 
 `Board` is for environments that show a map: a frame for each turn, the map on the left and what the
 policy said on the right. On a terminal the frames replace each other. `Script` is for all others: a
@@ -22,11 +22,11 @@ from rose.config import Env
 from rose.play.typed import show_call
 from rose.show import plain
 
-PAUSE_S = 0.5  # between two frames on a terminal, so that eyes can follow
+PAUSE_S = 0.5  # seconds between two frames on a terminal, so that eyes can follow
 MAP_WIDTH = 34  # characters: as wide as the longest line below a lake, so that columns stay
-SHOWN = 12  # words beside a map: those of the last turns
+SHOWN = 12  # turns whose words stand beside a map: the last ones
 
-# Of each environment that shows a map, the styles of its symbols by their first character.
+# Each environment that shows a map -> the style of a symbol, by its first character.
 MAPS = {
     "frozen_lake": {
         "P": "bold black on #ffd166",
@@ -46,41 +46,41 @@ MAPS = {
         **dict.fromkeys("<>^v", "bold black on #ffd166"),
     },
 }
-# what a chat template writes around messages, as <|im_start|> or <s>
+# A chat template writes such marks around messages, as <|im_start|> or <s>.
 MARKS = re.compile(r"<\|[^<>|\s]*\|>|</?s>|\[/?INST\]")
 GENERATION = re.compile(r"\s*\bassistant\s*$")  # the role before the answer
 
 
 class Screen(Protocol):
     def opening(self, start: Start) -> None:
-        """The environment's first words, and its map."""
+        """Show the environment's first words, and its map."""
 
     def waiting(self, why: str) -> None:
-        """The policy can't answer yet."""
+        """Show why the policy doesn't answer yet."""
 
     def saying(self, text: str) -> None:
-        """The policy's turn so far."""
+        """Show the policy's turn so far."""
 
     async def said(self, text: str, chat: ChatFormat) -> None:
-        """The policy's whole turn."""
+        """Show the policy's whole turn."""
 
     def observed(self, step: Step) -> None:
-        """What the environment answered."""
+        """Show what the environment answered."""
 
     def refused(self, reply: str) -> None:
-        """What the agent loop answered, where the turn had no call that it could read."""
+        """Show what the agent loop answered to a turn without a readable call."""
 
     def call(self, number: str, context: str, answer: str) -> None:
-        """A program's call of the policy: all that it sent, and the answer."""
+        """Show a program's call of the policy: all that it sent, and the answer."""
 
     def frame(self) -> None:
-        """The state of the game, before a person types."""
+        """Show the state of the game, before a person types."""
 
     def note(self, text: str) -> None:
-        """A remark that is nobody's."""
+        """Show a remark of this command."""
 
     def ended(self, verdict: Text) -> None:
-        """The last state, and how the game ended."""
+        """Show the last state, and how the game ended."""
 
     def close(self) -> None:
         """Give the terminal back; safe when called twice."""
@@ -94,7 +94,7 @@ def screen_for(env: Env, console: Console, human: bool = False) -> Screen:
 
 
 def words_of(text: str, start: Start, chat: ChatFormat) -> Text:
-    """What the policy said, with its calls as Python writes them."""
+    """Return what the policy said, with its calls as Python writes them."""
     reading = chat.read(text, start.tools)
     if reading.problem or not reading.calls:
         return plain(text.strip() or "(nothing)", "red" if start.tools else "green")
@@ -207,7 +207,7 @@ class Script:
         self._console = console
         self._turns, self._speaking = 0, False
         self._shown = 0  # characters of this turn
-        self._context = ""  # of the last call of a program
+        self._context = ""  # messages and answer of a program's last call
 
     def opening(self, start: Start) -> None:
         for message in start.messages:

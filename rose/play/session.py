@@ -1,4 +1,4 @@
-"""What `rose play` does between its arguments and its end: which games, by whom, in which order."""
+"""Decide which games `rose play` plays, who plays them, and in which order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rose.play.source import Source, Task
 from rose.play.talk import Talk, system_of
 
 ANY_OF = 128  # held-out tasks to choose from, where the run evaluates on none of its own
-START = "The engine starts, which takes a moment ..."
+LOADING = "The policy is loaded, which takes a moment ..."
 
 
 class Session:
@@ -43,9 +43,10 @@ class Session:
     async def run(self) -> None:
         """Raises `ConfigError`, `EnvironmentFailure`, `EngineError` and `TransferError`."""
         args = self._args
-        if args.before and not self._source.is_run:
+        asked = "--before" if args.before else "--version" if args.version is not None else ""
+        if asked and not self._source.is_run:
             raise ConfigError(
-                f"--before: {args.place} is an exported model, which has one version; give the "
+                f"{asked}: {args.place} is an exported model, which has one version; give the "
                 "run's folder"
             )
         number = args.task
@@ -81,7 +82,7 @@ class Session:
             await self._compared(task, chat)
             return
         if args.task is None and (system := await system_of(task)) is not None:
-            self._heading(task, "a conversation")
+            self._heading(task, f"a conversation with the policy {self._policy.label}")
             await self._load(self._screen(task))
 
             async def play(number: int) -> None:
@@ -114,7 +115,7 @@ class Session:
         )
 
     async def _game(self, task: Task, chat: ChatFormat) -> Outcome:
-        self._heading(task, self._policy.label if self._source.is_run else "")
+        self._heading(task, self._policy.label)
         screen = self._screen(task)
 
         async def ready() -> None:
@@ -131,7 +132,7 @@ class Session:
         """Have the engine ready, once."""
         if self._loaded:
             return
-        screen.waiting(START)
+        screen.waiting(LOADING)
         chosen = self._policy.label
         await self._policy.load()
         self._loaded = True
@@ -143,13 +144,13 @@ class Session:
         self.screens.append(made)
         return made
 
-    def _heading(self, task: Task, what: str = "") -> None:
-        of = f"{self._args.place}: {task.domain}, held-out task {task.number}"
-        self._console.print(Text(of + (f", {what}" if what else ""), "bold"), soft_wrap=True)
+    def _heading(self, task: Task, what: str) -> None:
+        of = f"{self._args.place}: {task.domain}, held-out task {task.number}, {what}"
+        self._console.print(Text(of, "bold"), soft_wrap=True)
 
 
 def verdict(outcome: Outcome) -> Text:
-    """How a game ended, in one line."""
+    """Return how a game ended, in one line."""
     how = Text("Success", "bold green") if outcome.success else Text("Failure", "bold red")
     turns = f"{outcome.turns} turn{'s' * (outcome.turns != 1)}"
     limit = f": {outcome.limit}" if outcome.limit else ""

@@ -64,7 +64,7 @@ class Talk:
         )
 
     async def go(self) -> None:
-        """Until the input ends; where there is none, a held-out task is played."""
+        """Talk until the input ends. Without any input, play a held-out task."""
         numbers = itertools.count(self._task.number)
         number = next(numbers)
         screen = self._screen()

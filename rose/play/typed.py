@@ -1,4 +1,4 @@
-"""What a person types: a line, and what it means to an environment with tools.
+"""Read a line that a person types, and find what it means to an environment with tools.
 
 A tool's schema says what its arguments are, so that "left" or "l" is enough for the call
 `move(direction="left")`. Where there are several tools the line begins with the tool's name. A
@@ -23,7 +23,8 @@ def ask(prompt: str) -> str | None:
     Lines that come from a file or a pipe are printed behind the prompt.
     """
     terminal = sys.stdin.isatty()
-    if terminal:  # by print(): input() would write to standard error, which is the engine's log
+    # input() would write the prompt to standard error, which goes to the engine's log
+    if terminal:
         print(prompt, end="", flush=True)
     try:
         line = input()

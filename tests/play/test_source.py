@@ -193,9 +193,15 @@ def test_an_error_is_one_line_and_nothing_stays_behind(tmp_path, capfd, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option", [("--before",), ("--version", "0")])
+def test_an_exported_model_has_one_version(exported, option, capfd):
+    assert command.main([str(exported), "env=frozen_lake", *option]) == 2
+    assert f"{option[0]}: {exported} is an exported model" in capfd.readouterr().err
+
+
 def test_a_person_cannot_stand_in_for_a_program(make_config, tmp_path, capfd):
     configuration.save(
-        make_config("env=agent", "env.args.command=[sleep, 1]"), tmp_path / "config.json"
+        make_config("env=agent", "env.args.command=sleep 1"), tmp_path / "config.json"
     )
     assert command.main([str(tmp_path), "--human"]) == 2
     assert "--human: env.name='agent' runs a program" in capfd.readouterr().err
