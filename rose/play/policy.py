@@ -29,6 +29,9 @@ FIRST = 0  # the version of the weights that a run begins with
 # succeeds unless the trainer publishes faster than an engine reads.
 TRIES = 3
 SEQUENCES = 8  # calls that a program may have under way at once
+# vLLM refuses to start on a GPU of which less than this share is free. With a fixed size of the KV
+# cache it uses the share for nothing else, so a small one lets a run and a game share a GPU.
+FREE_SHARE = 0.02
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 
@@ -182,11 +185,13 @@ def rollout_of_one(config: Config, folder: Path) -> Rollout:
     per_token = shape.kv_bytes_per_token * FLOAT_BYTES[config.model.dtype] / 2
     needed = per_token * config.model.max_context * 2 / rollout.tensor_parallel / GIB
     threads = rollout.threads and min(rollout.threads, cores())
+    share = FREE_SHARE if config.cluster.gpus else rollout.gpu_memory_utilization
     return msgspec.structs.replace(
         rollout,
         workers=1,
         max_sequences=SEQUENCES,
         kv_cache_gib=max(needed, 0.05),
+        gpu_memory_utilization=share,
         stream_interval=1,
         draft=Draft("none", 1, False, 1),
         threads=threads,
