@@ -5,6 +5,7 @@
     rose plan [KEY=VALUE ...]        ... with mode=plan: how many GPUs it needs
     rose serve name=RUN [...]        lend this process's share of a serving node to a run
     rose export RUN [...]            a model folder of a run
+    rose play RUN [...]              the policy plays a held-out task in this terminal
     rose show RUN [...]              trajectories of a run as conversations
     rose state RUN                   what became of a run's Slurm job
     rose doctor [KEY=VALUE ...]      what works on this machine or cluster
@@ -25,6 +26,7 @@ MODES = ("train", "simulate", "plan")
 MODULES = {
     "serve": "rose.serving",
     "export": "rose.export",
+    "play": "rose.play",
     "show": "rose.show",
     "state": "rose.launch.state",
     "doctor": "rose.doctor",

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rose import places
 from rose.observe import cost, report, series
 from rose.observe.metrics import EVENTS, read_metrics, rows_of
 from rose.observe.status import Status, read_status
@@ -217,8 +218,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Held-out success before and after, success over the steps, where the report is, and how to
-    get the model."""
+    """Held-out success before and after, success over the steps, where the report is, how to get
+    the model, what it cost, and how to see the policy play."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:
@@ -238,6 +239,8 @@ def final_table(run_dir: Path | str, console: Console) -> None:
         run = shlex.quote(str(run_dir))
         echo(console, f"Take the model home: python -m rose.export {run} --out my-model")
     show_cost(run_dir, console)
+    if steps:
+        echo(console, f"Watch it play: {places.command()} play {run} --before")
 
 
 def show_cost(run_dir: Path | str, console: Console) -> bool:

@@ -23,7 +23,9 @@ from rose.coordinator import replay
 from rose.export import __main__ as command
 from rose.export.weights import steps, stores
 from rose.transfer.receive import materialise
+from tests import processes
 from tests.job.job import DEADLINE_S, Job
+from tests.play import commands
 from tests.transfer.worlds import same
 
 pytestmark = pytest.mark.slow
@@ -192,3 +194,45 @@ def test_another_run_starts_from_the_folder(job, tmp_path):
     (store,) = stores(more.run)
     assert same(materialise(store, 0), loaded(folder)), "its first version is the other's last"
     assert [row["step"] for row in more.steps()] == [1]
+
+
+def test_the_run_plays_before_and_after_and_the_export_plays_as_the_run(job, tmp_path):
+    """Greedily, so that the same weights play the same game."""
+    there = sorted(path for path in job.run.rglob("*"))
+    greedy = ("--task", 3, "--temperature", 0)
+    both = commands.play(job.run, "--before", *greedy, temporary=tmp_path / "tmp")
+    assert both.returncode == 0 and both.stderr == "", both
+    before, after = re.split(r"^.*frozen_lake, held-out task 3, .*$", both.stdout, flags=re.M)[1:]
+    assert "frozen_lake, held-out task 3, before training" in both.stdout
+    assert "frozen_lake, held-out task 3, after 3 training steps" in both.stdout
+    one = r"(success|failure) after \d+ turns?"
+    assert re.search(
+        f"^Held-out task 3: before training {one}; after 3 training steps {one}", after, re.M
+    )
+    folder = job.run / "exports" / "step_3"
+    alone = commands.play(folder, "env=frozen_lake", *greedy, temporary=tmp_path / "tmp")
+    assert alone.returncode == 0 and alone.stderr == "", alone
+    assert commands.frames(alone.stdout) == commands.frames(after)
+    assert commands.frames(before)[0].split()[:4] == commands.frames(after)[0].split()[:4]
+    assert list((tmp_path / "tmp").iterdir()) == [], "no socket or log stays"
+    assert sorted(path for path in job.run.rglob("*")) == there, "the run is only read"
+
+
+def test_ctrl_c_at_the_terminal_ends_the_engine_and_leaves_nothing(job, tmp_path):
+    weights = job.run / "weights"
+    weights.rename(job.run / "weights.away")  # the checkpoint's weights are exported then
+    try:
+        terminal = commands.Terminal(job.run, "--version", 2, temporary=tmp_path / "tmp")
+        terminal.until("Enter plays the next task, q ends: ")
+    finally:
+        (job.run / "weights.away").rename(weights)
+    assert "after 2 training steps" in terminal.shown
+    family = processes.children(terminal.process.pid, recursive=True)
+    assert any(processes.words(each)[:1] == ["VLLM::EngineCore"] for each in family)
+    terminal.type("\n")
+    terminal.until("Enter plays the next task, q ends: \r\n")
+    terminal.type("\x03")
+    assert terminal.end() == 130, terminal.shown
+    assert processes.left(lambda: [each for each in family if processes.alive(each)]) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert "Traceback" not in terminal.shown

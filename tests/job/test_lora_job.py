@@ -3,6 +3,7 @@ run learns, its engines agree with its trainer, only the adapter travels, and wh
 computes what the engines recorded."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rose.transfer.source import Folder
 from tests.job.job import Held, Job
 from tests.job.test_export_job import exported
 from tests.job.test_interrupted_job import assert_same, saved
+from tests.play import commands
 from tests.transfer.worlds import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -138,3 +140,13 @@ def test_it_learns_the_same_through_a_dead_engine_and_a_power_failure(whole, hel
     assert last.wait() == 0, last.said + last.logs()
     assert last.orphans() == []
     assert_same(whole, last)
+
+
+def test_it_plays_without_the_adapter_and_then_with_it(whole, tmp_path):
+    done = commands.play(whole.run, "--before", "--task", 3, temporary=tmp_path / "tmp")
+    assert done.returncode == 0 and done.stderr == "", done
+    one = r"(success|failure) after \d+ turns?"
+    said = done.stdout.splitlines()[-1]
+    assert re.match(
+        rf"Held-out task 3: before training {one}; after {STEPS} training steps {one}", said
+    )

@@ -58,7 +58,9 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     spent = cost.total(cost.of_attempts(job.run)[0].values())
     assert spent.trained == sum(row["tokens"] for row in steps) < spent.made
     assert spent.dedicated_s > 4 * sum(row["time_step"] for row in steps) and not spent.borrowed_s
-    assert job.said.splitlines()[-1] == f"Cost: {spent.text()}"
+    *_, cost_line, play_line = job.said.splitlines()
+    assert cost_line == f"Cost: {spent.text()}"
+    assert play_line.startswith("Watch it play: ") and f"play {job.run} --before" in play_line
     of = {
         t.group: t.domain
         for step in (1, 2, 3)

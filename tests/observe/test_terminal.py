@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from rose import places
 from rose.observe import terminal
 from rose.observe.metrics import MetricsWriter, read_metrics
 from rose.observe.report import build_report
@@ -116,7 +117,22 @@ def test_the_final_table_compares_before_and_after(tmp_path):
         "report.html",
     ):
         assert part in text
+    assert text.splitlines()[-1].endswith(f"rose play {run} --before")
     terminal.final_table(tmp_path / "absent", console)
+
+
+def test_the_command_that_is_named_is_one_that_can_be_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scripts = tmp_path / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    monkeypatch.setattr(places.sys, "executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert places.command() == f"{scripts / 'python'} -m rose"
+    (scripts / "rose").write_text("#!/bin/sh\n")
+    (scripts / "rose").chmod(0o755)
+    assert places.command() == ".venv/bin/rose"
+    monkeypatch.setenv("PATH", str(scripts))
+    assert places.command() == "rose"
 
 
 def test_the_curve_rises_with_the_values():
