@@ -36,7 +36,8 @@ class Line(NamedTuple):
     dedicated: str
     alone: str
     borrowed: str
-    holds: bool | None  # null: no claim
+    holds: bool | None = None  # null: no claim
+    forecast: str = ""  # of the simulator, before the runs
 
 
 def by_side(runs: Sequence[dict]) -> Of:
@@ -57,14 +58,17 @@ def half(one: Interval) -> float:
     return (one.high - one.low) / 2
 
 
-def lines(runs: Sequence[dict]) -> list[Line]:
+Forecast = dict[str, dict[str, float]]  # by side; empty if there is none
+
+
+def lines(runs: Sequence[dict], forecast: Forecast) -> list[Line]:
     """Return the promise, line by line."""
     of = by_side(runs)
     return [
         *_rewards(of),
-        *_steps(of),
-        *_devices(of),
-        *_online(of),
+        *_steps(of, forecast),
+        *_devices(of, forecast),
+        *_online(of, forecast),
         *_trajectories(of),
         _harm(of),
         _machine(of),
@@ -88,13 +92,13 @@ def _rewards(of: Of) -> list[Line]:
     alike = gap.low > -SEEN and gap.high < SEEN
     shown = f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
     return [
-        Line(f"reward, first {last_steps} steps", *first, None),
+        Line(f"reward, first {last_steps} steps", *first),
         Line(f"reward, last {last_steps} steps; half-width at most {NARROW:g}", *last, narrow),
         Line(f"difference then, paired by seed, within {SEEN:g}", "", "", shown, alike),
     ]
 
 
-def _steps(of: Of) -> list[Line]:
+def _steps(of: Of, forecast: Forecast) -> list[Line]:
     """Compare the steps that all sides have, without the first, in which engines are confined."""
     last = min(len(run["step_s"]) for runs in of.values() for run in runs)
     by_seed = {side: [fmean(run["step_s"][1:last]) for run in of[side]] for side in SIDES}
@@ -102,10 +106,17 @@ def _steps(of: Of) -> list[Line]:
     share = fmean(share for run in of["borrowed"] for share in run["borrowed_share"])
     gain = fmean(gains)
     shown = f"{gain:.0%} ({min(gains):.0%} to {max(gains):.0%})"
+    steps = [f"{fmean(by_seed[side]):.1f} s" for side in SIDES]
+    words = f"{GAP:.0%} of what one alone loses is brought back"
+    expected = ["", "", ""]
+    if forecast:
+        expected[0] = "; ".join(f"{forecast[side]['step_s']:.1f} s" for side in SIDES)
+        expected[1] = f"{_gain(*(forecast[side]['step_s'] for side in SIDES)):.0%}"
+        expected[2] = f"{forecast['borrowed']['borrowed_share']:.0%}"
     return [
-        Line(f"mean step, 2 to {last}", *(f"{fmean(by_seed[s]):.1f} s" for s in SIDES), None),
-        Line(f"{GAP:.0%} of what one alone loses is brought back", "", "", shown, gain >= GAP),
-        Line("tokens by borrowed engines", "0%", "0%", f"{share:.0%}", None),
+        Line(f"mean step, 2 to {last}", *steps, None, expected[0]),
+        Line(words, "", "", shown, gain >= GAP, expected[1]),
+        Line("tokens by borrowed engines", "0%", "0%", f"{share:.0%}", None, expected[2]),
     ]
 
 
@@ -114,7 +125,7 @@ def _gain(dedicated: float, alone: float, borrowed: float) -> float:
     return (alone - borrowed) / (alone - dedicated) if alone > dedicated else 0.0
 
 
-def _devices(of: Of) -> list[Line]:
+def _devices(of: Of, forecast: Forecast) -> list[Line]:
     found = []
     for words, own, others in (
         ("dedicated engines' device-hours, half at most", 0, 0),
@@ -128,6 +139,12 @@ def _devices(of: Of) -> list[Line]:
                 device_hours(run) * (run["engines"] + more) / run["engines"] for run in of[side]
             )
         share = hours["borrowed"] / hours["dedicated"]
+        expected = [
+            (of[side][0]["engines"] + own + others * (side == "borrowed"))
+            * forecast[side]["held_s"]
+            for side in CLAIMED
+            if forecast
+        ]
         found.append(
             Line(
                 words,
@@ -135,6 +152,7 @@ def _devices(of: Of) -> list[Line]:
                 f"{hours['alone']:.3f}, fewer steps",
                 f"{hours['borrowed']:.3f} ({share:.0%})",
                 None if own else share <= 0.5,
+                f"{expected[1] / expected[0]:.0%}" if expected else "",
             )
         )
     return found
@@ -145,13 +163,14 @@ def pairs(of: Of) -> list[tuple[dict, dict]]:
     return list(zip(of["alone"], of["borrowed"], strict=True))
 
 
-def _online(of: Of) -> list[Line]:
+def _online(of: Of, forecast: Forecast) -> list[Line]:
     """Compare all requests that came while both sides ran: an unanswered one is infinitely late."""
 
     def answered(runs: list[dict]) -> str:
         done = sum(request[3] for run in runs for request in run["requests"])
         return f"{done} of {sum(len(run['requests']) for run in runs)}"
 
+    expected = forecast.get("borrowed", {})
     found = [
         Line(
             f"online {one.name}, at most {SLACK:g} times alone",
@@ -159,10 +178,11 @@ def _online(of: Of) -> list[Line]:
             f"{one.alone:.3f} s",
             f"{one.beside:.3f} s: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})",
             one.ratio <= SLACK,
+            f"{expected[one.name]:.2f}" if one.name in expected else "",
         )
         for one in ratios(pairs(of))
     ]
-    return [*found, Line("online requests answered", *_cells(of, answered), None)]
+    return [*found, Line("online requests answered", *_cells(of, answered))]
 
 
 def _trajectories(of: Of) -> list[Line]:
@@ -184,7 +204,7 @@ def _trajectories(of: Of) -> list[Line]:
     words = "trajectories begun again; turns answered again from records"
     return [
         Line("trajectories lost, counted twice", *_cells(of, wrong), holds),
-        Line(words, *_cells(of, repeated), None),
+        Line(words, *_cells(of, repeated)),
     ]
 
 
@@ -212,10 +232,10 @@ def _machine(of: Of) -> Line:
         return f"{stolen:.1%}; {load:.1f}"
 
     words = "most that the hypervisor took; load before"
-    return Line(words, *_cells(of, shown), None)
+    return Line(words, *_cells(of, shown))
 
 
 def table(found: Sequence[Line]) -> str:
     verdict = {True: "holds", False: "does not hold", None: ""}
-    header = ("", *NAMES.values(), "verdict")
-    return markdown(header, [(*line[:4], verdict[line.holds]) for line in found])
+    header = ("", *NAMES.values(), "forecast", "verdict")
+    return markdown(header, [(*line[:4], line.forecast, verdict[line.holds]) for line in found])

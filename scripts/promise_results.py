@@ -65,7 +65,7 @@ class Results:
 
     def get(self, side: str, seed: int) -> dict[str, Any] | None:
         """Return the figures of a run, null if it isn't done."""
-        return self._seeds.get(seed, {"sides": {}})["sides"].get(side)
+        return self._seeds[seed]["sides"].get(side) if seed in self._seeds else None
 
     def put(self, run: dict[str, Any]) -> None:
         """Keep the figures of a run, which has `side` and `seed`."""
@@ -73,6 +73,18 @@ class Results:
         seed["sides"][run["side"]] = run
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._path(run["seed"]), _written(seed).encode())
+
+    @property
+    def forecast(self) -> dict[str, dict[str, float]]:
+        """Return the simulator's prediction of each side; empty if there is none."""
+        path = self.folder / "forecast.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def foresee(self, forecast: dict[str, dict[str, float]]) -> None:
+        """Keep the simulator's prediction, which must be made before the runs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_rounded(forecast), indent=1)
+        write_whole(self.folder / "forecast.json", f"{text}\n".encode())
 
     def whole(self) -> list[dict[str, Any]]:
         """Return the runs of all seeds that have every side, in order."""

@@ -2,6 +2,7 @@
 
     python scripts/prove_promise.py --trace AzureLLMInferenceTrace_conv_2023.csv    # all, 70 minutes
     python scripts/prove_promise.py --trace FILE --only alone-1 borrowed-1          # a part of it
+    python scripts/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
 An agent that knows no trainer (promise_agent.py) learns in sandboxes, over the gateway, as a job of
@@ -21,7 +22,7 @@ runs before `borrowed`. Users come as in a public trace (--trace), whose time is
 counts as infinitely late. A killed host's sandboxes are not restored: an agent that is a program of
 its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 
-The figures of each run go to --results when it is done, one file per seed. An interrupted proof
+The simulator predicts all sides before they run. The figures of each run go to --results when it is done, one file per seed. An interrupted proof
 goes on from there, on another machine too: `--only SIDE-SEED` does single runs. All that it starts
 it ends, also after Ctrl-C. It needs root, Slurm's packages (slurm/dev_cluster.sh install), 4 x quota
 cores and two more, and a machine that does nothing else.
@@ -42,6 +43,7 @@ from bench_live import profile
 from harness import REPOSITORY, configured
 from live_runs import Quota, end_in_order, wait_for_calm
 from promise_cluster import cluster
+from promise_forecast import forecast
 from promise_results import SIDES, Results
 from promise_run import GROUP, MODEL, Plan, core, run
 
@@ -52,6 +54,7 @@ from rose.sandbox.probe import choose
 from rose.sim.traces import TraceError, read
 
 RESULTS = REPOSITORY / "docs" / "results" / "promise"
+FORECAST = "forecast"  # the word of --only for the simulator's part
 FIGURE = REPOSITORY / "docs" / "promise.svg"
 
 
@@ -79,10 +82,10 @@ def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
     Quota("check", args.quota).close()
     everything = [(side, seed) for seed in range(1, args.seeds + 1) for side in SIDES]
     named = {f"{side}-{seed}": (side, seed) for side, seed in everything}
-    if unknown := set(args.only) - set(named):
+    if unknown := set(args.only) - {*named, FORECAST}:
         raise SystemExit(
             f"prove_promise: --only {' '.join(sorted(unknown))}: no such run; there are "
-            f"{', '.join(named)}"
+            f"{', '.join([FORECAST, *named])}"
         )
     return [one for name, one in named.items() if not args.only or name in args.only]
 
@@ -118,6 +121,10 @@ def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) 
         _say("profile of a serving device")
         wait_for_calm(_say)
         profile(plan.folder, args, plan.model, core(0))
+    if not results.forecast and (not args.only or FORECAST in args.only):
+        _say("forecast of the simulator")
+        wait_for_calm(_say)
+        results.foresee(forecast(plan))
     if not missing:
         return
     with cluster(plan.folder / "slurm"):
@@ -142,7 +149,7 @@ def draw(results: Results, figure: Path) -> None:
     words = f"{seeds} seed{'s' * (seeds > 1)}, {found['steps']} steps of {found['batch']}"
     svg = promise_figure.figure(runs, f"{words} trajectories")
     write_whole(figure, svg.encode())
-    text = promise_page.table(promise_page.lines(runs))
+    text = promise_page.table(promise_page.lines(runs, results.forecast))
     print(f"\n{text}\n\n{figure}")
 
 
@@ -162,7 +169,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
     parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
     parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
-    parser.add_argument("--only", nargs="+", default=[], metavar="SIDE-SEED", help="as alone-1")
+    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="as alone-1")
     parser.add_argument("--redraw", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -158,8 +158,8 @@ def three_sides():
     return [ran(side, seed) for seed in (1, 2, 3) for side in promise_page.SIDES]
 
 
-def lines(runs):
-    return promise_page.lines(runs)
+def lines(runs, forecast=()):
+    return promise_page.lines(runs, dict(forecast))
 
 
 def failing(runs):
@@ -169,6 +169,9 @@ def failing(runs):
 def test_all_claims_hold_of_runs_that_are_as_promised():
     assert [line.holds for line in lines(three_sides())].count(True) == 10
     assert failing(three_sides()) == []
+    told = {"step_s": 10.0, "held_s": 100.0, "borrowed_share": 0.5, "TPOT P99": 1.07}
+    text = promise_page.table(lines(three_sides(), dict.fromkeys(promise_page.SIDES, told)))
+    assert "| 10.0 s; 10.0 s; 10.0 s |" in text and "| 1.07 | holds |" in text
 
 
 def gained_less(run):
