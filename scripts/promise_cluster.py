@@ -23,7 +23,10 @@ from rose.observe.status import read_status
 from rose.protocol import Role
 
 COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
-AMID_S, STALE_S = 1.0, 5.0  # until trajectories are under way; of the word of a killed attempt
+# A step has trajectories under way when its rollout has lasted this many seconds.
+AMID_S = 1.0
+# The status file of an attempt that was killed stays; after this many seconds it counts no more.
+STALE_S = 5.0
 NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
 PORT = 19_000  # of the cluster's daemons, the first of 130
 
@@ -113,7 +116,8 @@ class Training(Job):
         return status.phase if status else ""
 
     def amid(self) -> bool:
-        """This attempt's step has rolled out for `AMID_S`, and most is not in; looked at often."""
+        """True while this attempt's step has rolled out for `AMID_S` and most of it has not
+        arrived. It must be called often."""
         status = read_status(self.run)
         if status is None or status.phase != "rollout" or time.time() > status.time + STALE_S:
             self._step = ()

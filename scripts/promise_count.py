@@ -93,19 +93,32 @@ def device_hours(run: Mapping[str, Any], at: float = math.inf) -> float:
     return run["engines"] * seconds / HOUR_S
 
 
-def curve(rewards: Sequence[Sequence[float]], window: int) -> list[tuple[float, Interval]]:
-    """Return (middle step, mean reward with its 95% interval over seeds) of each `window` steps.
+def group_rewards(run: Path, steps: int) -> list[list[float]]:
+    """Return the mean reward of each group that each step trained. Raises `ValueError` naming a
+    file of rollouts/ that is missing."""
+    trained = [replay.load(run, step) for step in range(1, steps + 1)]
+    return [[fmean(t.reward for t in group) for group in step] for step in trained]
 
-    `rewards` are those of each seed, by step. Windows overlap by half, and the last one ends with
-    the last step. With one seed the interval is over the window's steps."""
-    steps = min(map(len, rewards), default=0)
+
+def rewards(run: Mapping[str, Any]) -> list[float]:
+    """Return the mean reward of each step."""
+    return [fmean(step) for step in run["groups"]]
+
+
+def curve(runs: Sequence[Mapping[str, Any]], window: int) -> list[tuple[float, Interval]]:
+    """Return (middle step, mean reward with its 95% interval) of each `window` steps of all seeds.
+
+    Windows overlap by half, and the last one ends with the last step. The interval is over groups,
+    which are the independent draws: trajectories of a group share their task."""
+    steps = min((len(run["groups"]) for run in runs), default=0)
     window = min(window, steps)
     stride = max(1, window // 2)
     found = []
     for first in reversed(range(steps - window, -1, -stride) if window else ()):
-        parts = [list(of[first : first + window]) for of in rewards]
-        values = [fmean(part) for part in parts] if len(parts) > 1 else parts[0]
-        found.append((first + (window + 1) / 2, interval(values)))
+        drawn = [
+            one for run in runs for step in run["groups"][first : first + window] for one in step
+        ]
+        found.append((first + (window + 1) / 2, interval(drawn)))
     return found
 
 

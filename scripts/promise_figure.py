@@ -23,9 +23,9 @@ from rose.sim.study.gains import Interval
 
 WIDTH, MARGIN = 860, 20
 PLOT_W, PLOT_H = 340, 210
-LEFTS, TOP = (64, 496), 102  # of the panels
+PANEL_LEFTS, PANEL_TOP = (64, 496), 102
 ROW = 15  # height of a seed's row of marks
-STRIP_ROW, STRIP_LEFT, STRIP_W = 24, 236, 400
+STRIP_ROW, STRIP_LEFT, STRIP_W = 24, 252, 400
 MOST_RATIO = 4.0  # a larger one is drawn at the edge
 WORDS = {
     "dedicated": "four dedicated engines",
@@ -61,12 +61,12 @@ def figure(runs: Sequence[dict], title: str) -> str:
     of = by_side(runs)
     seeds = len(of["borrowed"])
     found = ratios(pairs(of))
-    strip = TOP + PLOT_H + ROW * seeds + 108
+    strip = PANEL_TOP + PLOT_H + ROW * seeds + 108
     height = strip + STRIP_ROW * len(found) + 30
     parts = [
         _text(MARGIN, 26, f"The promise, measured: {title}", "big"),
         *_legend(),
-        *_panel(of, 0, "training step", _by_step, lambda run: len(run["rewards"])),
+        *_panel(of, 0, "training step", _by_step, lambda run: len(run["groups"])),
         *_panel(of, 1, "hours of dedicated engines", _by_hours, device_hours),
         *_strip(found, strip),
     ]
@@ -134,10 +134,10 @@ def _panel(
 ) -> list[str]:
     """Draw the curves over `place(run, seconds)`, which ends at `width(run)`."""
     most = _rounded(max(width(run) for runs in of.values() for run in runs))
-    x = Axis(LEFTS[number], PLOT_W, most)
-    y = Axis(TOP + PLOT_H, -PLOT_H, 1.0)
+    x = Axis(PANEL_LEFTS[number], PLOT_W, most)
+    y = Axis(PANEL_TOP + PLOT_H, -PLOT_H, 1.0)
     seeds = len(of["borrowed"])
-    bottom = TOP + PLOT_H + ROW * seeds + 18
+    bottom = PANEL_TOP + PLOT_H + ROW * seeds + 18
     parts = []
     for tick in range(6):
         parts.append(_line(x(0), y(tick / 5), x(most), y(tick / 5), "grid"))
@@ -147,11 +147,11 @@ def _panel(
         parts.append(_text(x(at), bottom + 18, f"{at:.3g}", "soft", "middle"))
     parts.append(_line(x(0), bottom, x(most), bottom, "line"))
     parts.append(_text(x(most / 2), bottom + 36, words, "", "middle"))
-    parts.append(_text(x(0) - 44, TOP - 8, "mean reward, 95% interval", "soft"))
+    parts.append(_text(x(0) - 44, PANEL_TOP - 8, "mean reward, 95% interval", "soft"))
     for side in ("alone", *(one for one in SIDES if one != "alone")):
         parts += _curve(side, _points(of[side], place, window(of)), x, y)
     for row, run in enumerate(of["borrowed"]):
-        middle = TOP + PLOT_H + 20 + ROW * row
+        middle = PANEL_TOP + PLOT_H + 20 + ROW * row
         parts.append(_text(x(0) - 8, middle + 4, f"seed {run['seed']}", "soft", "end"))
         parts += [_mark(kind_of(what), x(place(run, at)), middle) for at, what in run["harm"]]
     return parts
@@ -162,7 +162,7 @@ def _points(
 ) -> list[tuple[float, Interval]]:
     """Return (where, mean reward over seeds) of each window of steps, at its middle."""
     found = []
-    for middle, reward in curve([run["rewards"] for run in runs], steps):
+    for middle, reward in curve(runs, steps):
         at = [np.interp(middle, range(1, len(run["at_s"]) + 1), run["at_s"]) for run in runs]
         where = fmean(place(run, float(one)) for run, one in zip(runs, at, strict=True))
         found.append((where, reward))
@@ -213,7 +213,9 @@ def _strip(found: Sequence[Ratio], top: float) -> list[str]:
     parts.append(_text(x(SLACK), bottom + 16, f"target {SLACK:g}", "", "middle"))
     for number, one in enumerate(found):
         y = top + STRIP_ROW * (number + 0.5)
-        parts.append(_text(MARGIN, y + 4, f"{one.name}: {one.alone:.3f} s, now {one.beside:.3f} s"))
+        parts.append(
+            _text(MARGIN, y + 4, f"{one.name}: {one.alone:.3f} s alone, {one.beside:.3f} s")
+        )
         parts.append(_line(x(one.low), y, x(one.high), y, "borrowed", ' stroke-width="3"'))
         parts.append(f'<circle class="dot" cx="{x(one.ratio):.1f}" cy="{y:.1f}" r="5"/>')
         shown = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"

@@ -20,7 +20,7 @@ PERCENTILES = (50, 99)
 
 
 class Request(NamedTuple):
-    """One online request: when it came, and its latencies in seconds (TPOT: null for one token)."""
+    """When an online request came, and its latencies in seconds. A single token has no TPOT."""
 
     at: float
     ttft: float

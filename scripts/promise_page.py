@@ -8,12 +8,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 from csv_tables import markdown
-from promise_count import curve, device_hours, difference
+from promise_count import curve, device_hours, difference, rewards
 from promise_latency import SLACK, ratios
 
 from rose.sim.study.gains import Interval
 
-WINDOWS = 5  # the first and the last window of a reward curve are a fifth of the steps each
+WINDOWS = 4  # the first and the last window of a reward curve are a quarter of the steps each
 NAMES = {"dedicated": "four dedicated", "alone": "one alone", "borrowed": "one and borrowed"}
 SIDES = tuple(NAMES)
 CLAIMED = ("dedicated", "borrowed")  # the sides whose rewards are compared
@@ -37,7 +37,7 @@ class Line(NamedTuple):
     alone: str
     borrowed: str
     holds: bool | None = None  # null: no claim
-    forecast: str = ""  # of the simulator, before the runs
+    forecast: str = ""  # the simulator's figure, made before the runs
 
 
 def by_side(runs: Sequence[dict]) -> Of:
@@ -46,19 +46,19 @@ def by_side(runs: Sequence[dict]) -> Of:
 
 def window(of: Of) -> int:
     """Return how many steps a point of a reward curve is the mean of."""
-    return math.ceil(max(len(run["rewards"]) for runs in of.values() for run in runs) / WINDOWS)
+    return math.ceil(max(len(run["groups"]) for runs in of.values() for run in runs) / WINDOWS)
 
 
 def curves(of: Of) -> dict[str, list[tuple[float, Interval]]]:
     """Return each side's (middle step, mean reward over seeds with its 95% interval)."""
-    return {side: curve([run["rewards"] for run in of[side]], window(of)) for side in SIDES}
+    return {side: curve(of[side], window(of)) for side in SIDES}
 
 
 def half(one: Interval) -> float:
     return (one.high - one.low) / 2
 
 
-Forecast = dict[str, dict[str, float]]  # by side; empty if there is none
+Forecast = dict[str, dict[str, float]]  # the simulator's figures by side; may be empty
 
 
 def lines(runs: Sequence[dict], forecast: Forecast) -> list[Line]:
@@ -84,16 +84,18 @@ def _rewards(of: Of) -> list[Line]:
     first = [f"{found[side][0][1].mean:.2f}" for side in SIDES]
     ends = {side: found[side][-1][1] for side in SIDES}
     last = [f"{end.mean:.3f} ± {half(end):.3f}" for end in ends.values()]
-    last[1] = f"{ends['alone'].mean:.3f}, {len(of['alone'][0]['rewards'])} steps"
+    last[1] = f"{ends['alone'].mean:.3f}, {len(of['alone'][0]['groups'])} steps"
     narrow = all(half(ends[side]) <= NARROW for side in CLAIMED)
     last_steps = window(of)
-    theirs, ours = ([run["rewards"][-last_steps:] for run in of[side]] for side in CLAIMED)
+    theirs, ours = ([rewards(run)[-last_steps:] for run in of[side]] for side in CLAIMED)
     gap = difference(ours, theirs)
+    each = ["; ".join(f"{fmean(seed):.3f}" for seed in side) for side in (theirs, ours)]
     alike = gap.low > -SEEN and gap.high < SEEN
     shown = f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
     return [
         Line(f"reward, first {last_steps} steps", *first),
         Line(f"reward, last {last_steps} steps; half-width at most {NARROW:g}", *last, narrow),
+        Line("... of each seed", each[0], "", each[1]),
         Line(f"difference then, paired by seed, within {SEEN:g}", "", "", shown, alike),
     ]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from rose.files import write_whole
 
-SIDES = ("alone", "borrowed", "dedicated")  # in the order in which a seed's sides run
+# The sides of a seed run in this order, since the targets of `borrowed` come from `alone`.
+SIDES = ("alone", "borrowed", "dedicated")
 
 
 class Results:
@@ -76,14 +77,16 @@ class Results:
 
     @property
     def forecast(self) -> dict[str, dict[str, float]]:
-        """Return the simulator's prediction of each side; empty if there is none."""
+        """Return the simulator's prediction of each side; empty if there is none of these
+        settings."""
         path = self.folder / "forecast.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found["sides"] if found.get("settings") == self.settings else {}
 
-    def foresee(self, forecast: dict[str, dict[str, float]]) -> None:
+    def foresee(self, sides: dict[str, dict[str, float]]) -> None:
         """Keep the simulator's prediction, which must be made before the runs."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_rounded(forecast), indent=1)
+        text = json.dumps(_rounded({"settings": self.settings, "sides": sides}), indent=1)
         write_whole(self.folder / "forecast.json", f"{text}\n".encode())
 
     def whole(self) -> list[dict[str, Any]]:

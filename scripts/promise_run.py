@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ STORM = ("n3", "spare", "host", "n4")  # borrowed engines by node, an environmen
 VICTIM_S, AWAY_S = 20.0, 30.0  # until a victim is skipped; of a more urgent job on the spare device
 TRACE_S = 1200.0  # of the users
 SOON_S, BURST_S = 240.0, 20.0  # a run has at least so long; a burst
-CALLS = 3  # of an episode at most, as promise_agent.py
+CALLS = 3  # the most calls of an episode, as in promise_agent.py
 MODEL = ("+model.recipe.env=terminal", "+model.recipe.noise=0.5", "+model.recipe.steps=480")
 MODEL += ("+model.recipe.layers=4",)
 GROUP = 4
@@ -251,6 +252,12 @@ async def run(
             one.close()
 
 
+def machine() -> str:
+    """Return this machine's cores and their kind."""
+    kinds = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return f"{os.cpu_count()} cores, {kinds[0] if kinds else 'of an unknown kind'}"
+
+
 def core(device: int) -> int:
     """Return the core on which both engines of a serving device run."""
     cores = sorted(os.sched_getaffinity(0))
@@ -350,13 +357,14 @@ async def _train(
 def _figures(plan: Plan, training: Training, side: str, seed: int, began: float) -> dict:
     rows = training.steps()
     return {
+        "machine": machine(),
         "side": side,
         "seed": seed,
         "engines": ENGINES[side],
         "held": [[start - began, end - began] for start, end in training.held()],
         "attempts": len(list((training.run / "journal").glob("attempt-*.jsonl"))),
         "at_s": [row["time"] - began for row in rows],
-        "rewards": [row["reward_mean"] for row in rows],
+        "groups": promise_count.group_rewards(training.run, plan.steps_of(side)),
         "step_s": [row["time_step"] for row in rows],
         "borrowed_share": [row.get("borrowed_token_share", 0.0) for row in rows],
         "repeated": {key: sum(row.get(key, 0) for row in rows) for key in REPEATED},

@@ -34,18 +34,20 @@ import argparse
 import asyncio
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import promise_figure
 import promise_page
 from bench_live import profile
+from csv_tables import put
 from harness import REPOSITORY, configured
 from live_runs import Quota, end_in_order, wait_for_calm
 from promise_cluster import cluster
 from promise_forecast import forecast
 from promise_results import SIDES, Results
-from promise_run import GROUP, MODEL, Plan, core, run
+from promise_run import GROUP, MODEL, Plan, core, machine, run
 
 from rose.files import write_whole
 from rose.models import resolve
@@ -56,6 +58,7 @@ from rose.sim.traces import TraceError, read
 RESULTS = REPOSITORY / "docs" / "results" / "promise"
 FORECAST = "forecast"  # the word of --only for the simulator's part
 FIGURE = REPOSITORY / "docs" / "promise.svg"
+PAGE = REPOSITORY / "docs" / "benchmarks.md"
 
 
 def settings(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
@@ -111,12 +114,8 @@ def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) 
     """Do the runs that are not there yet, in order."""
     missing = [one for one in wanted if results.get(*one) is None]
     for side, seed in missing:
-        alone = ("alone", seed)
-        if side == "borrowed" and alone not in missing and results.get(*alone) is None:
-            raise SystemExit(
-                f"prove_promise: borrowed-{seed} needs alone-{seed}, from which the targets of "
-                f"lending come; give --only alone-{seed} borrowed-{seed}"
-            )
+        if side == "borrowed" and ("alone", seed) not in missing:
+            _check_alone(results.get("alone", seed), seed)
     if any(side == "borrowed" for side, _ in missing) and not plan.profile.exists():
         _say("profile of a serving device")
         wait_for_calm(_say)
@@ -132,14 +131,29 @@ def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) 
             name = f"{side}, seed {seed}"
             wait_for_calm(_say)
             alone = results.get("alone", seed) if side == "borrowed" else None
-            log = lambda words, name=name: _say(f"{name}: {words}")  # noqa: E731
+            log = partial(_say, name=f"{name}: ")
             found = asyncio.run(run(plan, side, seed, alone, log))
             results.put(found)
             _say(f"{name}: done in {found['whole_s']:.0f} s")
 
 
+def _check_alone(alone: dict[str, Any] | None, seed: int) -> None:
+    """Raise `SystemExit` if a `borrowed` run has no `alone` of this machine to be compared with."""
+    if alone is None:
+        raise SystemExit(
+            f"prove_promise: borrowed-{seed} needs alone-{seed}, from which the targets of lending "
+            f"come; give --only alone-{seed} borrowed-{seed}"
+        )
+    if alone["machine"] != machine():
+        raise SystemExit(
+            f"prove_promise: alone-{seed} ran on {alone['machine']}, and this is {machine()}: "
+            f"latencies can't be compared; remove seed-{seed}.json, and its sides run again here"
+        )
+
+
 def draw(results: Results, figure: Path) -> None:
-    """Print the table, and write it and the figure, of the seeds that have all sides."""
+    """Print the table and write the figure, of the seeds that have all sides. The table goes into
+    docs/benchmarks.md, too, where the figure is the docs' own."""
     runs = results.whole()
     if not runs:
         print(f"no seed has all of {', '.join(SIDES)} yet: nothing to draw")
@@ -150,11 +164,13 @@ def draw(results: Results, figure: Path) -> None:
     svg = promise_figure.figure(runs, f"{words} trajectories")
     write_whole(figure, svg.encode())
     text = promise_page.table(promise_page.lines(runs, results.forecast))
+    if figure == FIGURE:
+        put(PAGE, "promise", text)
     print(f"\n{text}\n\n{figure}")
 
 
-def _say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+def _say(words: str, name: str = "") -> None:
+    print(f"{time.strftime('%H:%M:%S')} {name}{words}", flush=True)
 
 
 def main() -> None:

@@ -101,17 +101,23 @@ def test_a_jobs_engines_are_held_in_all_of_its_attempts():
     assert promise_count.device_hours(run, at=390.0) == pytest.approx(4 * 330 / 3600)
 
 
-def test_a_curve_has_an_interval_over_seeds_and_with_one_seed_over_steps():
-    of_two = promise_count.curve([[0.1, 0.3, 0.5], [0.3, 0.5, 0.7]], 2)
-    assert [middle for middle, _ in of_two] == [1.5, 2.5]
-    assert of_two[0][1].mean == pytest.approx(0.3) and of_two[0][1].low < 0.2
-    [(_, one)] = promise_count.curve([[0.1, 0.3]], 2)
-    assert one.mean == pytest.approx(0.2) and one.low < 0.1 < 0.3 < one.high
+def test_the_rewards_of_groups_are_those_of_their_members(tmp_path):
+    made(tmp_path, ["g0.0", "g0.1", "g1.0"], attempts=[[0, 1]])
+    assert promise_count.group_rewards(tmp_path, 1) == [[1.0, 1.0]]
+
+
+def test_a_curve_has_an_interval_over_the_groups_of_all_seeds():
+    runs = [{"groups": [[0.1, 0.3], [0.5, 0.5]]}, {"groups": [[0.3, 0.5], [0.5, 0.7]]}]
+    (first, one), (second, other) = promise_count.curve(runs, 1)
+    assert (first, second) == (1.0, 2.0) and one.mean == pytest.approx(0.3)
+    # 3.182 is the t of three degrees of freedom, 0.1633 the deviation of 0.1, 0.3, 0.3 and 0.5.
+    assert one.high - one.mean == pytest.approx(3.182 * 0.1633 / 2, rel=1e-3)
+    assert other.mean == pytest.approx(0.55)
 
 
 def test_a_curves_last_window_ends_with_the_last_step():
-    steps = [[float(step) for step in range(1, 12)]] * 2
-    found = promise_count.curve(steps, 4)
+    runs = [{"groups": [[float(step)] for step in range(1, 12)]}] * 2
+    found = promise_count.curve(runs, 4)
     assert [middle for middle, _ in found] == [3.5, 5.5, 7.5, 9.5]
     assert found[-1][1].mean == pytest.approx((8 + 9 + 10 + 11) / 4)
 
@@ -141,7 +147,7 @@ def ran(side, seed):
         "held": [[2.0, 362.0]],
         "attempts": 1 + borrows,
         "at_s": [60.0, 100.0, 200.0, 300.0][: 3 if side == "alone" else 4],
-        "rewards": [0.1 + 0.01 * seed, 0.2, 0.3, 0.4][: 3 if side == "alone" else 4],
+        "groups": [[0.1 + 0.01 * seed], [0.2], [0.3], [0.4]][: 3 if side == "alone" else 4],
         "step_s": [30.0, STEP_S[side], STEP_S[side]],
         "borrowed_share": [0.0, 0.5 * borrows],
         "served_s": 300.0,
@@ -179,11 +185,11 @@ def gained_less(run):
 
 
 def learned_less(run):
-    run["rewards"] = [0.1, 0.2, 0.3, 0.29]
+    run["groups"] = [[0.1], [0.2], [0.3], [0.29]]
 
 
 def learned_unsteadily(run):
-    run["rewards"] = [0.1, 0.2, 0.3, 0.4 + 0.03 * (run["seed"] - 2)]
+    run["groups"] = [[0.1], [0.2], [0.3], [0.4 + 0.03 * (run["seed"] - 2)]]
 
 
 def held_longer(run):
@@ -239,7 +245,7 @@ def test_one_seed_without_harm_is_told_though_the_others_had_it():
     assert failing(runs) == ["harm in each seed: engines killed"]
 
 
-def test_the_half_width_at_the_end_is_over_seeds():
+def test_the_half_width_at_the_end_is_over_the_last_groups():
     runs = three_sides()
     for run in runs:
         if run["side"] == "borrowed":
@@ -281,6 +287,20 @@ def test_a_seeds_file_is_read_again_and_only_whole_seeds_are_drawn(tmp_path):
     assert again.settings == settings
     assert again.whole() == json.loads(json.dumps(again.whole())) == results.whole()
     assert {run["seed"] for run in again.whole()} == {1} and again.get("borrowed", 2) is None
+
+
+def test_a_forecast_of_other_settings_is_none(tmp_path):
+    promise_results.Results(tmp_path, {"steps": 4}).foresee({"alone": {"step_s": 1.0}})
+    assert promise_results.Results(tmp_path, {"steps": 4}).forecast == {"alone": {"step_s": 1.0}}
+    assert promise_results.Results(tmp_path, {"steps": 5}).forecast == {}
+
+
+@pytest.mark.parametrize(
+    ("alone", "words"), [(None, "needs alone-1"), ({"machine": "9 cores, of wood"}, "of wood")]
+)
+def test_lending_needs_serving_alone_on_the_same_machine(alone, words):
+    with pytest.raises(SystemExit, match=words):
+        prove_promise._check_alone(alone, 1)
 
 
 def test_runs_of_other_settings_and_damaged_files_are_refused(tmp_path):
