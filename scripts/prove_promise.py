@@ -22,10 +22,11 @@ runs before `borrowed`. Users come as in a public trace (--trace), whose time is
 counts as infinitely late. A killed host's sandboxes are not restored: an agent that is a program of
 its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 
-The simulator predicts all sides before they run. The figures of each run go to --results when it is done, one file per seed. An interrupted proof
-goes on from there, on another machine too: `--only SIDE-SEED` does single runs. All that it starts
-it ends, also after Ctrl-C. It needs root, Slurm's packages (slurm/dev_cluster.sh install), 4 x quota
-cores and two more, and a machine that does nothing else.
+The simulator predicts all sides before they run. The figures of each run go to --results when it is
+done, one file per seed. An interrupted proof goes on from there, on another machine too, but
+`borrowed` needs an `alone` of the same kind of machine: `--only SIDE-SEED` does single runs. All
+that it starts it ends, also after Ctrl-C. It needs root, Slurm's packages (slurm/dev_cluster.sh
+install), 4 x quota cores and two more, and a machine that does nothing else.
 """
 
 from __future__ import annotations
