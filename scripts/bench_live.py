@@ -164,9 +164,11 @@ class Measured(NamedTuple):
     tpot_p99_s: float
 
 
-def profile(folder: Path, options: argparse.Namespace, model: Path) -> Path:
-    """Of a device of this quota."""
-    file, quota = folder / "profile.json", Quota("profile", options.quota)
+def profile(
+    folder: Path, options: argparse.Namespace, model: Path, core: int | None = None
+) -> Path:
+    """Measure a device of this quota, whose engines run on `core` if one is given."""
+    file, quota = folder / "profile.json", Quota("profile", options.quota, core)
     command = [
         sys.executable,
         "-m",

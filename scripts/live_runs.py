@@ -58,10 +58,15 @@ ALIKE = (
 
 
 class Quota:
-    """A cgroup for an engine, or for the two of a serving device. `cores` 0: none."""
+    """A cgroup for an engine, or for the two engines of a serving device.
 
-    def __init__(self, name: str, cores: float) -> None:
-        self._cores, self._folder = cores, None
+    With `cores` 0 there is none. `core` is the one core on which the engines run. A serving device
+    needs it: Linux ranks threads by priority on each core alone, so that on two cores a rollout
+    step and an online step run side by side and share the quota in halves.
+    """
+
+    def __init__(self, name: str, cores: float, core: int | None = None) -> None:
+        self._cores, self._folder, self._core = cores, None, core
         if not cores:
             return
         self._v2 = (V2 / "cgroup.controllers").exists()
@@ -87,6 +92,15 @@ class Quota:
                 with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                     if everybody or one.cmdline()[:1] == [ENGINE]:
                         (self._folder / "cgroup.procs").write_text(str(one.pid))
+                        self._bind(one)
+
+    def _bind(self, process: psutil.Process) -> None:
+        """Bind all threads of the process to the quota's core; later threads inherit that."""
+        if self._core is None:
+            return
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, {self._core})
 
     def limit(self) -> None:
         """From now on. Raises `SystemExit` if no engine was found: its figures would be those of

@@ -3,9 +3,8 @@
     python launch.py env=agent env.args.function=scripts/promise_agent.py:play ...
 
 It knows no trainer: it calls whatever answers at OPENAI_BASE_URL, as any program does. An episode
-is `TASKS` tasks of env=terminal's ladder in one sandbox, each a chat of its own of `CALLS` calls at
-most; its reward is the mean of 1 over the number of calls that a task took, 0 if it is not solved.
-Not a command.
+is a task of env=terminal's ladder in a sandbox, and a chat of at most `CALLS` calls. Its reward is 1
+over the number of calls that the task took, 0 if it is not solved. Not a command.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from statistics import fmean
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -23,7 +21,7 @@ from rose.agent.envs import _ladder
 from rose.agent.envs.terminal import BASH
 from rose.sandbox import Sandbox, Spec
 
-TASKS, CALLS = 2, 3
+CALLS = 3
 COMMAND_S, OUTPUT_BYTES = 10.0, 200
 
 
@@ -33,12 +31,11 @@ def play(task: dict[str, Any]) -> float:
 
 async def _play(seed: int) -> float:
     async with await Sandbox.start(Spec()) as box, client() as policy:
-        rungs = [_ladder.draw(seed * TASKS + number) for number in range(TASKS)]
-        return fmean([await _solve(box, policy, rung, f"task{n}") for n, rung in enumerate(rungs)])
+        return await _solve(box, policy, _ladder.draw(seed))
 
 
-async def _solve(box: Sandbox, policy: AsyncOpenAI, rung: _ladder.Rung, name: str) -> float:
-    folder = f"{box.spec.workdir}/{name}"
+async def _solve(box: Sandbox, policy: AsyncOpenAI, rung: _ladder.Rung) -> float:
+    folder = f"{box.spec.workdir}/task"
     await box.run(_laid_out(folder, rung.files), COMMAND_S, OUTPUT_BYTES)
     messages: list[dict[str, Any]] = [{"role": "system", "content": _ladder.SYSTEM}]
     for number in range(1, CALLS + 1):

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
 import psutil
 from harness import REPOSITORY
 from live_runs import ENGINE, Quota
-from promise_count import elapsed_s
+from promise_count import held
 
 from rose.launch import rank_status, state
 from rose.observe.metrics import read_metrics, rows_of
@@ -24,7 +23,10 @@ from rose.observe.status import read_status
 from rose.protocol import Role
 
 COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
-AMID_S, STALE_S = 2.0, 5.0  # until trajectories are under way; of the word of a killed attempt
+# A step has trajectories under way when its rollout has lasted this many seconds.
+AMID_S = 1.0
+# The status file of an attempt that was killed stays; after this many seconds it counts no more.
+STALE_S = 5.0
 NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
 PORT = 19_000  # of the cluster's daemons, the first of 130
 
@@ -114,7 +116,8 @@ class Training(Job):
         return status.phase if status else ""
 
     def amid(self) -> bool:
-        """This attempt's step has rolled out for `AMID_S`, and most is not in; looked at often."""
+        """True while this attempt's step has rolled out for `AMID_S` and most of it has not
+        arrived. It must be called often."""
         status = read_status(self.run)
         if status is None or status.phase != "rollout" or time.time() > status.time + STALE_S:
             self._step = ()
@@ -147,11 +150,11 @@ class Training(Job):
                 quota.add(rank.pid)
                 quota.limit()
 
-    def held_s(self) -> float:
-        """Seconds in which the job held its dedicated engines' nodes."""
+    def held(self) -> list[tuple[float, float]]:
+        """Return from when to when the job held its dedicated engines' nodes, once per attempt."""
         fields = ("--duplicates", "--parsable2", "--noheader", "--allocations")
         rows = command("sacct", *fields, "--format=JobID,Start,End", "--jobs", self.id)
-        return elapsed_s(rows.splitlines(), 1, datetime.now())
+        return held(rows.splitlines(), 1, time.time())
 
     def close(self) -> None:
         if self.active:
@@ -162,10 +165,16 @@ class Training(Job):
 
 class Serving(Job):
     """A serving job of one device on `node`: with an online server, or a spare engine without. All
-    its engines share one quota."""
+    its engines share one quota, and run on `core` if one is given."""
 
     def __init__(
-        self, folder: Path, run: str, node: str, cores: float, online: Sequence[str]
+        self,
+        folder: Path,
+        run: str,
+        node: str,
+        cores: float,
+        online: Sequence[str],
+        core: int | None = None,
     ) -> None:
         self.node, self.online = node, bool(online)
         log = folder / f"{run}-{node}.log"
@@ -184,7 +193,7 @@ class Serving(Job):
             *online,
         )
         super().__init__(job.partition(";")[0], log)
-        self._quota, self._limited = Quota(f"device-{node}", cores), False
+        self._quota, self._limited = Quota(f"device-{node}", cores, core), False
         self._confined: set[int] = set()
 
     @property

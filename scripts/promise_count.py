@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rose.coordinator import journal, replay
 from rose.coordinator.control import first_name
@@ -72,29 +72,53 @@ def tally(
     )
 
 
-def elapsed_s(rows: Iterable[str], component: int, now: datetime) -> float:
-    """Seconds in which a job held the nodes of one of its components, all attempts together.
+def held(rows: Iterable[str], component: int, now: float) -> list[tuple[float, float]]:
+    """Return from when to when a job held the nodes of one of its components, one pair per attempt,
+    in seconds of the wall's clock.
 
-    `rows`: of sacct --duplicates --parsable2 --noheader --format=JobID,Start,End; `now`: the end of
-    one that runs. An attempt that never started has none."""
-    found = 0.0
+    `rows` are those of sacct --duplicates --parsable2 --noheader --format=JobID,Start,End; an
+    attempt that runs ends `now`. An attempt that never started has no pair."""
+    found = []
     for row in rows:
         job, start, end = row.strip().split("|")
         if job.partition("+")[2] == str(component) and start[:1].isdigit():
-            until = datetime.fromisoformat(end) if end[:1].isdigit() else now
-            found += (until - datetime.fromisoformat(start)).total_seconds()
-    return found
+            until = datetime.fromisoformat(end).timestamp() if end[:1].isdigit() else now
+            found.append((datetime.fromisoformat(start).timestamp(), until))
+    return sorted(found)
 
 
-def curve(rewards: Sequence[Sequence[float]], block: int) -> list[tuple[float, Interval]]:
-    """(middle step, mean reward with its 95% interval over seeds) of each `block` steps; `rewards`:
-    of each seed, by step. With one seed the interval is over the block's steps."""
-    steps = min(map(len, rewards), default=0)
+def device_hours(run: Mapping[str, Any], at: float = math.inf) -> float:
+    """Return the hours of dedicated engines that a run had used `at` seconds after its submission."""
+    seconds = sum(max(0.0, min(end, at) - start) for start, end in run["held"])
+    return run["engines"] * seconds / HOUR_S
+
+
+def group_rewards(run: Path, steps: int) -> list[list[float]]:
+    """Return the mean reward of each group that each step trained. Raises `ValueError` naming a
+    file of rollouts/ that is missing."""
+    trained = [replay.load(run, step) for step in range(1, steps + 1)]
+    return [[fmean(t.reward for t in group) for group in step] for step in trained]
+
+
+def rewards(run: Mapping[str, Any]) -> list[float]:
+    """Return the mean reward of each step."""
+    return [fmean(step) for step in run["groups"]]
+
+
+def curve(runs: Sequence[Mapping[str, Any]], window: int) -> list[tuple[float, Interval]]:
+    """Return (middle step, mean reward with its 95% interval) of each `window` steps of all seeds.
+
+    Windows overlap by half, and the last one ends with the last step. The interval is over groups,
+    which are the independent draws: trajectories of a group share their task."""
+    steps = min((len(run["groups"]) for run in runs), default=0)
+    window = min(window, steps)
+    stride = max(1, window // 2)
     found = []
-    for first in range(0, steps, block):
-        parts = [list(of[first : min(first + block, steps)]) for of in rewards]
-        values = [fmean(part) for part in parts] if len(parts) > 1 else parts[0]
-        found.append((first + (len(parts[0]) + 1) / 2, interval(values)))
+    for first in reversed(range(steps - window, -1, -stride) if window else ()):
+        drawn = [
+            one for run in runs for step in run["groups"][first : first + window] for one in step
+        ]
+        found.append((first + (window + 1) / 2, interval(drawn)))
     return found
 
 
@@ -104,20 +128,3 @@ def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]
     if len(ours) > 1:
         return interval([fmean(a) - fmean(b) for a, b in zip(ours, theirs, strict=True)])
     return interval([a - b for a, b in zip(ours[0], theirs[0], strict=True)])
-
-
-def apart(
-    ours: Sequence[tuple[float, Interval]], theirs: Sequence[tuple[float, Interval]]
-) -> list[float]:
-    """Middles of the blocks whose intervals don't overlap; one without an interval counts as a
-    point."""
-
-    def bounds(one: Interval) -> tuple[float, float]:
-        return (one.mean, one.mean) if math.isnan(one.low) else (one.low, one.high)
-
-    found = []
-    for (middle, a), (_, b) in zip(ours, theirs, strict=False):
-        (low_a, high_a), (low_b, high_b) = bounds(a), bounds(b)
-        if low_a > high_b or low_b > high_a:
-            found.append(middle)
-    return found

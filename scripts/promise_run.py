@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,17 +20,18 @@ from pathlib import Path
 import numpy as np
 import promise_count
 import psutil
-from bench_coserving_client import Request, replay
-from bench_live import SERVED, SLO
+from bench_coserving_client import replay
+from bench_live import SERVED
 from harness import REPOSITORY
 from live_runs import LOOK_S, Stolen
 from promise_cluster import Serving, Training, command
+from promise_latency import targets
 
 from rose import config as cfg
 from rose.protocol import Role
 from rose.sim import traces
 
-SIDES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated engines
+ENGINES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated ones of each side
 POLICIES = {
     "dedicated": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
     "alone": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
@@ -47,7 +49,7 @@ STORM = ("n3", "spare", "host", "n4")  # borrowed engines by node, an environmen
 VICTIM_S, AWAY_S = 20.0, 30.0  # until a victim is skipped; of a more urgent job on the spare device
 TRACE_S = 1200.0  # of the users
 SOON_S, BURST_S = 240.0, 20.0  # a run has at least so long; a burst
-TASKS, CALLS = 2, 3  # of an episode, and of a task at most: as promise_agent.py
+CALLS = 3  # the most calls of an episode, as in promise_agent.py
 MODEL = ("+model.recipe.env=terminal", "+model.recipe.noise=0.5", "+model.recipe.steps=480")
 MODEL += ("+model.recipe.layers=4",)
 GROUP = 4
@@ -55,10 +57,10 @@ ALIKE = (
     *MODEL,
     "env=agent",
     f"env.args.function={REPOSITORY}/scripts/promise_agent.py:play",
-    f"env.max_turns={TASKS * CALLS}",
+    f"env.max_turns={CALLS}",
     "env.max_new_tokens=24",
     f"rollout.group_size={GROUP}",
-    "rollout.max_sequences=2",  # an engine's memory bounds what it can do at once
+    "rollout.max_sequences=4",  # an engine's memory bounds what it can do at once
     "rollout.kv_cache_gib=0.05",
     "rollout.threads=1",
     "trainer.threads=1",
@@ -76,7 +78,6 @@ ONLINE = (
     "serving.online.kv_cache_gib=0.1",
     "serving.online.max_context=512",
     "rollout.kv_cache_gib=0.1",
-    f"serving.online.slo={SLO}",
 )
 
 
@@ -120,9 +121,9 @@ class Plan:
         return len(whole) / whole.seconds / (self.rate * len(DEVICES))
 
     def steps_of(self, side: str) -> int:
-        """One engine alone is slow, and its reward is no claim: its steps end beyond the middle,
-        with the one that the requeue befell."""
-        return self.steps // 2 + 2 if side == "alone" else self.steps
+        """Return the steps of a side: fewer alone, since one engine is slow and its reward is no
+        claim. They take about as long as the borrowed side, and have as much traffic."""
+        return self.steps // 2 if side == "alone" else self.steps
 
 
 def _fullest(window: traces.Trace) -> int:
@@ -142,7 +143,8 @@ class Storm:
     lent: list[Serving]
     spare: Serving
     log: Callable[[str], None]
-    done: list[str] = field(default_factory=list)
+    began: float  # when the training job was submitted, by the wall's clock
+    done: list[tuple[float, str]] = field(default_factory=list)  # seconds since then, and what
     _number: int = 0
     _missing_since: float = math.inf
     _requeued: bool = False
@@ -187,22 +189,31 @@ class Storm:
         return ""
 
     def _note(self, what: str) -> None:
-        self.done.append(what)
+        self.done.append((time.time() - self.began, what))
         self.log(what)
 
 
-async def run(plan: Plan, side: str, seed: int, log: Callable[[str], None]) -> dict:
-    """Of one side and seed: its figures. Raises `SystemExit` naming a log when something did not
-    come in time."""
+async def run(
+    plan: Plan, side: str, seed: int, alone: dict | None, log: Callable[[str], None]
+) -> dict:
+    """Run one side of one seed and return its figures. `alone`: those of serving alone under the
+    same traffic, from which the targets of lending come. Raises `SystemExit` naming a log when
+    something did not come in time."""
     name, borrows = f"{side}-{seed}", side == "borrowed"
     online = [f"serving.online.model={plan.model}", *ONLINE]
+    slo = targets(alone) if alone is not None else {}
     if borrows:
-        online.append(f"serving.lending.profile={plan.profile}")
+        words = ", ".join(f"{key}: {value:g}" for key, value in slo.items())
+        online += [f"serving.lending.profile={plan.profile}", f"serving.online.slo={{{words}}}"]
     jobs: list[Serving] = []
     clients: list[asyncio.Task] = []
     training, over, before, load = None, asyncio.Event(), Stolen.now(), os.getloadavg()[0]
+    started = time.monotonic()
     try:
-        jobs += [Serving(plan.folder, name, node, plan.quota, online) for node in DEVICES]
+        jobs += [
+            Serving(plan.folder, name, node, plan.quota, online, core(number))
+            for number, node in enumerate(DEVICES)
+        ]
         await _until(lambda: all(job.url for job in jobs), "the online servers", jobs)
         for job in jobs if borrows else ():
             if job.lends_nothing:
@@ -219,17 +230,20 @@ async def run(plan: Plan, side: str, seed: int, log: Callable[[str], None]) -> d
             asyncio.create_task(users(job.url, trace, seed, over, words))
             for job, trace in zip(jobs, plan.requests(seed), strict=False)
         ]
-        storm = Storm(plan, training, jobs[:2], jobs[2], log) if borrows else None
+        traffic = time.monotonic()
+        storm = Storm(plan, training, jobs[:2], jobs[2], log, began) if borrows else None
         await _train(plan.steps_of(side), training, jobs, storm, log)
         over.set()
+        served_s = time.monotonic() - traffic
         served = [request for found in await asyncio.gather(*clients) for request in found]
-        return _figures(plan, training, side, seed, storm.done if storm else []) | {
+        return _figures(plan, training, side, seed, began) | {
+            "harm": storm.done if storm else [],
+            "targets": slo,
             "load": load,
             "stolen": Stolen.now().share_since(before),
-            "requests": len(served),
-            "ttft_s": [request.ttft for request in served if request.done],
-            "tpot_s": [request.tpot for request in served if request.tpot is not None],
-            "unanswered": sum(not request.done for request in served),
+            "served_s": served_s,
+            "requests": sorted(served),
+            "whole_s": time.monotonic() - started,
         }
     finally:
         for client in clients:
@@ -238,10 +252,23 @@ async def run(plan: Plan, side: str, seed: int, log: Callable[[str], None]) -> d
             one.close()
 
 
+def machine() -> str:
+    """Return this machine's cores and their kind."""
+    kinds = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return f"{os.cpu_count()} cores, {kinds[0] if kinds else 'of an unknown kind'}"
+
+
+def core(device: int) -> int:
+    """Return the core on which both engines of a serving device run."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[device % len(cores)]
+
+
 async def users(
     url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int
-) -> list[Request]:
-    """An open loop: what comes before `over`, each at its time, answered or not within `DRAIN_S`."""
+) -> list[tuple[float, float | None, float | None, bool]]:
+    """Send each request that comes before `over` at its time. Return when each came, its TTFT, its
+    TPOT, and whether it was answered within `DRAIN_S`."""
     start, pieces, at = time.monotonic(), [], 0.0
     while not over.is_set() and at < trace.seconds:
         piece, key = trace.slice(at, PIECE_S), 10_000 * seed + int(at)
@@ -251,7 +278,12 @@ async def users(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), max(0.0, start + at - time.monotonic()))
     end = time.monotonic() - start
-    return [one for at, piece in pieces for one in await piece if at + one.at < end]
+    return [
+        (at + one.at, one.ttft, one.tpot, one.done)
+        for at, piece in pieces
+        for one in await piece
+        if at + one.at < end
+    ]
 
 
 def _overrides(plan: Plan, side: str, seed: int) -> list[str]:
@@ -260,7 +292,7 @@ def _overrides(plan: Plan, side: str, seed: int) -> list[str]:
         f"trainer.steps={plan.steps_of(side)}",
         f"trainer.batch_size={plan.batch}",
         f"seed={seed}",
-        f"rollout.workers={SIDES[side]}",
+        f"rollout.workers={ENGINES[side]}",
         "cluster.slurm.rollout.nodes=1",
         "cluster.slurm.trainer.sbatch=['--nodelist=n1']",
         "cluster.slurm.rollout.sbatch=['--nodelist=n2']",
@@ -322,18 +354,19 @@ async def _train(
         raise SystemExit(f"the training job ended early; see {training.run}/logs")
 
 
-def _figures(plan: Plan, training: Training, side: str, seed: int, harm: list[str]) -> dict:
+def _figures(plan: Plan, training: Training, side: str, seed: int, began: float) -> dict:
     rows = training.steps()
     return {
+        "machine": machine(),
         "side": side,
         "seed": seed,
-        "engines": SIDES[side],
-        "held_s": training.held_s(),
+        "engines": ENGINES[side],
+        "held": [[start - began, end - began] for start, end in training.held()],
         "attempts": len(list((training.run / "journal").glob("attempt-*.jsonl"))),
-        "rewards": [row["reward_mean"] for row in rows],
+        "at_s": [row["time"] - began for row in rows],
+        "groups": promise_count.group_rewards(training.run, plan.steps_of(side)),
         "step_s": [row["time_step"] for row in rows],
         "borrowed_share": [row.get("borrowed_token_share", 0.0) for row in rows],
         "repeated": {key: sum(row.get(key, 0) for row in rows) for key in REPEATED},
-        "harm": harm,
         "counts": promise_count.count(training.run, plan.steps_of(side), plan.batch)._asdict(),
     }
