@@ -16,7 +16,8 @@ TILE = tl.constexpr(4096)
 def _look(master, held, at, n):
     inside = at < n
     bits = tl.load(master + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    new = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)  # to bfloat16, nearest even
+    # Rounded to bfloat16, nearest even.
+    new = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
     old = tl.load(held + at, mask=inside, other=0)
     new = tl.where(inside, new, old)
     return new, old, (new != old) & inside
