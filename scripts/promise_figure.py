@@ -30,7 +30,7 @@ MOST_RATIO = 4.0  # a larger one is drawn at the edge
 WORDS = {
     "dedicated": "four dedicated engines",
     "borrowed": "one dedicated engine and borrowed ones",
-    "alone": "one dedicated engine alone, half of the steps",
+    "alone": "one dedicated engine alone, fewer steps",
 }
 SHAPES = dict(zip(HARM, ("triangle", "diamond", "circle", "square"), strict=True))
 STYLE = """

@@ -60,7 +60,7 @@ ALIKE = (
     f"env.max_turns={CALLS}",
     "env.max_new_tokens=24",
     f"rollout.group_size={GROUP}",
-    "rollout.max_sequences=4",  # an engine's memory bounds what it can do at once
+    "rollout.max_sequences=6",  # an engine's memory bounds what it can do at once
     "rollout.kv_cache_gib=0.05",
     "rollout.threads=1",
     "trainer.threads=1",
@@ -123,7 +123,7 @@ class Plan:
     def steps_of(self, side: str) -> int:
         """Return the steps of a side: fewer alone, since one engine is slow and its reward is no
         claim. They take about as long as the borrowed side, and have as much traffic."""
-        return self.steps // 2 if side == "alone" else self.steps
+        return 3 * self.steps // 5 if side == "alone" else self.steps
 
 
 def _fullest(window: traces.Trace) -> int:

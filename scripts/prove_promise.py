@@ -10,7 +10,7 @@ a real Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each e
 serving device, has the same CPU quota; trainer, environment hosts and clients have none.
 
     dedicated  four dedicated engines; two devices serve users beside, and lend nothing
-    alone      one dedicated engine and the same devices, which lend nothing; half of the steps
+    alone      one dedicated engine and the same devices, which lend nothing; 3 of 5 steps
     borrowed   one dedicated engine; the devices lend what serving leaves idle, a spare engine joins.
                Every --every seconds the next of them is killed or preempted, or an environment
                host is killed; at half of the steps Slurm requeues the training job
