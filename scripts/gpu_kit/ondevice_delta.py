@@ -1,4 +1,4 @@
-"""Sketch of publish and flip on the device. Exact against rose.transfer.codec in Triton's interpreter; never ran on a GPU.
+"""Sketch of publish and flip on the device. Exact beside rose.transfer.codec (Triton's interpreter), and on an H200.
 
 Publish: `changes(master, held)` compares the float32 partition that the optimizer has just stepped with the bfloat16
 partition that ZeRO has not overwritten yet (DeepSpeedEngine._update_and_signal's hook): no copy of the last version is kept.
