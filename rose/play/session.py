@@ -71,7 +71,7 @@ class Session:
                 f"--human: {task.key}.name={task.env.name!r} runs a program that calls the policy, "
                 "which a person can't stand in for; leave --human out"
             )
-        self._heading(task, "you play")
+        self._heading(task.domain, _numbered(task), "you play")
         screen = self._screen(task, human=True)
         outcome = await game.by_user(task, screen)
         screen.ended(Text("You left the game") if outcome is None else verdict(outcome))
@@ -82,7 +82,7 @@ class Session:
             await self._compared(task, chat)
             return
         if args.task is None and (system := await system_of(task)) is not None:
-            self._heading(task, f"a conversation with the policy {self._policy.label}")
+            self._heading(task.domain, f"a conversation with the policy {self._policy.label}")
             await self._load(self._screen(task))
 
             async def play(number: int) -> None:
@@ -115,7 +115,7 @@ class Session:
         )
 
     async def _game(self, task: Task, chat: ChatFormat) -> Outcome:
-        self._heading(task, self._policy.label)
+        self._heading(task.domain, _numbered(task), self._policy.label)
         screen = self._screen(task)
 
         async def ready() -> None:
@@ -144,9 +144,13 @@ class Session:
         self.screens.append(made)
         return made
 
-    def _heading(self, task: Task, what: str) -> None:
-        of = f"{self._args.place}: {task.domain}, held-out task {task.number}, {what}"
+    def _heading(self, *words: str) -> None:
+        of = f"{self._args.place}: {', '.join(words)}"
         self._console.print(Text(of, "bold"), soft_wrap=True)
+
+
+def _numbered(task: Task) -> str:
+    return f"held-out task {task.number}"
 
 
 def verdict(outcome: Outcome) -> Text:
