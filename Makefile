@@ -2,11 +2,12 @@
 # make unit    only the tests that start nothing       make lint   format, rules and imports; both of the others begin with it
 # make soak    an hour of faults: damaged weights, killed ranks, a co-serving pair
 # make clean   removes the environment; runs in outputs/ stay
-# make gpu     the environment for NVIDIA GPUs (Python 3.11 or 3.12, driver 580 or later), from requirements/gpu.txt
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# make gpu     the environment for NVIDIA GPUs (driver 580 or later), from requirements/gpu.txt
+# PYTHON=... names the Python, 3.11 to 3.13; without it scripts/set_up.sh finds one. VENV=... names the environment.
 VENV := .venv
-# Compiled afterwards, on all cores (pip uses one); some files of packages are templates and can't be.
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
+# PyTorch's index of builds for CPUs, used where pip's own settings offer none (scripts/set_up.py)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+export PYTHON TORCH_INDEX
 PYTEST := $(VENV)/bin/python -m pytest -q --durations=10
 # One process more than cores: some tests wait. Neighbours share what they made.
 UNIT := $(PYTEST) -n $$(( $$(nproc) < 8 ? $$(nproc) + 1 : 8 )) --dist worksteal -m "not slow"
@@ -57,29 +58,17 @@ clean:
 refuse = [ ! -e $(VENV)/.stamp-$(1) ] || { echo "make: $(VENV) is of the other kind (with or without GPUs);\
  make clean removes it, make VENV=DIR keeps both" >&2; exit 2; }
 
-# The stamps tell that an installation came to its end; a broken one is continued by the next call.
-$(VENV)/.stamp-run: requirements/cpu.txt pyproject.toml
+# The stamps tell that an installation came to its end; an interrupted one is continued by the next call.
+$(VENV)/.stamp-run: requirements/cpu.txt requirements/torch-cuda.txt pyproject.toml
 	@$(call refuse,gpu)
-	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV)
-	@echo "installing the locked packages into $(VENV) (2.6 GB, some minutes)"
-	@$(PIP) -r requirements/cpu.txt
-	@$(PIP) --no-build-isolation -e .
-	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
-	@$(VENV)/bin/python -c "from rose.transfer import codec; codec.compile_all()"
+	@scripts/set_up.sh $(VENV) cpu
 	@touch $@
 
 $(VENV)/.stamp-gpu: requirements/gpu.txt pyproject.toml
 	@$(call refuse,run)
-	@PYTHON="$(PYTHON)" scripts/make_venv.sh $(VENV) "3.11 3.12"
-	@echo "installing the locked packages into $(VENV) (about 12 GB, with CUDA's libraries)"
-	@$(PIP) -r requirements/gpu.txt
-	@$(PIP) --no-build-isolation -e .
-	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
-	@$(VENV)/bin/python -c "from rose.transfer import codec; codec.compile_all()"
+	@scripts/set_up.sh $(VENV) gpu
 	@touch $@
 
 $(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run
-	@$(PIP) -r requirements/test.txt
-	@find $(VENV)/lib/python*/site-packages -mindepth 1 -maxdepth 1 -newer $(VENV)/.stamp-run \
-		-exec $(VENV)/bin/python -m compileall -qq -j 0 {} + || true
+	@scripts/set_up.sh $(VENV) test
 	@touch $@

@@ -10,7 +10,7 @@ mkdir -p "$cache"
 exec 9>"$venv.lock"
 flock 9      # two tests may want it at once
 if [ ! -e "$venv/.complete" ]; then
-    "${PYTHON:-python3.11}" -m venv --clear "$venv" >&2
+    "${PYTHON:-python3}" -m venv --clear "$venv" >&2
     "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r "$lock" >&2
     touch "$venv/.complete"
 fi

@@ -9,8 +9,11 @@
 # Fake GPUs, as many per node as GPUS says, so that --gres=gpu:N and CUDA_VISIBLE_DEVICES behave as on a real node.
 # Settings from the environment: FOLDER (default ~/.cache/rose/dev_cluster) NODES (4) CPUS (8, per node, more than
 # there are is fine) GPUS (2) MEM (MB per node, 8000) PORT (first of about 130, 17000).
+# OWNERS, for tests: process ids. When the first of these processes has ended, in whatever way, the cluster is stopped
+# and FOLDER removed.
 # Needs root and Debian's or Ubuntu's packages (`install` fetches them). Everything it writes and every daemon it
-# starts is under FOLDER; stop ends exactly those daemons. Not for production: for one machine and one user.
+# starts is under FOLDER; stop ends exactly those daemons, and what their jobs have left. Not for production: for one
+# machine and one user.
 set -u
 FOLDER=${FOLDER:-${XDG_CACHE_HOME:-$HOME/.cache}/rose/dev_cluster}
 NODES=${NODES:-4} CPUS=${CPUS:-8} GPUS=${GPUS:-2} MEM=${MEM:-8000} PORT=${PORT:-17000}
@@ -30,6 +33,10 @@ check() {
         case ${pair#* } in ''|*[!0-9]*) fail "${pair% *}=${pair#* }: a whole number";; esac
     done
     [ "$NODES" -ge 1 ] && [ "$NODES" -le 64 ] || fail "NODES=$NODES: from 1 to 64"
+    for pid in ${OWNERS:-}; do
+        case $pid in *[!0-9]*) fail "OWNERS=$OWNERS: process ids";; esac
+        runs "$pid" || fail "OWNERS=$OWNERS: there is no process $pid"
+    done
     [ "$(id -u)" = 0 ] || fail "needs root (virtual nodes have host names of their own); you are $(id -un). On a cluster you need none of this: use its Slurm."
     for program in $PROGRAMS; do
         command -v "$program" >/dev/null || fail "$program is missing; slurm/dev_cluster.sh install fetches it (Debian, Ubuntu: $PACKAGES)"
@@ -159,6 +166,8 @@ start() {
     check
     if up; then echo "already running:"; status; return 0; fi
     write_configuration
+    trap 'stop; exit 130' INT TERM  # Ctrl-C while it starts: a half of a cluster is of no use
+    [ -z "${OWNERS:-}" ] || { setsid "$0" watch $$ $OWNERS >$log/watch.log 2>&1 </dev/null & }
     # Daemons must not hold the caller's pipes: who reads our output would wait for them.
     munged --key-file=$etc/munge.key --socket=$run/munge.sock --pid-file=$run/munged.pid --log-file=$log/munged.log \
         --seed-file=$run/munged.seed --force >$log/munged.out 2>&1 </dev/null
@@ -202,17 +211,27 @@ check_node() {
     case " $(scontrol show hostnames "n[1-$NODES]" | tr '\n' ' ')" in *" ${1:-} "*) ;; *) fail "no node '${1:-}'; there are n1 to n$NODES";; esac
 }
 
+watch() {  # STARTER OWNERS...: stop and remove the cluster when the first owner has ended
+    local starter=$1 pid; shift
+    echo $$ > $run/watch.pid
+    while :; do
+        for pid in "$@"; do runs "$pid" || break 2; done
+        sleep 0.3
+    done
+    # The start may have ended with the owner, or it goes on, or it was killed when it had started a part.
+    grep -qsz "^FOLDER=$FOLDER$" "/proc/$starter/environ" && kill -9 "$starter"
+    rm -f $run/watch.pid
+    stop
+    rm -rf "$FOLDER" || { sleep 1; rm -rf "$FOLDER"; }  # a process that was just killed may have written once more
+}
+
 lose() {  # NAME: Slurm is told at once, and not after SlurmdTimeout
     check_node "${1:-}"
     namespaces || fail "without namespaces nobody knows what runs on $1"
     alive $run/slurmd-$1.pid || fail "$1 is lost already"
-    local space; space=$(readlink "/proc/$(cat $run/slurmd-$1.pid)/ns/uts")
-    [ -n "$space" ] && [ "$space" != "$(readlink /proc/$$/ns/uts)" ] || fail "$1 has no namespace of its own"
-    for _ in 1 2 3; do  # some may just have been started
-        for process in /proc/[0-9]*; do
-            [ "$(readlink $process/ns/uts 2>/dev/null)" = "$space" ] && kill -9 "${process#/proc/}" 2>/dev/null
-        done
-    done
+    local space; space=$(namespace_of "$(cat $run/slurmd-$1.pid)")
+    [ -n "$space" ] && [ "$space" != "$(namespace_of $$)" ] || fail "$1 has no namespace of its own"
+    kill_all in_namespace "$space"
     rm -f $run/slurmd-$1.pid
     scontrol update nodename=$1 state=down reason=lost
 }
@@ -235,15 +254,48 @@ end() {  # PIDFILE...: TERM to all at once, as each takes two seconds to leave, 
     rm -f "$@"
 }
 
+kill_all() {  # COMMAND...: SIGKILL to all whose folder in /proc it prints, until it prints none, for 10 s
+    local found end=$((SECONDS + 10))
+    while [ $SECONDS -lt $end ] && found=$("$@" | grep -oE "^/proc/[0-9]+" | sort -u) && [ -n "$found" ]; do
+        for process in $found; do kill -9 "${process#/proc/}" 2>/dev/null; done
+        sleep 0.1
+    done
+}
+
+namespace_of() { readlink "/proc/$1/ns/uts" 2>/dev/null | tr -dc 0-9; }  # PID: its UTS namespace's number
+
+in_namespace() { find /proc/[0-9]*/ns/uts -maxdepth 0 -lname "uts:\\[$1\\]" 2>/dev/null; }  # NUMBER
+
+# A job's process has the number of its job and this cluster in its environment; whoever calls sbatch has only the one.
+jobs_left() {
+    grep -lsz "^SLURM_CONF=$SLURM_CONF$" /proc/[0-9]*/environ | xargs -r grep -lsz "^SLURM_JOB_ID="
+}
+
+# A daemon of this cluster has FOLDER in its command line, or the cluster in its environment.
+daemons_left() {
+    for process in $(grep -lsF "$FOLDER/" /proc/[0-9]*/cmdline /proc/[0-9]*/environ | grep -oE "^/proc/[0-9]+" | sort -u); do
+        case $(cat "$process/comm" 2>/dev/null) in
+            munged|mariadb*|slurmdbd|slurmctld|slurmd|slurmstepd*) runs "${process#/proc/}" && echo "$process" ;;
+        esac
+    done
+}
+
 stop() {
+    trap "" INT TERM
+    [ ! -s $run/watch.pid ] || kill "$(cat $run/watch.pid)" 2>/dev/null
     if up; then  # jobs first: slurmd leaves theirs running
         scancel --full --user=root 2>/dev/null
         local tidy=$((SECONDS + 15))
         while [ $SECONDS -lt $tidy ] && [ -n "$(squeue -h -t running,completing 2>/dev/null)" ]; do sleep 0.2; done
     fi
+    local spaces="" space file
+    for file in $run/slurmd-*.pid; do alive "$file" && spaces="$spaces $(namespace_of "$(cat "$file")")"; done
     end $run/slurmd-*.pid $run/slurmctld.pid  # those that others need go after them
+    for space in $spaces; do [ "$space" = "$(namespace_of $$)" ] || kill_all in_namespace "$space"; done
     end $run/slurmdbd.pid
     end $run/mariadbd.pid $run/munged.pid
+    kill_all jobs_left     # they may outlive their scancel
+    kill_all daemons_left  # one that was starting had not yet written its number
     return 0
 }
 
@@ -262,5 +314,6 @@ case ${1:-} in
     install) install ;;
     lose) lose "${2:-}" ;;
     return) return_node "${2:-}" ;;
+    watch) shift; watch "$@" ;;  # of `start` alone
     *) fail "usage: slurm/dev_cluster.sh start|stop|status|install|lose NODE|return NODE" ;;
 esac

@@ -5,6 +5,7 @@ import functools
 import os
 import pickle
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -44,6 +45,11 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 # Folders whose slow tests take longest, which begin first, so that two processes end together.
 SLURM = "tests/slurm"
 LONGEST = (SLURM, "tests/job", "tests/scripts", "tests/engine", "tests/trainer", "tests/lending")
+
+
+def pytest_configure():
+    """SIGTERM ends the tests as Ctrl-C does: fixtures end what they have started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,11 +21,13 @@ from tests.job.job import SMALL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
+PORTS = "ROSE_TESTS_SLURM_PORT"
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Four nodes; stopped, and everything of them removed, afterwards."""
+    """Four nodes; stopped, and everything of them removed, afterwards, also when this process or
+    xdist's, which started it, is killed."""
     folder = Path(tempfile.mkdtemp(prefix="rose-slurm-", dir="/tmp"))  # sockets want short paths
     dev_cluster(folder, "start")
     yield folder
@@ -41,12 +43,23 @@ def in_the_cluster(cluster):
         yield
 
 
+def settings(folder: Path) -> dict[str, str]:
+    """Settings of slurm/dev_cluster.sh. The variable `PORTS` moves a second cluster elsewhere."""
+    owners = [os.getpid()] + [os.getppid()] * ("PYTEST_XDIST_WORKER" in os.environ)
+    return {
+        "FOLDER": str(folder),
+        "PORT": os.environ.get(PORTS, "18500"),
+        "GPUS": "0",
+        "OWNERS": " ".join(map(str, owners)),
+    }
+
+
 def dev_cluster(folder: Path, *words: str) -> None:
     done = subprocess.run(
         [str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words],
         capture_output=True,
         text=True,
-        env=os.environ | {"FOLDER": str(folder), "PORT": "18500", "GPUS": "0"},
+        env=os.environ | settings(folder),
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
