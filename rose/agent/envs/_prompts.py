@@ -70,9 +70,11 @@ class Prompts:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return Start(messages=[*system, *asked], tools=tools or [], task=row)
 
-    async def score(self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]]) -> Score:
-        """What the function says of `messages`, the last of which is the answer; 0 without a
-        function. A function that raises, or returns no number, raises here: the trajectory fails.
+    async def score(
+        self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], truncated: bool
+    ) -> Score:
+        """What the function says of `messages`, the last of which is the answer, which a token
+        limit may have `truncated`; 0 without a function. A function that raises, or returns no number, raises here: the trajectory fails.
         Cancelling this ends the function's process."""
         if self.reward is None:
             return Score(reward=0.0, success=False)
@@ -86,7 +88,7 @@ class Prompts:
             return Score(reward=value)
         offered = {"text": text, "row": row, "messages": messages}
         if "episode" in self._takes:
-            offered["episode"] = self._episode(row, seed, messages)
+            offered["episode"] = self._episode(row, seed, messages, truncated)
         given = {name: offered[name] for name in self._takes}
         if inspect.iscoroutinefunction(self._function):
             value = await self._function(**given)
@@ -94,7 +96,9 @@ class Prompts:
             value = await _workers.call(self.reward, **given)
         return score_of(value, self.reward)
 
-    def _episode(self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]]) -> Episode:
+    def _episode(
+        self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], truncated: bool
+    ) -> Episode:
         """What a scorer of `reward=` gets, without what only the agent loop knows: the names of
         trajectory and domain, and how the chat template writes the messages."""
         asked = len(self.start(row).messages)
@@ -108,7 +112,7 @@ class Prompts:
             transcript=[Said(False, prompt), *parts],
             reward=0.0,
             success=False,
-            truncated=False,
+            truncated=truncated,
             turns=sum(each.policy for each in parts),
         )
 

@@ -22,11 +22,13 @@ class ToolCall:
 @dataclass(frozen=True)
 class Action:
     """What the policy said in one turn: its text, and the calls in it. `call` is the first of
-    `calls`, None for plain text; either may be given."""
+    `calls`, None for plain text; either may be given. `truncated`: a token limit ended the turn,
+    not the policy."""
 
     text: str
     call: ToolCall | None = None
     calls: tuple[ToolCall, ...] = ()
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         if self.calls:

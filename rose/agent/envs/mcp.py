@@ -82,7 +82,8 @@ class Mcp:
         text = action.text.encode("utf-8", "replace").decode()
         self._messages.append({"role": "assistant", "content": text})
         if action.call is None:
-            score = await self.source.score(self._row, self._seed, self._messages)
+            said = self._messages, action.truncated
+            score = await self.source.score(self._row, self._seed, *said)
             return last_step(score, self.success_at)
         results = [await self._use(call.name, call.arguments) for call in action.calls]
         texts = tuple(text for text, _ in results)

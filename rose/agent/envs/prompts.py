@@ -52,7 +52,8 @@ class Prompts:
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()
         messages = [*self._messages, {"role": "assistant", "content": text}]
-        return last_step(await self.source.score(self._row, self._seed, messages), self.success_at)
+        score = await self.source.score(self._row, self._seed, messages, action.truncated)
+        return last_step(score, self.success_at)
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -297,7 +297,7 @@ def _trajectory(
         success=success,
         turns=session.turns,
         response_tokens=sum(sum(branch.mask) for branch in branches),
-        truncated=session.truncated,
+        truncated=session.truncated or any(leaf.cut for leaf in session.history.leaves()),
         invalid_calls=session.invalid_calls,
         stats={
             "migrations": float(session.migrations),

@@ -355,8 +355,9 @@ def test_one_function_serves_the_environment_and_reward_function(folder, functio
     start, good, bad = play(env, 2, Action("yes"), Action("no"))
     assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
     made = envs.build(env).source._episode(
-        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}]
+        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}], truncated=True
     )
+    assert made.truncated
     found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
     assert (found.reward, found.success) == (3.0, True)
 
