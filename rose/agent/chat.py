@@ -22,7 +22,7 @@ import transformers
 from jinja2 import TemplateError
 
 from rose.agent import tool_formats
-from rose.agent.envs.base import Action
+from rose.agent.envs.base import Action, outside_thoughts
 from rose.agent.tool_calls import CLOSE, FORM, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
@@ -96,6 +96,8 @@ class ChatFormat:
         self._gap = functools.lru_cache(CACHE)(self._find_gap)
         for role in ("tool", "user"):
             self._gap((role,))
+        self._named_thoughts = reasoning_format != tool_formats.AUTO
+        self._opens_thought = self._render([_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
         self.format = tool_formats.find(tool_format, self._tokenizer, self._written_call())
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
@@ -141,6 +143,12 @@ class ChatFormat:
     def parse(self, text: str, tools: list[dict[str, Any]]) -> Action | BadCall:
         """What a turn asks for, or what is wrong with its calls."""
         return self.read(text, tools).action(text)
+
+    def said(self, text: str) -> str | None:
+        """`Action.said` of a turn's text."""
+        if self._named_thoughts:
+            return self._split(text)[1]
+        return outside_thoughts(f"<think>{text}") if self._opens_thought else None
 
     def neutral(self, text: str) -> str:
         """`text` in which nothing acts as a mark of the template's."""

@@ -382,14 +382,13 @@ class _Episode:
         if action.call is None and self.env.requires_tool:
             reminder = REMINDER.format(self.chat.format.form)
             return [Step(observation=reminder, invalid=True)], [("user", reminder)]
-        if self.cut:
-            action = replace(action, truncated=True)
+        action = replace(action, truncated=self.cut, said=self.chat.said(text))
         if len(action.calls) > 1 and getattr(self.env, "several_calls", False):
             return await self._act_at_once(action)
         role = "user" if action.call is None else "tool"
         steps: list[Step] = []
         for call in action.calls or (None,):
-            one = Action(action.text, call, truncated=action.truncated)
+            one = replace(action, call=call, calls=(call,) if call else ())
             steps.append(await self._step(one))
             if steps[-1].done:
                 break

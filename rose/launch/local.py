@@ -24,7 +24,7 @@ from typing import IO
 import yaml
 
 from rose import config as configuration
-from rose import files, hub, places, processes
+from rose import files, hub, inputs, places, processes
 from rose.config import Config, ConfigError
 from rose.launch import gpus, logs
 from rose.launch.layout import Rank
@@ -194,6 +194,7 @@ def check_sandbox_folders(c: Config) -> None:
 
 
 def write_config(c: Config, run_dir: Path) -> None:
+    inputs.record(c, run_dir)
     configuration.save(c, run_dir / "config.json")
     files.write_whole(
         run_dir / "config.yaml", yaml.safe_dump(configuration.to_dict(c), sort_keys=False).encode()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
-import xxhash
 
+from rose import inputs
 from rose.config import ConfigError, errors
 from rose.reward import command, function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
@@ -88,6 +88,7 @@ class Command:
         answer = episode.response
         files = {str(name): str(text) for name, text in episode.task.get("files", {}).items()}
         files[self.answer_file] = command.code_of(answer) if self.extract == "code" else answer
+        inputs.verify(*self.argv)  # each run of the program reads them
         try:
             code, _ = await command.run(self.argv, files, limit_s, self.memory_gib)
         except (OSError, ValueError) as error:
@@ -267,14 +268,6 @@ def _whole(key: str, value: Any) -> Any:
     if key == "api_key_file" and isinstance(value, str):
         return str(Path(value).resolve())
     return whole_paths(value)
-
-
-def digest(args: dict[str, Any]) -> str:
-    """Of the file that a `function` lies in; empty for others, a `sum`'s parts among them."""
-    file, colon, _ = str(args.get("path", "")).rpartition(":")
-    if not colon or not file.endswith(".py") or not Path(file).is_file():
-        return ""
-    return xxhash.xxh3_64_hexdigest(Path(file).read_bytes())
 
 
 def build(name: str, args: dict[str, Any]) -> Scorer:

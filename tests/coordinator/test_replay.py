@@ -107,6 +107,6 @@ def test_the_closest_limit_is_that_of_a_turn_of_all_turns_or_of_the_context(make
     assert limit(50, [(0, 20), (1, 20), (2, 10)], 10) == (50, 60)
     assert limit(25, [(0, 20), (1, 5)], 70) == (25, 30)
     assert limit(40, [(0, 40)], 10, domain="s") == (40, 50)
-    assert limit(10, [], 10) == (10, 60)  # of an earlier release
+    assert limit(10, [], 10) == (10, 60)  # an earlier release's trajectory
     leaf = Branch(b"", bytes(95) + b"\x01\x01", b"", b"", [(1, 2)])
     assert limit(12, [(0, 10)], 10, [leaf]) == (12, 15)

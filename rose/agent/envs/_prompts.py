@@ -16,8 +16,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from rose import inputs
 from rose.agent.envs import _workers
-from rose.agent.envs.base import Start
+from rose.agent.envs.base import Action, Start
 from rose.config import ConfigError
 from rose.reward.episode import Episode, Said, Score, score_of
 
@@ -71,24 +72,25 @@ class Prompts:
         return Start(messages=[*system, *asked], tools=tools or [], task=row)
 
     async def score(
-        self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], truncated: bool
+        self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], action: Action
     ) -> Score:
-        """What the function says of `messages`, the last of which is the answer, which a token
-        limit may have `truncated`; 0 without a function. A function that raises, or returns no number, raises here: the trajectory fails.
-        Cancelling this ends the function's process."""
+        """Return the score of `messages`, the last of which is the turn `action`; 0 without a
+        function. A function that raises, or returns no
+        number, raises here: the trajectory fails. Cancelling this ends the function's process."""
         if self.reward is None:
             return Score(reward=0.0, success=False)
         text = messages[-1]["content"]
         if self.reward == MATH:
-            answer = {"answer": row[self.answer_field]}
+            right = {"answer": row[self.answer_field]}
+            said = action.answer.encode("utf-8", "replace").decode()
             try:
-                value = await _workers.call(MATH, JUDGE_S, text=text, row=answer)
+                value = await _workers.call(MATH, JUDGE_S, text=said, row=right)
             except _workers.FunctionTooSlow:  # 9**9**9: of what the policy wrote
                 value = 0.0
             return Score(reward=value)
         offered = {"text": text, "row": row, "messages": messages}
         if "episode" in self._takes:
-            offered["episode"] = self._episode(row, seed, messages, truncated)
+            offered["episode"] = self._episode(row, seed, messages, action.truncated)
         given = {name: offered[name] for name in self._takes}
         if inspect.iscoroutinefunction(self._function):
             value = await self._function(**given)
@@ -180,6 +182,7 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
     place = f"{key}={str(path)!r}"
     if not path.exists():
         raise ConfigError(f"{place}: no such file or folder: {path.absolute()}; give {FORMATS}")
+    inputs.verify(path)
     try:
         if path.is_dir():
             return _saved(place, path, split)

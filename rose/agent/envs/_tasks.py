@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from rose import inputs
 from rose.config import ConfigError
 from rose.sandbox import SandboxError, Spec
 
@@ -37,9 +38,19 @@ class Task:
     agent_s: float = TIMEOUT_S
     verifier_s: float = TIMEOUT_S
     limits: tuple[tuple[str, float], ...] = ()  # of rose.sandbox.Limits, as the task asks for them
+    digest: str = ""  # the folder's digest when it was read
+
+    def verify(self) -> None:
+        """Raise `ConfigError` if a file of the task has been edited since this process read it."""
+        if self.digest != inputs.digest(self.folder):
+            raise ConfigError(
+                f"env.args.tasks: {self.folder} has changed since this attempt of the run began, "
+                "so answers of one group would get different tests; restore it"
+            )
 
     def files(self) -> dict[str, bytes]:
         """What is put into the working directory, by path."""
+        self.verify()
         root = self.folder / "environment"
         found = (p for p in sorted(root.rglob("*")) if p.is_file())
         inside = {p.relative_to(root): p for p in found}
@@ -57,6 +68,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     root = Path(place)
     if not root.is_dir():
         raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
+    inputs.verify(root)
     split = [(root / name).is_dir() for name in SPLITS]
     folders = [root / name for name in SPLITS] if all(split) else [root]
     broken: list[str] = []
@@ -145,4 +157,5 @@ def _task(folder: Path, name: str) -> Task:
         agent_s=float(seconds[0]),
         verifier_s=float(seconds[1]),
         limits=tuple(limits.items()),
+        digest=inputs.digest(folder),
     )

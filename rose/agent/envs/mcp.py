@@ -23,6 +23,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult
 
+from rose import inputs
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.prompts import check_success, last_step
@@ -82,8 +83,7 @@ class Mcp:
         text = action.text.encode("utf-8", "replace").decode()
         self._messages.append({"role": "assistant", "content": text})
         if action.call is None:
-            said = self._messages, action.truncated
-            score = await self.source.score(self._row, self._seed, *said)
+            score = await self.source.score(self._row, self._seed, self._messages, action)
             return last_step(score, self.success_at)
         results = [await self._use(call.name, call.arguments) for call in action.calls]
         texts = tuple(text for text, _ in results)
@@ -151,6 +151,7 @@ class Mcp:
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         if self.command is not None:
+            inputs.verify(*self.command)
             program, *arguments = self.command
             return stdio_client(
                 StdioServerParameters(command=program, args=arguments, env=self.env)

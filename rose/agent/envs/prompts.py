@@ -52,7 +52,7 @@ class Prompts:
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()
         messages = [*self._messages, {"role": "assistant", "content": text}]
-        score = await self.source.score(self._row, self._seed, messages, action.truncated)
+        score = await self.source.score(self._row, self._seed, messages, action)
         return last_step(score, self.success_at)
 
     async def close(self) -> None:

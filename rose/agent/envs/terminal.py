@@ -381,6 +381,7 @@ class Terminal:
 
     async def _tested(self, task: _tasks.Task) -> tuple[Fresh, float]:
         """What the tests did, and their verdict."""
+        task.verify()
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
         if done.code is None or done.code < 0:  # whoever ended the tests may have written it, too

@@ -78,7 +78,7 @@ class Node:
     versions: bytes  # int32
     parent: Node | None
     closed: bool  # whether the last token is an end of turn
-    cut: bool  # whether a token limit ended the answer
+    cut: bool  # true where a token limit ended the answer
     turn: int  # of the trajectory's calls, from 0
     delivered: bool = False  # whether the agent got the answer
     children: list[Node] = field(default_factory=list)

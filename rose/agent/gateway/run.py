@@ -34,6 +34,7 @@ from rose.agent.gateway.session import Session
 from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import RequestTurn
 from rose.agent.scoring import Clock, Scoring, score, transcript
+from rose.config import ConfigError
 from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward.episode import Episode
 
@@ -133,6 +134,10 @@ class _Run:
     async def go(self, required: bool) -> tuple[float, bool]:
         """(reward, success); 0 and False if none is `required` and nobody gives one."""
         agent = self.agent
+        try:
+            agent.verify()
+        except ConfigError as error:
+            raise self._failure(str(error)) from None
         if isinstance(agent, Verifiers):
             begin, name = self._play(agent), "id: the episode"
         elif agent.function is None:

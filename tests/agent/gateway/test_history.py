@@ -158,4 +158,4 @@ def test_a_leaf_whose_answer_a_token_limit_ended_is_cut(serve):
     assert asyncio.run(leaves([long], {}, max_new_tokens=2)) == [True]
     assert asyncio.run(leaves([long], {"max_tokens": 2})) == [True]
     assert asyncio.run(leaves([long], {"stop": [" three"]}, closed=False)) == [False]
-    assert asyncio.run(leaves([long, "ok"], {"max_tokens": 2}, {})) == [False]  # it went on
+    assert asyncio.run(leaves([long, "ok"], {"max_tokens": 2}, {})) == [False]  # the answer went on
