@@ -53,6 +53,13 @@ def advice(refused: OSError | None, words: str = "") -> str:
     return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
 
 
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a user's UTF-8 file. Only a line feed ends one: texts in JSON may hold
+    U+2028 and others at which `str.splitlines` ends a line. Raises OSError,
+    `UnicodeDecodeError`."""
+    return Path(path).read_bytes().decode("utf-8-sig").split("\n")
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """The temporary name to write `path` under; it becomes `path` at the block's end. One process

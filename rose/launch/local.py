@@ -86,10 +86,12 @@ def environment(c: Config) -> dict[str, str]:
     win."""
     # NumPy loads before a rank knows its own share of the cores
     threads = {"OPENBLAS_NUM_THREADS": "1"}
+    utf8 = {"PYTHONUTF8": "1"}  # whatever the locale, for others' code, too
     return (
         os.environ
         | {"PYTHONPATH": places.python_path()}
         | threads
+        | utf8
         | hub.OFFLINE
         | c.cluster.of_interface
         | c.cluster.env

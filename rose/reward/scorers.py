@@ -86,7 +86,7 @@ class Command:
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
         answer = episode.response
-        files = {str(name): str(text) for name, text in episode.task.get("files", {}).items()}
+        files = _files(episode.task.get("files"))
         files[self.answer_file] = command.code_of(answer) if self.extract == "code" else answer
         inputs.verify(*self.argv)  # each run of the program reads them
         try:
@@ -94,6 +94,21 @@ class Command:
         except (OSError, ValueError) as error:
             raise ScoringFailed(f"reward.args.argv={self.argv}: {error}") from error
         return Score(reward=float(code == 0), success=code == 0, timed_out=code is None)
+
+
+def _files(given: Any) -> dict[str, str]:
+    """Name -> text of a task's `files`. Parquet gives every row the keys of all rows, with null
+    where a row has none. Raises `ScoringFailed`."""
+    if not isinstance(given, dict | None):
+        raise ScoringFailed(
+            f"the task's files are a {type(given).__name__}, {given!r:.80}; a map of names to "
+            "texts is needed"
+        )
+    kept = {name: text for name, text in (given or {}).items() if text is not None}
+    for name, text in kept.items():
+        if not isinstance(text, str):
+            raise ScoringFailed(f"the task's file {name!r} is {text!r:.80}; a text is needed")
+    return kept
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,18 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     return train or held_out, held_out or train
 
 
+def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
+    """A doubt about held-out tasks that are trained; "" if there are none."""
+    known = {task.digest for task in train}
+    both = [task.name for task in held_out if task.digest in known]
+    words = (
+        f"env.args.tasks: {len(both)} of {len(held_out)} held-out tasks are training tasks, too "
+        f"({', '.join(both[:3])}), so evaluation measures what was trained; folders train and "
+        "held_out with different tasks tell them apart"
+    )
+    return words if both else ""
+
+
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
     """A task, or None and why in `broken`."""
     name = str(folder.relative_to(root))

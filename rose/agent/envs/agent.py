@@ -19,6 +19,7 @@ from typing import Any
 
 from rose import inputs
 from rose.config import ConfigError
+from rose.files import text_lines
 
 
 class Agent:
@@ -52,9 +53,15 @@ class Agent:
         self.command = None if command is None else _command(command)
         self.function = None if function is None else _function("function", function)
         self.reward = None if reward is None else _function("reward", reward)
+        self.doubt = ""
         self._tasks = [] if tasks is None else _lines(tasks)
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
+        if both := _in_both(tasks) if tasks is not None else 0:
+            self.doubt = (
+                f"env.args.tasks={tasks!r}: {both} of the held-out tasks (odd lines) are training "
+                "tasks (even lines), too, so evaluation measures what was trained"
+            )
         self.environment = tuple(environment)
         if not isinstance(listen, str) or not listen:
             raise ConfigError(f"env.args.listen={listen!r}: an address of this machine")
@@ -103,12 +110,17 @@ def _function(key: str, name: Any) -> str:
     return name
 
 
+@functools.lru_cache(8)
+def _in_both(path: str) -> int:
+    train, held_out = ([json.dumps(t, sort_keys=True) for t in _lines(path)[k::2]] for k in (0, 1))
+    return sum(task in set(train) for task in held_out)
+
+
 @functools.lru_cache(8)  # each trajectory makes an `Agent` of its own
 def _lines(path: str) -> list[Any]:
     inputs.verify(path)
     try:
-        lines = Path(path).read_text().splitlines()
-        tasks = [json.loads(line) for line in lines if line.strip()]
+        tasks = [json.loads(line) for line in text_lines(path) if line.strip()]
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
     if len(tasks) < 2:

@@ -111,5 +111,7 @@ class Environment(Protocol):
     # Optional: `async def end(self) -> Step`, a last step when the turns or the context are used up
     # before one is done, such as a verdict on the final state; its reward and success count.
 
+    # Optional: `doubt`, a text for the plan's warnings, such as held-out tasks that are trained.
+
     async def close(self) -> None:
         """Free everything; safe after a failed reset and when called twice."""

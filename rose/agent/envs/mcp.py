@@ -65,6 +65,7 @@ class Mcp:
         self.command, self.url, self.env, self.token_file = command, url, env, token_file
         self.tools, self.most, self.success_at = tools, most_characters, success_at
         self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
+        self.doubt = self.source.doubt
         self._calls: asyncio.Queue = asyncio.Queue()
         self._session: asyncio.Task | None = None
 

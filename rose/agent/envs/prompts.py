@@ -39,7 +39,7 @@ class Prompts:
     ):
         check_success(success_at)
         self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
-        self.success_at = success_at
+        self.success_at, self.doubt = success_at, self.source.doubt
         self._row: dict[str, Any] = {}
         self._messages: list[dict[str, Any]] = []
 
