@@ -104,7 +104,7 @@ def held(path: Path, deadline_s: float) -> Iterator[None]:
     """Hold `path`'s lock, the file made if absent. Raises `TimeoutError` naming it after
     `deadline_s` seconds."""
     until = time.monotonic() + deadline_s
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         while True:
             try:
                 lock_now(file)

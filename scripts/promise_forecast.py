@@ -45,7 +45,7 @@ def forecast(plan: Plan) -> dict[str, dict[str, float]]:
     """By side; made once, kept in the proof's folder."""
     file = plan.folder / "forecast.json"
     if file.exists():
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     ran, log = _profile_run(plan)
     c, profile = cfg.load(ran.run / "config.json"), profile_of([(ran, log)])
     late = _lateness(log.with_suffix(".whole"), profile.step)
@@ -104,7 +104,7 @@ def _figures(ran: Result, alone: tuple[float, float]) -> dict[str, float]:
 def _lateness(log: Path, step: spec.StepTime) -> np.ndarray:
     """How many times as long as the simulator's the steps with a prompt took."""
     found = []
-    for line in log.read_text().splitlines():
+    for line in log.read_text(encoding="utf-8").splitlines():
         ran = json.loads(line)
         if ran["prefill"]:
             new = sum(

@@ -78,7 +78,7 @@ def planned(args: argparse.Namespace, overrides: list[str]) -> Plan:
     folder.mkdir(parents=True, exist_ok=True)
     settings = {key: str(getattr(args, key)) for key in KEYS[:-1]} | {"overrides": overrides}
     file = folder / "settings.json"
-    known = json.loads(file.read_text()) if file.exists() else settings
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
     if known != settings:
         other = {key: known.get(key) for key in settings if known.get(key) != settings[key]}
         raise SystemExit(f"prove_promise: {folder} has runs with {other}; give another --out")
@@ -121,7 +121,7 @@ def prove(plan: Plan, args: argparse.Namespace) -> list[dict]:
                     run(plan, side, seed, lambda words, name=name: _say(f"{name}: {words}"))
                 )
                 write_whole(files[side, seed], json.dumps(found).encode())
-    return [json.loads(files[one].read_text()) for one in wanted]
+    return [json.loads(files[one].read_text(encoding="utf-8")) for one in wanted]
 
 
 def _say(words: str) -> None:

@@ -48,7 +48,9 @@ def tokenizer_class(folder: str | Path) -> type:
     """The class whose `from_pretrained` loads the tokenizer in `folder` as `AutoTokenizer` does. Of
     models in `NAMED` it is looked up here: `AutoTokenizer` itself imports torch, for 3 s."""
     given, own = (
-        json.loads(path.read_text()) if (path := Path(folder) / name).is_file() else {}
+        json.loads(path.read_text(encoding="utf-8"))
+        if (path := Path(folder) / name).is_file()
+        else {}
         for name in ("config.json", "tokenizer_config.json")
     )
     if given.get("model_type") in NAMED and "auto_map" not in own:
@@ -177,7 +179,7 @@ class ChatFormat:
     def _find_vocabulary(self) -> int:
         """The model's, which may be padded; the tokenizer's where no model lies beside it."""
         path = Path(self.folder) / "config.json"
-        given = json.loads(path.read_text()) if path.exists() else {}
+        given = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = given.get("text_config") or {}  # of models that see, too
         return given.get("vocab_size") or text.get("vocab_size") or len(self._tokenizer)
 

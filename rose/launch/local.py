@@ -160,7 +160,7 @@ def _remove_unused(run_dir: Path, file: IO[str]) -> bool:
 def _lock_file(run_dir: Path) -> IO[str]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return open(run_dir / "lock", "a+")
+        return open(run_dir / "lock", "a+", encoding="utf-8")
     except OSError as error:
         raise _unusable(run_dir, error) from None
 

@@ -199,7 +199,7 @@ def _stop(c: Config) -> list[float]:
 
 def _finished(run_dir: Path) -> dict[str, Any] | None:
     path = _mark(run_dir)
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def note_save(run_dir: Path, seconds: float) -> None:
@@ -212,7 +212,11 @@ def note_save(run_dir: Path, seconds: float) -> None:
 def last_save_s(run_dir: Path) -> float:
     """Seconds that the run's last checkpoint took; 0 before the first."""
     try:
-        return float(json.loads((Path(run_dir) / "status" / "save.json").read_text())["seconds"])
+        return float(
+            json.loads((Path(run_dir) / "status" / "save.json").read_text(encoding="utf-8"))[
+                "seconds"
+            ]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 

@@ -191,7 +191,9 @@ class Judge:
     async def _asked(self, prompt: str, limit_s: float) -> str:
         import aiohttp
 
-        key = Path(self.api_key_file).read_text().strip() if self.api_key_file else ""
+        key = (
+            Path(self.api_key_file).read_text(encoding="utf-8").strip() if self.api_key_file else ""
+        )
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],

@@ -103,7 +103,7 @@ def main() -> None:
             flush=True,
         )
     host, _, port = args.pool.rpartition(":")
-    hello = Hello(args.token.read_text().strip(), args.number)
+    hello = Hello(args.token.read_text(encoding="utf-8").strip(), args.number)
     asyncio.run(serve(scorer, host, int(port), hello, settings.per_worker))
 
 

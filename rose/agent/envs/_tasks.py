@@ -111,7 +111,7 @@ def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
 def _text(path: Path) -> str:
     """Empty if there is no such file."""
     try:
-        return path.read_text() if path.is_file() else ""
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name}: {error}") from None
 

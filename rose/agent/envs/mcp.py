@@ -159,7 +159,9 @@ class Mcp:
             )
         headers = {}
         if self.token_file is not None:
-            headers["Authorization"] = f"Bearer {Path(self.token_file).read_text().strip()}"
+            headers["Authorization"] = (
+                f"Bearer {Path(self.token_file).read_text(encoding='utf-8').strip()}"
+            )
         http = httpx2.AsyncClient(headers=headers, timeout=None)  # deadlines are the loop's
         return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
 

@@ -249,7 +249,9 @@ class _Run:
         return EnvironmentFailure(self.start.id, f"{cause}; it said: {words}" if words else cause)
 
     def _write(self, path: Path, value: Any) -> None:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+        ) as file:
             json.dump(value, file)
 
 
