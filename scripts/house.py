@@ -20,6 +20,8 @@ from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = 40  # lines: a file with fewer had better be a part of another
+# A model that these made is named by their content: an edit makes everybody's anew.
+RECIPES = ("make_tiny_model.py", "make_smollm2.py")
 ONE_OF_MANY = ("policies", "algorithms", "envs", "batching", "order", "routing", "provisioning")
 
 
@@ -89,6 +91,7 @@ def unencoded() -> list[str]:
         f'{path.relative_to(REPOSITORY)}:{call.lineno}: encoding="utf-8" is missing'
         for folder in ("rose", "scripts")
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        if path.name not in RECIPES
         for call in without_encoding(path.read_text(encoding="utf-8"))
     ]
 

@@ -321,7 +321,7 @@ def save(
         model.config.eos_token_id, model.config.pad_token_id = ends
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+        (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
         folder.chmod(0o755)
         os.rename(folder, out)
     finally:
