@@ -53,6 +53,13 @@ def advice(refused: OSError | None, words: str = "") -> str:
     return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
 
 
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a user's UTF-8 file. Only a line feed ends one: texts in JSON may hold
+    U+2028 and others at which `str.splitlines` ends a line. Raises OSError,
+    `UnicodeDecodeError`."""
+    return Path(path).read_bytes().decode("utf-8-sig").split("\n")
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """The temporary name to write `path` under; it becomes `path` at the block's end. One process
@@ -97,7 +104,7 @@ def held(path: Path, deadline_s: float) -> Iterator[None]:
     """Hold `path`'s lock, the file made if absent. Raises `TimeoutError` naming it after
     `deadline_s` seconds."""
     until = time.monotonic() + deadline_s
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         while True:
             try:
                 lock_now(file)

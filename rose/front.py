@@ -222,6 +222,7 @@ def check(tree: dict) -> plan.Plan:
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
     found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
+    found += envs.doubts(c.env) if c.eval.episodes else ()
     made = plan.make(c, model.shape(c), found, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -410,6 +411,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         plan.show(made, console)
         if words := resume.other_shape(c.run_dir, c):
             echo(console, words)
+        if words := resume.check_inputs(c.run_dir, c.name):
+            echo(console, words, label="[yellow]warning:[/]")
         local_run = c.cluster.kind == "local"
         c = model.prepare(c) if local_run else c
         check_formats(c)

@@ -89,7 +89,7 @@ class Ahead:
 
 def _begin() -> int | None:
     """Where the heap begins, if there is one."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         if line.endswith("[heap]"):
             return int(line.split("-", 1)[0], 16)
     return None

@@ -100,7 +100,9 @@ def check_whole(folder: Path, named: str) -> None:
     shards = ["model.safetensors"]
     if index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            shards = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         except (ValueError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{named}: {index} is unreadable ({error!r}); {_again(folder)}"
@@ -117,7 +119,7 @@ def check_whole(folder: Path, named: str) -> None:
 
 def check_trainable(folder: Path, named: str) -> None:
     """Raises `ConfigError` for a model that ROSE can't train, by its config.json alone."""
-    kind = _kind(json.loads((folder / "config.json").read_text()))
+    kind = _kind(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     if kind not in TRAINABLE:
         raise ConfigError(
             f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
@@ -128,7 +130,7 @@ def check_trainable(folder: Path, named: str) -> None:
 def check_weights(folder: Path, named: str) -> None:
     """Raises `ConfigError` for weights that no version can have: quantised ones, or of a mixture
     that ROSE doesn't know. A dense folder of another architecture may do."""
-    raw = json.loads((folder / "config.json").read_text())
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(

@@ -85,7 +85,7 @@ def _anonymous() -> list[tuple[int, int]]:
     """[start, end) of this process's private memory without a file, neighbours joined,
     ascending."""
     joined: list[tuple[int, int]] = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, rights, _, _, inode = line.split(maxsplit=5)[:5]
         if rights[3] == "p" and inode == "0":
             low, high = (int(end, 16) for end in span.split("-"))
@@ -98,7 +98,7 @@ def _anonymous() -> list[tuple[int, int]]:
 def resident_bytes(pid: int) -> int:
     """Memory of process `pid` that is in RAM now, shared pages included; exact, unlike
     /proc/PID/statm. Raises `OSError` when the process is gone or another user's."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
     raise ProcessLookupError(f"process {pid} has ended")
@@ -138,7 +138,7 @@ def host_bytes() -> float:
 
 def control_groups() -> Iterator[tuple[Path, str, str]]:
     """(folder, names of the files of limit and usage) of this group and those above, v1 and v2."""
-    for line in PROCESS.read_text().splitlines():
+    for line in PROCESS.read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             home, names = CGROUP, ("memory.max", "memory.current")
@@ -155,12 +155,12 @@ def control_groups() -> Iterator[tuple[Path, str, str]]:
 def _limit(path: Path) -> float:
     """Bytes; infinite without one."""
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return math.inf  # "max", or a group without limits, as the root
 
 
 def _kib(path: Path) -> dict[str, int]:
     """The lines `name: n kB` of a file of /proc."""
-    found = (line.split() for line in path.read_text().splitlines())
+    found = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in found if words[-1] == "kB"}

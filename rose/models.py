@@ -139,7 +139,7 @@ def _token_ids(folder: Path, texts: set[str]) -> dict[str, int]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def cache_dir() -> Path:

@@ -79,7 +79,7 @@ def _quotas() -> Iterator[float]:
     """Cores that this process's control groups, v1 and v2, and those above them may use. In a
     container its group may be the root of what is mounted, under another path than its own."""
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -97,10 +97,10 @@ def _quota(group: Path, second: bool) -> float:
     """Infinite for a group without a limit, as the root."""
     try:
         if second:
-            quota, period = (group / "cpu.max").read_text().split()
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
+            quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8")
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max"
         return math.inf

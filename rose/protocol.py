@@ -591,6 +591,9 @@ class BatchSummary(Record):
     # (N,): of each turn, its segment: the turns that the same trajectories of the batch have in
     # common, numbered through the batch; [] in a batch without forks
     segments: list[list[int]] = []
+    # (N,): (tokens, most) by the limit that the trajectory's answers came closest to: so many
+    # tokens of the policy, of at most so many
+    limits: list[tuple[int, int]] = []
 
 
 class GradientSum(Record):

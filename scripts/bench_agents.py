@@ -184,7 +184,9 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
     from rose.engine.vllm_engine import Engine as Vllm
 
     def read(name: str, kind: Any) -> Any:
-        return msgspec.convert(yaml.safe_load((REPOSITORY / "conf" / name).read_text()), kind)
+        return msgspec.convert(
+            yaml.safe_load((REPOSITORY / "conf" / name).read_text(encoding="utf-8")), kind
+        )
 
     turns, episodes, kv_gib = SIZES[name]
     model = read(f"model/{name}.yaml", config.Model)

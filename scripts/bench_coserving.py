@@ -97,7 +97,7 @@ def write(bench: Bench, out: Path, runs: list[Run], alone: Alone) -> list[dict]:
         "table": rows,
         "runs": [dataclasses.asdict(run) for run in runs],
     }
-    (out / "bench_coserving.json").write_text(json.dumps(found, indent=1))
+    (out / "bench_coserving.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     write_csv(out / "bench_coserving.csv", rows)
     return rows
 

@@ -194,7 +194,7 @@ class Bench:
             self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
             self._stack.callback(self.operator.close)
             self._lent = device.describe(
-                self.operator.folder, serving, json.loads(profile.read_text())
+                self.operator.folder, serving, json.loads(profile.read_text(encoding="utf-8"))
             )
             self.operator.start()
         return self._lent
@@ -218,7 +218,9 @@ class Bench:
         if options.profile:
             return Path(options.profile)
         tries = 0 if file.exists() else TRIES
-        while tries and not (file.exists() and json.loads(file.read_text())["stolen"] <= CALM):
+        while tries and not (
+            file.exists() and json.loads(file.read_text(encoding="utf-8"))["stolen"] <= CALM
+        ):
             wait_for_calm(print)
             self._measure_profile(file)
             tries -= 1

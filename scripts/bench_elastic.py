@@ -149,7 +149,8 @@ class Serving:
             lambda: (
                 self.log.exists()
                 and re.findall(
-                    r"rose.serving\[(\d+)\].* (borrowed-\d+): joined", self.log.read_text()
+                    r"rose.serving\[(\d+)\].* (borrowed-\d+): joined",
+                    self.log.read_text(encoding="utf-8"),
                 )
             ),
             f"job {self.id}",
@@ -171,7 +172,8 @@ class Serving:
         psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)
         at = time.time()
         self.training.until(
-            lambda: f"{self.worker}: left" in self.log.read_text(), f"{self.worker} to leave"
+            lambda: f"{self.worker}: left" in self.log.read_text(encoding="utf-8"),
+            f"{self.worker} to leave",
         )
         return at
 

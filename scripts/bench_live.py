@@ -133,7 +133,11 @@ class Device:
 
     def _check_lends(self) -> None:
         """With a profile it should: without, a run would wait for its borrowed engines in vain."""
-        for line in self.log.read_text(errors="replace").splitlines() if self._lends else ():
+        for line in (
+            self.log.read_text(errors="replace", encoding="utf-8").splitlines()
+            if self._lends
+            else ()
+        ):
             _, refused, why = line.partition("nothing is lent: ")
             if refused:
                 raise SystemExit(

@@ -86,8 +86,8 @@ def questions() -> list[dict[str, Any]]:
 
 
 def launched(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]:
-    (folder / "reward.py").write_text(inspect.getsource(distinct))
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, questions())))
+    (folder / "reward.py").write_text(inspect.getsource(distinct), encoding="utf-8")
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, questions())), encoding="utf-8")
     rows = options["prompts"] * options["members"]
     command = [
         *(sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=bench"),
@@ -133,9 +133,10 @@ def endless(folder: Path) -> Path:
         ("tokenizer_config.json", {"eos_token": UNUSED}),
     ):
         files.write_whole(
-            folder / name, json.dumps(json.loads((source / name).read_text()) | end).encode()
+            folder / name,
+            json.dumps(json.loads((source / name).read_text(encoding="utf-8")) | end).encode(),
         )
-    template = (source / "chat_template.jinja").read_text()
+    template = (source / "chat_template.jinja").read_text(encoding="utf-8")
     files.write_whole(
         folder / "chat_template.jinja", template.replace("<|im_end|>", UNUSED).encode()
     )
@@ -175,7 +176,9 @@ def _marks(
     seen, last = 0, time.monotonic()
     while seen < steps:
         if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
-            raise Failed(f"{seen} of {steps} steps:\n{log.read_text(errors='replace')[-3000:]}")
+            raise Failed(
+                f"{seen} of {steps} steps:\n{log.read_text(errors='replace', encoding='utf-8')[-3000:]}"
+            )
         if done() > seen:
             seen, last = seen + 1, time.monotonic()
             yield last, processor_s(process.pid)

@@ -54,7 +54,7 @@ KINDS = ("provisioning", "routing", "order", "batching")
 
 def policy(kind: str, name: str) -> Policy:
     """As conf/scheduler has it, with up to 1,000 workers that are lent."""
-    text = (REPOSITORY / "conf" / "scheduler" / kind / f"{name}.yaml").read_text()
+    text = (REPOSITORY / "conf" / "scheduler" / kind / f"{name}.yaml").read_text(encoding="utf-8")
     return Policy(**yaml.safe_load(text.replace("${serving.max_ranks}", "1000")))
 
 

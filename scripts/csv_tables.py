@@ -25,7 +25,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         return ("" if math.isnan(value) else f"{value:.4g}") if isinstance(value, float) else value
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         out = csv.DictWriter(
             file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
         )
@@ -81,7 +81,7 @@ def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str
 
 def put(page: Path, name: str, text: str) -> None:
     """Between <!-- NAME: ... --> and <!-- end of NAME --> of a page."""
-    before, begun, rest = page.read_text().partition(f"<!-- {name}: ")
+    before, begun, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name}: ")
     first, newline, rest = rest.partition("\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")
     if not (begun and ended):

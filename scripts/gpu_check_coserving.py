@@ -163,7 +163,7 @@ def profile(report: Report) -> None:
             f"rose.lending.profile ended with {done.returncode}; its words are in the log"
         )
     report.figure("the whole command", time.monotonic() - began, "s")
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text(encoding="utf-8"))
     for side in ("online", "rollout"):
         predictor = found[side]["predictor"]
         report.figure(f"{side}: steps measured", predictor["samples"], least=1)
@@ -190,7 +190,7 @@ def coserving(report: Report) -> None:
     if not path.exists():
         report.say("no profile yet: it is measured")
         profile(report)
-    asyncio.run(_coserving(report, json.loads(path.read_text())))
+    asyncio.run(_coserving(report, json.loads(path.read_text(encoding="utf-8"))))
 
 
 class Both:

@@ -150,7 +150,7 @@ def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Tr
     folder = report.folder / FOLDER
     device = deepspeed_engine.use_device(report.setup.gpus, rank)
     deepspeed_engine.join_world(device, rank, world, local_place(port), STEP_S)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins here
     before = _kib("VmRSS")
     policy = deepspeed_engine._load_policy(trainer, folder, 2**16, None)
     took = (_kib("VmHWM") - before) * 1024 / GIB
@@ -166,7 +166,9 @@ def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Tr
 
 
 def _kib(key: str) -> int:
-    line = next(x for x in STATUS.read_text().splitlines() if x.startswith(f"{key}:"))
+    line = next(
+        x for x in STATUS.read_text(encoding="utf-8").splitlines() if x.startswith(f"{key}:")
+    )
     return int(line.split()[1])
 
 

@@ -112,7 +112,11 @@ class Report:
     taken for one."""
 
     def __init__(self, setup: Setup, sizes: Any, path: Path) -> None:
-        self.setup, self.sizes, self._file = setup, sizes, path.open("a", buffering=1)
+        self.setup, self.sizes, self._file = (
+            setup,
+            sizes,
+            path.open("a", buffering=1, encoding="utf-8"),
+        )
 
     @property
     def folder(self) -> Path:
@@ -361,7 +365,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 def tail(log: str) -> str:
-    lines = Path(log).read_text(errors="replace").splitlines()[-LOG_LINES:]
+    lines = Path(log).read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]
     return "\n".join(f"    | {line}" for line in lines)
 
 

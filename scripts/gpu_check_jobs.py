@@ -100,7 +100,9 @@ def job(report: Report) -> None:
     if code:
         print(
             "\n".join(
-                (report.folder / "launch.log").read_text(errors="replace").splitlines()[-TAIL:]
+                (report.folder / "launch.log")
+                .read_text(errors="replace", encoding="utf-8")
+                .splitlines()[-TAIL:]
             )
         )
         _print_logs(runs / "gpu-check")
@@ -150,7 +152,8 @@ def job(report: Report) -> None:
 def _print_logs(run: Path) -> None:
     for path in sorted((run / "logs" / "latest").glob("*.log")):
         print(
-            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
+            f"--- {path.name}\n"
+            + "\n".join(path.read_text(errors="replace", encoding="utf-8").splitlines()[-TAIL:])
         )
 
 

@@ -90,7 +90,7 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
     with torch.device(device):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(target)
-    written = json.loads((target / "config.json").read_text())
+    written = json.loads((target / "config.json").read_text(encoding="utf-8"))
     wrong = {
         k: written.get(k) for k, v in msgspec.to_builtins(shape).items() if written.get(k) != v
     }

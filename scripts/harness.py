@@ -74,7 +74,9 @@ def free_port() -> int:
     """One of loopback that nobody has. Below those that the system gives to whoever connects or
     binds port 0, where there are such: they would take it before a program that is slow to
     start."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first = int(
+        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0]
+    )
     low, high = (18_600, first) if first > 20_000 else (20_000, 60_000)
     while True:
         port = _drawn.randrange(low, high)
@@ -139,7 +141,7 @@ class Child:
         self.popen.stdout.close()
 
     def failed(self, what: str) -> Failed:
-        log = self._log.read_text(errors="replace").strip()[-3000:]
+        log = self._log.read_text(errors="replace", encoding="utf-8").strip()[-3000:]
         return Failed(f"{Path(sys.argv[0]).stem}: {self.name} {what}: {log}")
 
 
@@ -156,6 +158,6 @@ def stop(process: subprocess.Popen, patience_s: float = 60.0) -> None:
 
 def answers() -> Callable[[dict], None]:
     """In a `Child`, first of all: `say(answer)`. What libraries print goes into its log."""
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return lambda answer: print(json.dumps(answer), file=out, flush=True)

@@ -3,11 +3,13 @@
     python scripts/house.py
 
 Lines are of files as ruff formats them (`make lint` checks that they are). Exit code 1 when modules
-or folders of rose/ import each other in a circle, imports inside of functions included.
+or folders of rose/ import each other in a circle, imports inside of functions included, and when a
+text file is opened without its encoding: that would be the locale's.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -18,18 +20,26 @@ from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = 40  # lines: a file with fewer had better be a part of another
+# A model that these made is named by their content: an edit makes everybody's anew.
+RECIPES = ("make_tiny_model.py", "make_smollm2.py")
 ONE_OF_MANY = ("policies", "algorithms", "envs", "batching", "order", "routing", "provisioning")
 
 
 def lines(folder: str) -> int:
-    return sum(len(path.read_text().splitlines()) for path in (REPOSITORY / folder).rglob("*.py"))
+    return sum(
+        len(path.read_text(encoding="utf-8").splitlines())
+        for path in (REPOSITORY / folder).rglob("*.py")
+    )
 
 
 def small_files() -> int:
     """Files of rose/ that are short, and no policy, algorithm or environment."""
     found = 0
     for path in (REPOSITORY / "rose").rglob("*.py"):
-        short = len(path.read_text().splitlines()) < SMALL and path.name != "__init__.py"
+        short = (
+            len(path.read_text(encoding="utf-8").splitlines()) < SMALL
+            and path.name != "__init__.py"
+        )
         found += short and not set(ONE_OF_MANY) & set(path.parts)
     return found
 
@@ -37,7 +47,7 @@ def small_files() -> int:
 def words() -> int:
     """Of prose, tables and commands; bars of tables are none."""
     pages = [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]
-    return sum(len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages)
+    return sum(len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) for page in pages)
 
 
 def circles() -> list[str]:
@@ -51,8 +61,43 @@ def circles() -> list[str]:
     return found
 
 
+def without_encoding(source: str) -> list[ast.Call]:
+    """Each call in `source` that opens, reads or writes a text file in the locale's encoding."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call for call in calls if _opens_text(call)]
+
+
+def _opens_text(call: ast.Call) -> bool:
+    """By the names of pathlib's and the built-in functions, whatever they are called on."""
+    given = {each.arg: each.value for each in call.keywords}
+    if "encoding" in given or None in given:
+        return False
+    method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if method else getattr(call.func, "id", "")
+    if name in ("read_text", "write_text"):
+        return len(call.args) < (1 if name == "read_text" else 2)
+    if name not in ("open", "fdopen"):
+        return False
+    at = 0 if method and name == "open" else 1  # PATH.open(mode), open(path, mode)
+    mode = given.get("mode", call.args[at] if call.args[at:] else None)
+    if mode is None:
+        return not method or name == "fdopen"  # many things have a method `open`
+    return isinstance(mode, ast.Constant) and set(str(mode.value)) <= set("rwxat+")
+
+
+def unencoded() -> list[str]:
+    """Each place in rose/ and scripts/ where a text file is opened without its encoding."""
+    return [
+        f'{path.relative_to(REPOSITORY)}:{call.lineno}: encoding="utf-8" is missing'
+        for folder in ("rose", "scripts")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        if path.name not in RECIPES
+        for call in without_encoding(path.read_text(encoding="utf-8"))
+    ]
+
+
 def main() -> int:
-    closing = circles()
+    closing, places = circles(), unencoded()
     table = Table("what", "today", "at most", title="The house", title_justify="left")
     for what, today, most in (
         ("lines of rose/", lines("rose"), 30_000),
@@ -64,8 +109,8 @@ def main() -> int:
     ):
         table.add_row(what, f"{today:,}", f"{most:,}")
     Console().print(table)
-    print(*closing, sep="\n", end="\n" if closing else "")
-    return 1 if closing else 0
+    print(*closing, *places, sep="\n", end="\n" if closing or places else "")
+    return 1 if closing or places else 0
 
 
 if __name__ == "__main__":

@@ -73,9 +73,11 @@ class Quota:
         self._folder = (V2 if self._v2 else V1) / f"rose-{os.getpid()}-{name}"
         try:
             if self._v2:
-                (V2 / "cgroup.subtree_control").write_text("+cpu")
+                (V2 / "cgroup.subtree_control").write_text("+cpu", encoding="utf-8")
             self._folder.mkdir()
-            (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text()
+            (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text(
+                encoding="utf-8"
+            )
         except OSError as error:
             raise SystemExit(
                 f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
@@ -91,7 +93,7 @@ class Quota:
             for one in psutil.Process(pid).children(recursive=True):
                 with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                     if everybody or one.cmdline()[:1] == [ENGINE]:
-                        (self._folder / "cgroup.procs").write_text(str(one.pid))
+                        (self._folder / "cgroup.procs").write_text(str(one.pid), encoding="utf-8")
                         self._bind(one)
 
     def _bind(self, process: psutil.Process) -> None:
@@ -105,16 +107,22 @@ class Quota:
     def limit(self) -> None:
         """From now on. Raises `SystemExit` if no engine was found: its figures would be those of
         another machine."""
-        if self._folder is not None and not (self._folder / "cgroup.procs").read_text():
+        if self._folder is not None and not (self._folder / "cgroup.procs").read_text(
+            encoding="utf-8"
+        ):
             raise SystemExit(
                 f"no process called {ENGINE} came up to be confined; vLLM calls its engines "
                 "otherwise now"
             )
         if self._folder is not None and self._v2:
-            (self._folder / "cpu.max").write_text(f"{int(self._cores * PERIOD_US)} {PERIOD_US}")
+            (self._folder / "cpu.max").write_text(
+                f"{int(self._cores * PERIOD_US)} {PERIOD_US}", encoding="utf-8"
+            )
         elif self._folder is not None:
-            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (self._folder / "cpu.cfs_quota_us").write_text(str(int(self._cores * PERIOD_US)))
+            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="utf-8")
+            (self._folder / "cpu.cfs_quota_us").write_text(
+                str(int(self._cores * PERIOD_US)), encoding="utf-8"
+            )
 
     def close(self) -> None:
         """After the end of its processes."""
@@ -207,7 +215,11 @@ class Ran:
     def _taken(self, rows: list[dict]) -> np.ndarray:
         """Seconds of cores that the hypervisor took in each step."""
         at, lost = zip(
-            *(json.loads(line) for line in self._stolen_file.read_text().splitlines()), strict=False
+            *(
+                json.loads(line)
+                for line in self._stolen_file.read_text(encoding="utf-8").splitlines()
+            ),
+            strict=False,
         )
         ends = np.array([row["time"] for row in rows])
         return np.interp(ends, at, lost) - np.interp(
@@ -251,13 +263,15 @@ class Live(Ran):
             start_new_session=True,
         )
         self._cores, self._quotas = quota, {}
-        self._stolen = self._stolen_file.open("w", buffering=1)
+        self._stolen = self._stolen_file.open("w", buffering=1, encoding="utf-8")
         self._limited = False
 
     @property
     def phase(self) -> str:
         path = self.run / "live.json"
-        return json.loads(path.read_text()).get("phase", "") if path.exists() else ""
+        return (
+            json.loads(path.read_text(encoding="utf-8")).get("phase", "") if path.exists() else ""
+        )
 
     @property
     def over(self) -> bool:
@@ -268,7 +282,7 @@ class Live(Ran):
         self._stolen.write(json.dumps(Stolen.now()) + "\n")
         for path in (self.run / "status").glob("attempt-*/rank-*.json"):
             with contextlib.suppress(ValueError):  # it is just being written
-                rank = json.loads(path.read_text())
+                rank = json.loads(path.read_text(encoding="utf-8"))
                 if rank["role"] == "rollout" and not self._limited:
                     if rank["index"] not in self._quotas:
                         self._quotas[rank["index"]] = Quota(f"engine-{rank['index']}", self._cores)

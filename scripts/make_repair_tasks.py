@@ -189,21 +189,27 @@ def answers(name: str, source: str, cases: list) -> list | None:
 def write(folder: Path, name: str, whole: str, broken: str, cases: list, shown: list) -> None:
     for part in ("environment", "tests", "solution"):
         (folder / part).mkdir(parents=True)
-    (folder / "environment" / f"{name}.py").write_text(broken)
-    (folder / "environment" / "examples.json").write_text(json.dumps(shown))
+    (folder / "environment" / f"{name}.py").write_text(broken, encoding="utf-8")
+    (folder / "environment" / "examples.json").write_text(json.dumps(shown), encoding="utf-8")
     (folder / "environment" / f"test_{name}.py").write_text(
-        CHECK.format(name=name, cases="examples.json", hidden=False, run_s=CHECK_S)
+        CHECK.format(name=name, cases="examples.json", hidden=False, run_s=CHECK_S),
+        encoding="utf-8",
     )
-    (folder / "tests" / "cases.json").write_text(json.dumps(cases))
+    (folder / "tests" / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     (folder / "tests" / "check.py").write_text(
-        CHECK.format(name=name, cases="cases.json", hidden=True, run_s=CHECK_S)
+        CHECK.format(name=name, cases="cases.json", hidden=True, run_s=CHECK_S), encoding="utf-8"
     )
-    (folder / "tests" / "test.sh").write_text("exec python3 -I /tests/check.py\n")
-    (folder / "solution" / "solve.sh").write_text(f"cat > {name}.py <<'END'\n{whole}END\n")
+    (folder / "tests" / "test.sh").write_text("exec python3 -I /tests/check.py\n", encoding="utf-8")
+    (folder / "solution" / "solve.sh").write_text(
+        f"cat > {name}.py <<'END'\n{whole}END\n", encoding="utf-8"
+    )
     (folder / "instruction.md").write_text(
-        f"{name}.py has one bug: python3 test_{name}.py shows it. Mend {name}.py.\n"
+        f"{name}.py has one bug: python3 test_{name}.py shows it. Mend {name}.py.\n",
+        encoding="utf-8",
     )
-    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 20\n")
+    (folder / "task.toml").write_text(
+        "[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 20\n", encoding="utf-8"
+    )
 
 
 def make(out: Path, count: int, held_out: int, seed: int) -> None:

@@ -86,7 +86,7 @@ class Job:
 
     @property
     def words(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        return self.log.read_text(errors="replace", encoding="utf-8") if self.log.exists() else ""
 
     def end(self) -> None:
         """Cancelled, and gone."""

@@ -39,7 +39,7 @@ class Results:
             if number is None:
                 continue
             try:
-                found = json.loads(path.read_text())
+                found = json.loads(path.read_text(encoding="utf-8"))
                 if not found["settings"] or set(found["sides"]) - set(SIDES):
                     raise ValueError(f"its sides must be of {', '.join(SIDES)}")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -80,7 +80,7 @@ class Results:
         """Return the simulator's prediction of each side; empty if there is none of these
         settings."""
         path = self.folder / "forecast.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return found["sides"] if found.get("settings") == self.settings else {}
 
     def foresee(self, sides: dict[str, dict[str, float]]) -> None:

@@ -254,7 +254,7 @@ async def run(
 
 def machine() -> str:
     """Return this machine's cores and their kind."""
-    kinds = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    kinds = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return f"{os.cpu_count()} cores, {kinds[0] if kinds else 'of an unknown kind'}"
 
 

@@ -167,12 +167,12 @@ def main() -> None:
     tokens = sum(int(member.mask.sum()) for member in members)
     head = (
         f"{len(members)} trajectories in {len(groups)} groups, {tokens} tokens, of",
-        (run / "command.txt").read_text().strip(),
+        (run / "command.txt").read_text(encoding="utf-8").strip(),
         f"python scripts/replay_drafts.py run={run} orders={given['orders']}",
     )
     text = yaml(table(groups, given["orders"]), head)
     if given["out"]:
-        Path(given["out"]).write_text(text)
+        Path(given["out"]).write_text(text, encoding="utf-8")
     print(text)
 
 

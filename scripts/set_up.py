@@ -80,17 +80,21 @@ class Environment:
     def install(self, *arguments: str) -> None:
         """pip install, without dependencies and uncompiled. Raises `Failed` with pip's last lines."""
         command = self._pip("install", "--no-deps", "--no-compile", *arguments)
-        with self.log.open("a") as log:
+        with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(command)}\n")
             log.flush()
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
         if code:
-            end = self.log.read_text(errors="replace").splitlines()[-QUOTED_LINES:]
+            end = self.log.read_text(errors="replace", encoding="utf-8").splitlines()[
+                -QUOTED_LINES:
+            ]
             quoted = "\n".join(f"    {line}" for line in end)
             raise Failed(f"pip failed; its output ends so ({self.log} has all of it):\n{quoted}")
 
     def install_lock(self, name: str, what: str) -> None:
-        pins = [line for line in (LOCKS / name).read_text().splitlines() if "==" in line]
+        pins = [
+            line for line in (LOCKS / name).read_text(encoding="utf-8").splitlines() if "==" in line
+        ]
         self.say(f"{len(pins)} locked packages, {what}")
         self.install("-r", str(LOCKS / name))
 
@@ -143,7 +147,7 @@ class Environment:
 
 def torch_pin() -> str:
     """torch's pin in requirements/cpu.txt, torch==VERSION."""
-    lines = (LOCKS / "cpu.txt").read_text().splitlines()
+    lines = (LOCKS / "cpu.txt").read_text(encoding="utf-8").splitlines()
     return next(line for line in lines if line.startswith("torch=="))
 
 
@@ -212,7 +216,7 @@ def unpack_numa(env: Environment) -> None:
         )
     [packages] = env.folder.glob("lib/python*/site-packages")
     path = (folder / NUMA).relative_to(env.folder)
-    (packages / "rose_system_libraries.pth").write_text(PRELOAD.format(path=path))
+    (packages / "rose_system_libraries.pth").write_text(PRELOAD.format(path=path), encoding="utf-8")
     env.say(f"the system lacks {NUMA}: unpacked into {folder}; system-wide it comes with {install}")
 
 

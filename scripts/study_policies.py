@@ -159,7 +159,9 @@ KEPT = (  # compositions that go through all rounds, and are named in the tables
 def shipped(name: str) -> Composition:
     """What conf/sim/systems/NAME.yaml composes. Arguments that it doesn't set are not those of
     BATCHING: as such it is found among the compositions only where they are equal."""
-    tree = yaml.safe_load((REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text())
+    tree = yaml.safe_load(
+        (REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
     chosen = {}
     for each in tree["defaults"]:
         if isinstance(each, dict):
@@ -213,7 +215,7 @@ def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) ->
 
 
 def _option(kind: str, name: str) -> dict[str, Any]:
-    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
+    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def system(what: Composition, c: Config) -> SimSystem:

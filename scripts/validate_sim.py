@@ -156,7 +156,10 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
         pauses += [row["sync_pause_s"] for row in counted]
         joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
     phases = logs[0].with_name("phases.jsonl")
-    phases.write_text("".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)))
+    phases.write_text(
+        "".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)),
+        encoding="utf-8",
+    )
     step, error = calibrate.of_steps(logs)
     return Profile(
         step,
@@ -172,7 +175,7 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
 
 def engine_steps(log: Path) -> list[dict]:
     """With `start`, by the clock of `wall`."""
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return [step | {"start": step["wall"] - (step["ended"] - step["began"])} for step in steps]
 
 
@@ -182,7 +185,7 @@ def between_included(steps: list[dict], windows: list[Window], out: Path) -> Non
     median of that."""
     gaps = [b["began"] - a["ended"] for a, b in zip(steps, steps[1:], strict=False) if b["decodes"]]
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
-    with out.open("w") as file:
+    with out.open("w", encoding="utf-8") as file:
         for before, step in zip(steps, steps[1:], strict=False):
             if any(
                 window.begin <= step["start"] and step["wall"] <= window.end for window in windows

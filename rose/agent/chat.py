@@ -22,7 +22,7 @@ import transformers
 from jinja2 import TemplateError
 
 from rose.agent import tool_formats
-from rose.agent.envs.base import Action
+from rose.agent.envs.base import Action, outside_thoughts
 from rose.agent.tool_calls import CLOSE, FORM, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
@@ -48,7 +48,9 @@ def tokenizer_class(folder: str | Path) -> type:
     """The class whose `from_pretrained` loads the tokenizer in `folder` as `AutoTokenizer` does. Of
     models in `NAMED` it is looked up here: `AutoTokenizer` itself imports torch, for 3 s."""
     given, own = (
-        json.loads(path.read_text()) if (path := Path(folder) / name).is_file() else {}
+        json.loads(path.read_text(encoding="utf-8"))
+        if (path := Path(folder) / name).is_file()
+        else {}
         for name in ("config.json", "tokenizer_config.json")
     )
     if given.get("model_type") in NAMED and "auto_map" not in own:
@@ -96,6 +98,8 @@ class ChatFormat:
         self._gap = functools.lru_cache(CACHE)(self._find_gap)
         for role in ("tool", "user"):
             self._gap((role,))
+        self._named_thoughts = reasoning_format != tool_formats.AUTO
+        self._opens_thought = self._render([_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
         self.format = tool_formats.find(tool_format, self._tokenizer, self._written_call())
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
@@ -142,6 +146,12 @@ class ChatFormat:
         """What a turn asks for, or what is wrong with its calls."""
         return self.read(text, tools).action(text)
 
+    def said(self, text: str) -> str | None:
+        """`Action.said` of a turn's text."""
+        if self._named_thoughts:
+            return self._split(text)[1]
+        return outside_thoughts(f"<think>{text}") if self._opens_thought else None
+
     def neutral(self, text: str) -> str:
         """`text` in which nothing acts as a mark of the template's."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
@@ -169,7 +179,7 @@ class ChatFormat:
     def _find_vocabulary(self) -> int:
         """The model's, which may be padded; the tokenizer's where no model lies beside it."""
         path = Path(self.folder) / "config.json"
-        given = json.loads(path.read_text()) if path.exists() else {}
+        given = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = given.get("text_config") or {}  # of models that see, too
         return given.get("vocab_size") or text.get("vocab_size") or len(self._tokenizer)
 

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -129,6 +130,7 @@ class _Episode:
         self.experts, self.routed = bytearray(), 0  # of the first so many tokens
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
+        self.cut = False  # a token limit ended the last turn
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
         self.outcome = ""  # of the last tool call
@@ -172,6 +174,7 @@ class _Episode:
         if not done and (last := await self.guard.end()) is not None:
             self.reward += last.reward
             self.success = self.success or last.success
+        self.truncated = self.truncated or self.cut
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())
@@ -362,7 +365,9 @@ class _Episode:
         self.turn_tokens.append((self.turns, len(tokens)))
         self.turns += 1
         self.migrations += result.migrations
-        return self.chat.decode(tokens), int(tokens[-1]) in self.chat.eos_ids
+        closed = int(tokens[-1]) in self.chat.eos_ids
+        self.cut = is_cut(result.finish, closed)
+        return self.chat.decode(tokens), closed
 
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
@@ -377,12 +382,14 @@ class _Episode:
         if action.call is None and self.env.requires_tool:
             reminder = REMINDER.format(self.chat.format.form)
             return [Step(observation=reminder, invalid=True)], [("user", reminder)]
+        action = replace(action, truncated=self.cut, said=self.chat.said(text))
         if len(action.calls) > 1 and getattr(self.env, "several_calls", False):
             return await self._act_at_once(action)
         role = "user" if action.call is None else "tool"
         steps: list[Step] = []
         for call in action.calls or (None,):
-            steps.append(await self._step(Action(action.text, call)))
+            one = replace(action, call=call, calls=(call,) if call else ())
+            steps.append(await self._step(one))
             if steps[-1].done:
                 break
         return steps, [(role, step.observation) for step in steps]
@@ -446,6 +453,12 @@ class _Episode:
             experts=bytes(self.experts),
             as_drawn=True,
         )
+
+
+def is_cut(finish: FinishReason, closed: bool) -> bool:
+    """True for a turn that a token limit ended. The limit may fall on an end-of-turn token, which
+    `closed` it."""
+    return finish is FinishReason.LENGTH and not closed
 
 
 def checked(result: TurnResult, turn: str, most: int):

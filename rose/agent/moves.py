@@ -77,4 +77,4 @@ class Moves:
 
 def _runnable() -> int:
     """Tasks of the machine that run or could run, this one aside."""
-    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1
+    return int(Path("/proc/loadavg").read_text(encoding="utf-8").split()[3].partition("/")[0]) - 1

@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 
 from rose import config as cfg
+from rose import inputs
 from rose import protocol as p
 from rose.comm import frames
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
@@ -86,6 +87,7 @@ def main() -> int:
     faulthandler.enable()  # where native code crashed, the log tells
     # Slurm sends it to all of a job's processes; what this one starts gets it as usual
     signal.signal(signal.SIGTERM, lambda *_: None)
+    inputs.expect(args.run)
     config = cfg.load(args.run / "config.json")
     me = layout(config)[args.rank]
     role = me.role.value

@@ -247,7 +247,7 @@ def _by_vote(hosts: list[Host]) -> list[str]:
 def _of_interface(name: str, what: str) -> int:
     """A number that Linux tells of it, as its speed in Mbit/s; -1 where it doesn't."""
     try:
-        return int((INTERFACES / name / what).read_text())
+        return int((INTERFACES / name / what).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return -1
 
@@ -308,7 +308,7 @@ def _family(address: str) -> int:
 
 def _space() -> str:
     """Boot and network namespace: ranks for which it is the same reach each other by loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 
 

@@ -199,12 +199,12 @@ def keys() -> list[str]:
 def load(path: Path, checked: bool = True) -> Config:
     """Read the resolved config that `save` wrote into a run's folder. Without `checked` also one
     that an earlier release took and this one refuses to run."""
-    return from_dict(json.loads(Path(path).read_text()), checked)
+    return from_dict(json.loads(Path(path).read_text(encoding="utf-8")), checked)
 
 
 def stored(path: Path) -> dict[str, Any]:
     """The tree that `save` wrote, with the defaults of keys that came later."""
-    tree = json.loads(Path(path).read_text())
+    tree = json.loads(Path(path).read_text(encoding="utf-8"))
     try:
         return msgspec.to_builtins(msgspec.convert(tree, _kind(tree)))
     except msgspec.ValidationError:  # of a key that is gone: what differs is named as it stands
@@ -221,7 +221,7 @@ def read_shape(folder: Path) -> ModelShape:
     path = Path(folder) / "config.json"
     where = f"model.path={str(folder)!r}"
     try:
-        return _shape(json.loads(path.read_text()))
+        return _shape(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(
             f"{where}: no config.json there; give the folder of a Hugging Face model"

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rose import config as configuration
-from rose.config import ConfigError
+from rose.config import Config, ConfigError
 from rose.files import write_whole
 from rose.protocol import BatchSummary, Trajectory
 from rose.trainer import segments
@@ -92,7 +92,7 @@ def check_turn_rewards(run_dir: Path, needs: str) -> None:
         )
 
 
-def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
+def summarise(groups: list[list[Trajectory]], config: Config) -> BatchSummary:
     """What every trainer rank knows of the batch; rows in the order of the groups."""
     rows = [(t, index) for index, group in enumerate(groups) for t in group]
     return BatchSummary(
@@ -102,4 +102,19 @@ def summarise(groups: list[list[Trajectory]]) -> BatchSummary:
         truncated=[t.truncated for t, _ in rows],
         turn_rewards=[t.turn_rewards for t, _ in rows],
         segments=segments.find([t for t, _ in rows]),
+        limits=[closest_limit(t, config) for t, _ in rows],
     )
+
+
+def closest_limit(trajectory: Trajectory, config: Config) -> tuple[int, int]:
+    """(tokens of the policy, at most so many) by the limit of which the greatest share is used:
+    a leaf's last turn has env.max_new_tokens, all turns together have env.max_turns as many, and a
+    leaf's tokens have what prompt and observations leave of model.max_context."""
+    environments = [env for _, env in config.environments.values()]
+    env = config.environments.get(trajectory.domain, (None, environments[0]))[1]
+    made = trajectory.response_tokens
+    found = [(made, env.max_turns * env.max_new_tokens)]
+    for leaf in trajectory.samples():
+        found.append((made, made + config.model.max_context - len(leaf.mask)))
+        found += [(tokens, env.max_new_tokens) for _, tokens in leaf.turn_tokens[-1:]]
+    return max(found, key=lambda used: used[0] / max(1, used[1]))

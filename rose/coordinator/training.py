@@ -169,7 +169,7 @@ class Training:
     def _take(self, groups: dict[str, Group]) -> None:
         """They are of the step."""
         self._sent |= groups
-        self._summary = replay.summarise(list(self._sent.values()))
+        self._summary = replay.summarise(list(self._sent.values()), self._config)
         shared = self._summary.segments if self._once else []
         trajectories = [t for group in self._sent.values() for t in group]
         found = segments.samples(trajectories, shared)

@@ -145,7 +145,7 @@ class TurnLog:
         """Whether the run has begun at `step` before, and failed, too often; counts this start."""
         path = self._folder / STARTS
         try:
-            last, starts = map(int, path.read_text().split())
+            last, starts = map(int, path.read_text(encoding="utf-8").split())
         except (OSError, ValueError):
             last, starts = step, 0
         failed = last == step and starts >= MOST_STARTS

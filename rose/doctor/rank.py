@@ -62,7 +62,7 @@ def exchange(folder: Path, side: int) -> dict:
 def _publish(path: Path) -> None:
     """Make a file as the run does: whole, on the disk, then under its name."""
     part = path.with_suffix(".part")
-    with part.open("w") as file:
+    with part.open("w", encoding="utf-8") as file:
         file.write(path.name)
         file.flush()
         os.fsync(file.fileno())
@@ -73,7 +73,7 @@ def _appears(path: Path) -> bool:
     """Whether it is seen, with its content, within `SEEN_S`."""
     end = time.monotonic() + SEEN_S
     while time.monotonic() < end:
-        if path.exists() and path.read_text() == path.name:
+        if path.exists() and path.read_text(encoding="utf-8") == path.name:
             return True
         time.sleep(POLL_S)
     return False

@@ -112,4 +112,4 @@ class Merged:
 def _files(source: Path) -> dict[str, str]:
     """Tensor -> file of a model's folder that has several."""
     path = source / INDEX
-    return json.loads(path.read_text())["weight_map"] if path.is_file() else {}
+    return json.loads(path.read_text(encoding="utf-8"))["weight_map"] if path.is_file() else {}

@@ -57,7 +57,7 @@ def base_of(config: Config) -> str:
 def _command(run_dir: Path) -> str:
     """That started the run, as its launcher noted it."""
     path = run_dir / "command.txt"
-    return path.read_text().strip() if path.is_file() else "python launch.py"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else "python launch.py"
 
 
 def _use(config: Config, out: str, adapter: bool) -> str:

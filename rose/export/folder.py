@@ -74,7 +74,7 @@ def export(
             _name_ends(part, config.model)
         size = sum(t.nbytes for t in weights.tensors)
         done = Exported(out, step, weights.where, shards, blocks, size, lora and not merge)
-        (part / "README.md").write_text(text(config, run_dir, done))
+        (part / "README.md").write_text(text(config, run_dir, done), encoding="utf-8")
     return done
 
 
@@ -141,7 +141,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `out` at the block's end; a failure leaves nothing. What a
     killed export left is removed. Raises `ConfigError` while another one writes `out`."""
     part, lock = (out.with_name(f".{out.name}.{kind}") for kind in ("part", "lock"))
-    with lock.open("w") as file:
+    with lock.open("w", encoding="utf-8") as file:
         try:
             files.lock_now(file)
         except BlockingIOError:
@@ -173,7 +173,7 @@ def write_shards(weights: Weights, folder: Path, shard_bytes: int) -> tuple[int,
         shard_of = {t.name: name for name, ts in zip(names, shards, strict=True) for t in ts}
         total = {"total_size": sum(t.nbytes for t in weights.tensors)}
         index = {"metadata": total, "weight_map": shard_of}
-        (folder / adapter.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / adapter.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return len(shards), compared
 
 
@@ -225,10 +225,10 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
     _copy(source, folder, KEPT)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     named = [key for key in ("dtype", "torch_dtype") if key in config]
     config |= dict.fromkeys(named or ["dtype"], dtype)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not (folder / "generation_config.json").exists():
         _make_generation_config(folder)
 
@@ -238,8 +238,8 @@ def _name_ends(folder: Path, model: Model) -> None:
     if model.end_of_turn:
         path = folder / "generation_config.json"
         ends = models.end_tokens(folder, model.end_of_turn)
-        whole = json.loads(path.read_text()) | {"eos_token_id": ends}
-        path.write_text(json.dumps(whole, indent=2) + "\n")
+        whole = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": ends}
+        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ def _wait(child: int) -> tuple[int, str]:
 def _is_stopped(pid: int) -> bool:
     """By a signal; a debugger's stop is another one."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] == "T"

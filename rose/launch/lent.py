@@ -22,7 +22,7 @@ def note(run_dir: Path, jobs: dict[str, str], kind: str = ENGINES) -> None:
 
 def noted(run_dir: Path, kind: str = ENGINES) -> dict[str, str]:
     path = _path(run_dir, kind)
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def cancel_all(run_dir: Path) -> None:

@@ -24,7 +24,7 @@ from typing import IO
 import yaml
 
 from rose import config as configuration
-from rose import files, hub, places, processes
+from rose import files, hub, inputs, places, processes
 from rose.config import Config, ConfigError
 from rose.launch import gpus, logs
 from rose.launch.layout import Rank
@@ -86,10 +86,12 @@ def environment(c: Config) -> dict[str, str]:
     win."""
     # NumPy loads before a rank knows its own share of the cores
     threads = {"OPENBLAS_NUM_THREADS": "1"}
+    utf8 = {"PYTHONUTF8": "1"}  # whatever the locale, for others' code, too
     return (
         os.environ
         | {"PYTHONPATH": places.python_path()}
         | threads
+        | utf8
         | hub.OFFLINE
         | c.cluster.of_interface
         | c.cluster.env
@@ -158,7 +160,7 @@ def _remove_unused(run_dir: Path, file: IO[str]) -> bool:
 def _lock_file(run_dir: Path) -> IO[str]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return open(run_dir / "lock", "a+")
+        return open(run_dir / "lock", "a+", encoding="utf-8")
     except OSError as error:
         raise _unusable(run_dir, error) from None
 
@@ -194,6 +196,7 @@ def check_sandbox_folders(c: Config) -> None:
 
 
 def write_config(c: Config, run_dir: Path) -> None:
+    inputs.record(c, run_dir)
     configuration.save(c, run_dir / "config.json")
     files.write_whole(
         run_dir / "config.yaml", yaml.safe_dump(configuration.to_dict(c), sort_keys=False).encode()

@@ -59,5 +59,5 @@ def tail(path: Path, lines: int) -> list[str]:
     """The last `lines` lines of a log, fewer if it has fewer, none if there is no such file."""
     if not Path(path).exists():
         return []
-    with open(path, errors="replace") as file:
+    with open(path, errors="replace", encoding="utf-8") as file:
         return [line.rstrip("\n") for line in deque(file, maxlen=lines)]

@@ -97,7 +97,10 @@ def prepare(c: Config) -> Config:
 def _shape_of(folder: Path, c: Config) -> ModelShape:
     """Raises `ConfigError` for a context longer than the model's, which vLLM would refuse later,
     and where ranks can't share its rows or its operations can't be fused as asked."""
-    shape, raw = read_shape(folder), json.loads((folder / "config.json").read_text())
+    shape, raw = (
+        read_shape(folder),
+        json.loads((folder / "config.json").read_text(encoding="utf-8")),
+    )
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     positions = raw.get("max_position_embeddings", c.model.max_context)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import config as configuration
-from rose import files, models
+from rose import files, inputs, models
 from rose.config import Cluster, Config, ConfigError, Slurm
 from rose.launch import rank_status
 from rose.policies import registry
@@ -110,7 +110,7 @@ def check(stored: Path, new: Config) -> None:
     changed = [
         key
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(fnmatch.fnmatch(key, rule) for rule in rules)
+        if before.get(key) != now.get(key) and not _matches(key, rules)
     ]
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key)!r} -> {now.get(key)!r}" for key in changed)
@@ -120,6 +120,28 @@ def check(stored: Path, new: Config) -> None:
             "Keep these values to continue it, set fresh=true to start over, or give another name."
         )
     other_shape(Path(stored).parent, new)
+    check_inputs(Path(stored).parent, new.name)
+
+
+def check_inputs(run_dir: Path, name: str) -> str:
+    """Return what has changed of the files that keys name and of installed packages since the
+    run's last attempt, in words; "" if nothing. Raises `ConfigError` for a file that alters the
+    training, once a step is saved."""
+    every = list(inputs.changed(run_dir))
+    files = [f"{key}: {what}" for key, what in every if not _matches(key, MAY_CHANGE)]
+    if files and checkpoint.latest(run_dir) is not None:
+        lines = "\n".join(f"  {line}" for line in files)
+        raise ConfigError(
+            f"name={name!r}: {run_dir} holds a run whose steps were trained with other files:\n"
+            f"{lines}\nRestore them to continue it, set fresh=true to start over, or give another "
+            f"name. To go on with the files as they are now, remove {run_dir / inputs.NAME}."
+        )
+    words = [f"{key}: {what}" for key, what in every] + inputs.changed_packages(run_dir)
+    return f"changed since the last attempt: {'; '.join(words)}" if words else ""
+
+
+def _matches(key: str, rules: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatch(key, rule) for rule in rules)
 
 
 def other_shape(run_dir: Path, c: Config) -> str:
@@ -177,7 +199,7 @@ def _stop(c: Config) -> list[float]:
 
 def _finished(run_dir: Path) -> dict[str, Any] | None:
     path = _mark(run_dir)
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def note_save(run_dir: Path, seconds: float) -> None:
@@ -190,7 +212,11 @@ def note_save(run_dir: Path, seconds: float) -> None:
 def last_save_s(run_dir: Path) -> float:
     """Seconds that the run's last checkpoint took; 0 before the first."""
     try:
-        return float(json.loads((Path(run_dir) / "status" / "save.json").read_text())["seconds"])
+        return float(
+            json.loads((Path(run_dir) / "status" / "save.json").read_text(encoding="utf-8"))[
+                "seconds"
+            ]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from submitit.core.utils import FailedJobError
 
 from rose import config as configuration
-from rose import processes
+from rose import inputs, processes
 from rose.config import Config, ConfigError, Slurm
 from rose.launch import lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
@@ -116,7 +116,7 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
         job = Executor(sbatch.folder(run_dir), text).submit(Run(run_dir))
     except FailedJobError as error:
         if not began:
-            for name in ("command.txt", "config.json", "config.yaml"):
+            for name in ("command.txt", "config.json", "config.yaml", inputs.NAME):
                 (run_dir / name).unlink(missing_ok=True)
             for folder in (run_dir / "logs", sbatch.folder(run_dir)):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -175,6 +175,12 @@ class Run:
         ranks = layout(c)
         _refuse_shared_nodes()
         _end_old_steps()
+        try:
+            words = resume.check_inputs(self.run_dir, c.name)
+        except ConfigError as error:
+            raise RunFailed(str(error)) from None
+        if words:
+            print(words, flush=True)
         attempt = logs.new_attempt(self.run_dir)
         local.write_config(c, self.run_dir)
         print(

@@ -71,7 +71,7 @@ def submitted(run_dir: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        job = path.read_text().strip()
+        job = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RuntimeError(f"{path}, which names the run's Slurm job: {error}") from None
     if not job.isdecimal():

@@ -22,7 +22,7 @@ AGAIN = "measure again with python -m rose.lending.profile"
 def load(path: str | Path) -> dict[str, Any]:
     """The profile. Raises `ConfigError` naming the file and what is wrong with it."""
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']!r}, and this version of ROSE reads {FORMAT}")
         for side in ("online", "rollout"):
@@ -108,7 +108,7 @@ def _device(gpus: bool) -> dict[str, Any]:
         from vllm.platforms import current_platform
 
         return {"gpu": current_platform.get_device_name()}
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
         "unknown",

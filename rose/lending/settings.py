@@ -59,7 +59,7 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
     """The run's stored configuration with `arguments` over it. Raises `ConfigError`."""
     path = Path(run_dir) / "config.json"
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no configuration of a run ({error})") from None
     for key, value in parse(arguments).items():
@@ -89,7 +89,7 @@ def _on_own_cores(c: Config, given: bool) -> Config:
 
 def of_server(arguments: list[str]) -> Serving:
     """The defaults with the `serving.*` of `arguments` over them. Raises `ConfigError`."""
-    tree = {"serving": yaml.safe_load(DEFAULTS.read_text())}
+    tree = {"serving": yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))}
     for key, value in parse(arguments).items():
         if key.startswith("serving."):
             _set(tree, key, value, "conf/serving")

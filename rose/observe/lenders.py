@@ -31,7 +31,7 @@ def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):
         try:
-            found.append((path.parent, json.loads(path.read_text())))
+            found.append((path.parent, json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError):
             continue  # it is being written, or somebody else's: a report is made of what there is
     return found

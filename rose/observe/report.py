@@ -84,7 +84,7 @@ def build_report(run_dir: Path | str) -> Path:
     }
     body = "\n\n".join(section(title, content) for title, content in sections.items())
     own = files("rose.observe") / "page"
-    scripts = [(own / name).read_text() for name in ("figures.js", "timeline.js")]
+    scripts = [(own / name).read_text(encoding="utf-8") for name in ("figures.js", "timeline.js")]
     name, facts = run_dir.resolve().name, _facts(steps, timeline)
     html = shell.page("training", name, _subtitle(config, rows), facts, body, data, scripts)
     path = run_dir / FILE
@@ -205,7 +205,7 @@ def build_views(observe: Observe, run_dir: Path) -> None:
 
 def _config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _subtitle(config: dict[str, Any], rows: list[dict[str, Any]]) -> str:

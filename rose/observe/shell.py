@@ -34,15 +34,15 @@ def page(
     listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
     )
-    return Template((own / "shell.html").read_text()).substitute(
+    return Template((own / "shell.html").read_text(encoding="utf-8")).substitute(
         kind=escape(kind),
         title=escape(title),
         subtitle=subtitle,
         facts=listed,
         body=body,
         data=embed(data),
-        style=(own / "report.css").read_text(),
-        scripts="\n".join([(own / "charts.js").read_text(), *scripts]),
+        style=(own / "report.css").read_text(encoding="utf-8"),
+        scripts="\n".join([(own / "charts.js").read_text(encoding="utf-8"), *scripts]),
     )
 
 

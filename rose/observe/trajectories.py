@@ -191,7 +191,7 @@ class Texts:
 
 def _model_folder(run_dir: Path) -> Path:
     try:
-        model = json.loads((run_dir / "config.json").read_text()).get("model") or {}
+        model = json.loads((run_dir / "config.json").read_text(encoding="utf-8")).get("model") or {}
     except (OSError, ValueError):
         model = {}
     return Path(model.get("snapshot") or model.get("path") or run_dir)

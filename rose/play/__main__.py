@@ -70,7 +70,7 @@ async def _play(args: argparse.Namespace, scratch: Path, complaints: Console) ->
         _close(session)
         echo(complaints, str(error), label="[red]rose play:[/]")
         if isinstance(error, EngineError):
-            log = (scratch / "log").read_text(errors="replace")
+            log = (scratch / "log").read_text(errors="replace", encoding="utf-8")
             for line in log.splitlines()[-TAIL_LINES:]:
                 echo(complaints, f"  {line}", style="dim")
         return 1
@@ -128,7 +128,9 @@ def _quiet(log: Path) -> Iterator[Console]:
     os.dup2(file, 2)
     os.close(file)
     try:
-        with os.fdopen(before, "w", errors="replace", closefd=False) as complaints:
+        with os.fdopen(
+            before, "w", errors="replace", closefd=False, encoding="utf-8"
+        ) as complaints:
             yield Console(file=complaints, stderr=True)
     finally:
         os.dup2(before, 2)

@@ -73,7 +73,7 @@ def find(place: Path, overrides: list[str]) -> Source:
             f"as outputs/NAME, or what rose export wrote{_runs_beside(place / 'any')}"
         )
     try:
-        tree = json.loads((place / "config.json").read_text())
+        tree = json.loads((place / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{place / 'config.json'}: damaged: {error}") from None
     if "model_type" in tree:

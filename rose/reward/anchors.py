@@ -28,7 +28,7 @@ class Anchors:
         if adaptive and path.exists():
             self._slowest = {
                 str(prompt): float(seconds)
-                for prompt, seconds in json.loads(path.read_text()).items()
+                for prompt, seconds in json.loads(path.read_text(encoding="utf-8")).items()
             }
 
     def limit_s(self, prompt: str) -> float:

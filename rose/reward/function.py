@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rose import inputs
 from rose.config import ConfigError
 
 
@@ -45,6 +46,7 @@ def _of_file(path: Path, where: str, key: str):
     """The module of a file, whose folder its own imports may use, too."""
     if not path.is_file():
         raise ConfigError(f"{key}={where!r}: there is no file {path.absolute()}")
+    inputs.verify(path)
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)

@@ -67,7 +67,7 @@ def folder(run_dir: Path, pool: int) -> Path:
 def start_worker(run_dir: Path, home: Path, place: socket.socket) -> tuple[subprocess.Popen, bytes]:
     """A worker that is up and has connected to `place`, which is put in its stead; its first words.
     Raises `JoinError`."""
-    token = (home / "token").read_text().strip()
+    token = (home / "token").read_text(encoding="utf-8").strip()
     command = [sys.executable, "-m", "rose.reward.worker", "--run", str(run_dir)]
     command += ["--pool", "{}:{}".format(*place.getsockname()), "--token", str(home / "token")]
     worker = subprocess.Popen([*command, "--number", "0"], stdin=subprocess.DEVNULL)

@@ -29,7 +29,6 @@ from rose.comm import frames
 from rose.comm.address import LOOPBACK
 from rose.config import Reward
 from rose.files import write_whole
-from rose.reward import scorers
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Score, ScoringFailed
 from rose.reward.messages import (
@@ -124,7 +123,6 @@ class Pool:
     async def open(self) -> None:
         """Listen, and start the least number of workers."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / "digest", scorers.digest(self._settings.args).encode())
         write_whole(self._folder / "token", f"{self._token}\n".encode(), private=True)
         self._server = await asyncio.start_server(self._connected, LOOPBACK, 0)
         self._address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])

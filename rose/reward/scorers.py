@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
-import xxhash
 
+from rose import inputs
 from rose.config import ConfigError, errors
 from rose.reward import command, function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
@@ -86,13 +86,29 @@ class Command:
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
         answer = episode.response
-        files = {str(name): str(text) for name, text in episode.task.get("files", {}).items()}
+        files = _files(episode.task.get("files"))
         files[self.answer_file] = command.code_of(answer) if self.extract == "code" else answer
+        inputs.verify(*self.argv)  # each run of the program reads them
         try:
             code, _ = await command.run(self.argv, files, limit_s, self.memory_gib)
         except (OSError, ValueError) as error:
             raise ScoringFailed(f"reward.args.argv={self.argv}: {error}") from error
         return Score(reward=float(code == 0), success=code == 0, timed_out=code is None)
+
+
+def _files(given: Any) -> dict[str, str]:
+    """Name -> text of a task's `files`. Parquet gives every row the keys of all rows, with null
+    where a row has none. Raises `ScoringFailed`."""
+    if not isinstance(given, dict | None):
+        raise ScoringFailed(
+            f"the task's files are a {type(given).__name__}, {given!r:.80}; a map of names to "
+            "texts is needed"
+        )
+    kept = {name: text for name, text in (given or {}).items() if text is not None}
+    for name, text in kept.items():
+        if not isinstance(text, str):
+            raise ScoringFailed(f"the task's file {name!r} is {text!r:.80}; a text is needed")
+    return kept
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,9 @@ class Judge:
     async def _asked(self, prompt: str, limit_s: float) -> str:
         import aiohttp
 
-        key = Path(self.api_key_file).read_text().strip() if self.api_key_file else ""
+        key = (
+            Path(self.api_key_file).read_text(encoding="utf-8").strip() if self.api_key_file else ""
+        )
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -267,14 +285,6 @@ def _whole(key: str, value: Any) -> Any:
     if key == "api_key_file" and isinstance(value, str):
         return str(Path(value).resolve())
     return whole_paths(value)
-
-
-def digest(args: dict[str, Any]) -> str:
-    """Of the file that a `function` lies in; empty for others, a `sum`'s parts among them."""
-    file, colon, _ = str(args.get("path", "")).rpartition(":")
-    if not colon or not file.endswith(".py") or not Path(file).is_file():
-        return ""
-    return xxhash.xxh3_64_hexdigest(Path(file).read_bytes())
 
 
 def build(name: str, args: dict[str, Any]) -> Scorer:

@@ -19,7 +19,9 @@ from pathlib import Path
 import msgspec
 
 from rose import config as configuration
+from rose import inputs
 from rose.comm import frames
+from rose.config import ConfigError
 from rose.processes import die_with_parent
 from rose.reward import command, scorers
 from rose.reward.episode import Episode, Hung, score_of
@@ -89,13 +91,11 @@ def main() -> None:
     # programs that check answers would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     settings = configuration.load(args.run / "config.json").reward
-    began_with = args.token.with_name("digest").read_text()  # of the function's file
-    if began_with != scorers.digest(settings.args):
-        raise SystemExit(
-            f"{settings.args['path']} has changed since this attempt of the run began, which would "
-            "change rewards within it; stop the run and start it again, it continues"
-        )
-    scorer = scorers.build(settings.name, settings.args)
+    inputs.expect(args.run)
+    try:
+        scorer = scorers.build(settings.name, settings.args)
+    except ConfigError as error:  # a file that was edited: a traceback says no more
+        raise SystemExit(str(error)) from None
     if settings.name == "command" and not command.isolation():
         print(
             "no namespaces here (unshare): programs that check answers see the network and other "
@@ -103,7 +103,7 @@ def main() -> None:
             flush=True,
         )
     host, _, port = args.pool.rpartition(":")
-    hello = Hello(args.token.read_text().strip(), args.number)
+    hello = Hello(args.token.read_text(encoding="utf-8").strip(), args.number)
     asyncio.run(serve(scorer, host, int(port), hello, settings.per_worker))
 
 

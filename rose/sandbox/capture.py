@@ -48,7 +48,7 @@ class Capture:
 
     @property
     def listing(self) -> Listing:
-        return json.loads((self.folder / LISTING).read_text())
+        return json.loads((self.folder / LISTING).read_text(encoding="utf-8"))
 
 
 async def take(
@@ -69,7 +69,7 @@ async def take(
         raise SandboxError(f"{folder}: no new folder for a capture: {error}") from None
     try:
         script = replay.script(state)
-        (folder / SHELL).write_text(script, errors="surrogateescape")
+        (folder / SHELL).write_text(script, errors="surrogateescape", encoding="utf-8")
         if isinstance(shell, Namespaces):
             about = await _take(shell, kind, folder, since)
         else:
@@ -113,7 +113,7 @@ async def _take(
 
 
 def _dump(listing: Listing, to: int) -> None:
-    with os.fdopen(to, "w") as file:
+    with os.fdopen(to, "w", encoding="utf-8") as file:
         json.dump(listing, file)
 
 
@@ -122,7 +122,7 @@ async def _take_whole(shell: Piped, folder: Path) -> dict[str, Any]:
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
     await shell.capture(folder / "image")
-    (folder / LISTING).write_text("[]")
+    (folder / LISTING).write_text("[]", encoding="utf-8")
     return {"images": _sizes(folder), "running": [], "bytes": 0}
 
 
@@ -217,20 +217,20 @@ class Saved:
 
     @property
     def script(self) -> str:
-        return (self.folder / SHELL).read_text(errors="surrogateescape")
+        return (self.folder / SHELL).read_text(errors="surrogateescape", encoding="utf-8")
 
 
 def write_about(folder: Path, about: dict[str, Any], spec: Spec) -> None:
     """The last file of a capture."""
     text = json.dumps({"format": FORMAT, "spec": asdict(spec), "made": time.time(), **about})
-    (folder / f".{ABOUT}").write_text(text)
+    (folder / f".{ABOUT}").write_text(text, encoding="utf-8")
     os.replace(folder / f".{ABOUT}", folder / ABOUT)
 
 
 def read(folder: Path, kind: str | None) -> Saved:
     """Raises `SandboxError`."""
     try:
-        about = json.loads((folder / ABOUT).read_text())
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if about["format"] != FORMAT:
             raise ValueError(f"format {about['format']!r}; this ROSE reads {FORMAT}")
         given = dict(about["spec"])

@@ -36,7 +36,7 @@ def began(pid: int | str) -> int | None:
     """Clock ticks after boot when a process was started; None if there is none, or only its
     exit code is left."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
@@ -55,13 +55,13 @@ class Groups:
     def _find(self, own: str, mounts: str) -> None:
         """The folders where this process may make groups, and what is in the way elsewhere."""
         mounted = {}
-        for line in Path(mounts).read_text().splitlines():
+        for line in Path(mounts).read_text(encoding="utf-8").splitlines():
             before, _, after = line.partition(" - ")
             kind, _, options = after.split(" ", 2)
             if kind in ("cgroup", "cgroup2"):
                 root, at = before.split()[3:5]
                 mounted[kind, frozenset(options.split(","))] = (root, at)
-        for line in Path(own).read_text().splitlines():
+        for line in Path(own).read_text(encoding="utf-8").splitlines():
             _, names, path = line.split(":", 2)
             for (kind, options), (root, at) in mounted.items():
                 if (kind == "cgroup2") != (names == ""):
@@ -86,13 +86,13 @@ class Groups:
         # one above is tried, too: where a delegated group has this process in a subgroup.
         for place in (folder, folder.parent):
             file = place / "cgroup.controllers"
-            there = file.read_text().split() if file.is_file() else []
+            there = file.read_text(encoding="utf-8").split() if file.is_file() else []
             controllers = tuple(n for n in CONTROLLERS if n in there)
             if not controllers:
                 continue
             try:
                 (place / "cgroup.subtree_control").write_text(
-                    " ".join(f"+{name}" for name in controllers)
+                    " ".join(f"+{name}" for name in controllers), encoding="utf-8"
                 )
             except OSError as error:
                 refused = f"{place}/cgroup.subtree_control: {error.strerror}; {REMEDY}"
@@ -123,12 +123,12 @@ class Groups:
                 value = values[controller]
                 if second and controller == "cpu":
                     value = f"{value} {PERIOD_US}"
-                (folder / FILES[controller][second]).write_text(value)
+                (folder / FILES[controller][second]).write_text(value, encoding="utf-8")
         self.join(name, pid)
 
     def join(self, name: str, pid: int) -> None:
         for parent in self.parents:
-            (parent / name / "cgroup.procs").write_text(str(pid))
+            (parent / name / "cgroup.procs").write_text(str(pid), encoding="utf-8")
 
     def remove(self, name: str) -> None:
         """End what runs in the group and remove it; returns when it is gone or after `END_S`."""
@@ -163,4 +163,4 @@ def _remove(folder: Path) -> None:
 
 def _members(folder: Path) -> Iterator[int]:
     with contextlib.suppress(OSError):
-        yield from map(int, (folder / "cgroup.procs").read_text().split())
+        yield from map(int, (folder / "cgroup.procs").read_text(encoding="utf-8").split())

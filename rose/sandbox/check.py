@@ -79,7 +79,7 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
 def pack(folder: str) -> bytes:
     """The regular files of `folder` as a tar."""
     made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    with tarfile.open(fileobj=made, mode="w", encoding="utf-8") as tar:
         for at, _, names in os.walk(folder):
             for name in sorted(names):
                 path = os.path.join(at, name)

@@ -131,7 +131,7 @@ class Engine:
         with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
             self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
-        (self.local / left.SHARED).write_text(str(self._shared))
+        (self.local / left.SHARED).write_text(str(self._shared), encoding="utf-8")
         self.store = Store(self.local / "store", behind=Store(self._shared))
 
     def _take_over(self) -> None:

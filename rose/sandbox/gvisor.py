@@ -31,7 +31,9 @@ class Runsc:
     def prepare(spec: Spec, folder: Path) -> None:
         for name in ("state", "bundle", "bundle/root"):
             (folder / name).mkdir()
-        (folder / "bundle" / "config.json").write_text(json.dumps(config(spec, folder)))
+        (folder / "bundle" / "config.json").write_text(
+            json.dumps(config(spec, folder)), encoding="utf-8"
+        )
 
     @staticmethod
     def begin(spec: Spec, folder: Path) -> list[list[str]]:

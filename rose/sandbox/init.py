@@ -135,7 +135,7 @@ def devices(folder: str) -> None:
     """Read-only but for /dev/shm, so that all that an agent can write is seen and captured."""
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
-        with open(f"{folder}/{name}", "w"):
+        with open(f"{folder}/{name}", "w", encoding="utf-8"):
             pass
         kernel.bind(f"/dev/{name}", f"{folder}/{name}")
     for name in ("pts", "shm"):
@@ -159,7 +159,7 @@ def session_files(folder: str) -> None:
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=64k")
     for name in ("commands", "output", "codes"):
         os.mkfifo(f"{folder}/{name}", 0o600)
-    with open(f"{folder}/session", "w") as file:
+    with open(f"{folder}/session", "w", encoding="utf-8") as file:
         file.write(SESSION)
     kernel.set_attributes(kernel.AT_FDCWD, folder, kernel.ATTR_RDONLY)
 
@@ -269,7 +269,10 @@ class Init:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             # its /proc files are the host's root's as long as it is, like process 1, not dumpable
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            with (
+                contextlib.suppress(OSError),
+                open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file,
+            ):
                 file.write("500")
             kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # until it becomes a program
         return pid
@@ -321,7 +324,10 @@ def leave_low_numbers() -> None:
     """The next process gets a number above `LOW_NUMBERS`, unless they do already. Linux gives the
     low ones once only: so they are free for what brings captured processes back, which must have
     the numbers that they had."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "r+") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,
+    ):
         if int(file.read()) < LOW_NUMBERS:
             file.seek(0)
             file.write(str(LOW_NUMBERS))

@@ -134,7 +134,7 @@ class Keeper:
                     else:
                         shutil.copyfile(path, target)
         for name, text in MADE.items():
-            with open(f"{host}/etc/{name}", "w") as file:
+            with open(f"{host}/etc/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
         return place
 
@@ -242,7 +242,10 @@ class Keeper:
             os.kill(pid, signal.SIGKILL)
             self.groups.remove(f"{self.name}-{self.made}")
             raise
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
+        ):
             file.write("-900")  # the agent's processes go first; rootless may not lower it
         self.sandboxes[pid] = (self.made, spaces, spec)
         os.write(go, b"g")
@@ -330,10 +333,10 @@ def close_but(*kept: int) -> None:
 
 def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:
     if not groups:
-        with open(f"/proc/{process}/setgroups", "w") as file:
+        with open(f"/proc/{process}/setgroups", "w", encoding="utf-8") as file:
             file.write("deny")
     for name, text in (("uid_map", users), ("gid_map", groups_map)):
-        with open(f"/proc/{process}/{name}", "w") as file:
+        with open(f"/proc/{process}/{name}", "w", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -366,7 +369,7 @@ def _private(folder: str, names: list[str]) -> list[str]:
 def switched_off() -> str:
     """The setting of this machine that keeps users from user namespaces, if there is one."""
     for path, value in SWITCHES.items():
-        with contextlib.suppress(OSError), open(path) as file:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             if file.read().strip() == value:
                 name = path.removeprefix("/proc/sys/").replace("/", ".")
                 return f"; {name}={value} is in the way of user namespaces"

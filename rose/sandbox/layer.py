@@ -150,7 +150,7 @@ class Filler:
 
     def __init__(self, listing: int, data: int) -> None:
         self.data = data
-        with os.fdopen(listing) as file:
+        with os.fdopen(listing, encoding="utf-8") as file:
             try:
                 entries = list(json.load(file))
             except (ValueError, TypeError) as error:

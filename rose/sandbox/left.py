@@ -29,7 +29,7 @@ OLD_S = 86_400.0  # after which what a dead host of another run left is nobody's
 def new_folder(home: Path) -> tuple[Path, IO]:
     """A host's own, and its lock. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))
-    lock = (folder / "lock").open("w")
+    lock = (folder / "lock").open("w", encoding="utf-8")
     lock_now(lock)
     return folder, lock
 
@@ -39,10 +39,13 @@ def take_over(home: Path, shared: Path, say: Callable[[str], None]) -> None:
     what they had packed is stored there, of those of other runs when they are old. Raises
     OSError."""
     for folder in home.glob(f"{PREFIX}*"):
-        with contextlib.suppress(BlockingIOError), (folder / "lock").open("a") as file:
+        with (
+            contextlib.suppress(BlockingIOError),
+            (folder / "lock").open("a", encoding="utf-8") as file,
+        ):
             lock_now(file)
             marker = folder / SHARED
-            if marker.is_file() and marker.read_text() == str(shared):
+            if marker.is_file() and marker.read_text(encoding="utf-8") == str(shared):
                 _rescue(Store(folder / "store"), Store(shared), say)
             elif time.time() - _used(folder) < OLD_S:
                 continue

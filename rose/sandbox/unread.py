@@ -37,7 +37,10 @@ def sockets() -> set[int]:
     OSError where the kernel does not tell."""
     found = _unix()
     for kind in INTERNET:
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{kind}") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(f"/proc/net/{kind}", encoding="utf-8") as file,
+        ):
             next(file, None)
             for line in file:
                 values = line.split()

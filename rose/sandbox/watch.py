@@ -246,7 +246,7 @@ class Processes:
 
 
 def _read(path: str, errors: str = "replace") -> str:
-    with open(path, errors=errors) as file:
+    with open(path, errors=errors, encoding="utf-8") as file:
         return file.read()
 
 

@@ -66,7 +66,7 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
     opened = _program(order, cache, to)
 
     def work() -> None:
-        with os.fdopen(since) as file:
+        with os.fdopen(since, encoding="utf-8") as file:
             text = file.read()
         known = {entry["path"]: entry for entry in json.loads(text)} if text else {}
         made = layer.Recorder(data, known, layer.mapped() if known else frozenset())
@@ -82,7 +82,7 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
                 copy()
         else:
             Criu(opened, images).dump(order["session"], copy)
-        with os.fdopen(listing, "w") as file:
+        with os.fdopen(listing, "w", encoding="utf-8") as file:
             json.dump(made.entries, file)
         _say(to, {"bytes": made.bytes, "running": names})
 
@@ -114,7 +114,10 @@ def _names(but: set[int]) -> list[str]:
     found = []
     for pid in os.listdir("/proc"):
         if pid.isdigit() and int(pid) not in but:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{pid}/comm", errors="replace", encoding="utf-8") as file,
+            ):
                 found.append(file.read().rstrip("\n"))
     return found
 

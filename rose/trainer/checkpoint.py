@@ -53,7 +53,7 @@ def saved(folder: Path) -> int:
     marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
     for found in marks:
         if found[1] == FAILED:
-            why = (Path(folder) / found[0]).read_text()
+            why = (Path(folder) / found[0]).read_text(encoding="utf-8")
             raise SaveFailed(f"{folder}: trainer rank {int(found[2])} could not save: {why}")
     return len(marks)
 
@@ -80,7 +80,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The coordinator's state. Raises `ValueError` naming the file when it is damaged."""
     path = Path(checkpoint) / COORDINATOR_STATE
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go "
@@ -98,7 +98,7 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
     if not path.is_file():
         raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")
     try:
-        state = json.loads(path.read_text())
+        state = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path} is damaged ({error}); remove that folder to go on from the one before it"

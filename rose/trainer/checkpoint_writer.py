@@ -141,12 +141,15 @@ def available_bytes() -> int:
 def _left(group: Path, limit: str, usage: str) -> float:
     """Bytes until the group's limit; what it has of files is given back when it is needed."""
     try:
-        most = (group / limit).read_text().strip()
+        most = (group / limit).read_text(encoding="utf-8").strip()
         if most == "max":
             return math.inf
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = dict(
+            line.split()
+            for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
         kinds = ("active_file", "inactive_file")
         files = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
-        return max(0, int(most) - int((group / usage).read_text()) + files)
+        return max(0, int(most) - int((group / usage).read_text(encoding="utf-8")) + files)
     except (OSError, ValueError):
         return math.inf  # a group without limits, as the root

@@ -72,6 +72,7 @@ class Step:
             torch.tensor(step.summary.truncated),
             _padded(step.summary.turn_rewards, torch.float64, math.nan),
             _padded(step.summary.segments, torch.int64, -1),
+            torch.tensor(step.summary.limits, dtype=torch.int64) if step.summary.limits else None,
         )
         # each (N,), or (N, turns)
         self.advantages, self.weights = self.growing.extend(summary)

@@ -276,7 +276,7 @@ def _node(path: Path | str) -> str:
     not."""
     if not path:
         return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     device = os.stat(path.parent)
     return f"{boot} {device.st_dev} {device.st_ino} {path.parent}"
 

@@ -103,7 +103,7 @@ class Mirror:
         with suppress(OSError):
             for path in list(folder.iterdir()):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            (folder / REFUSED).write_text(why)
+            (folder / REFUSED).write_text(why, encoding="utf-8")
 
     # ----------------------------------------------------------------- any rank of the node
 
@@ -114,7 +114,7 @@ class Mirror:
         while len(list(folder.glob("rank-*.h5"))) < self._files:
             for refused in (folder / REFUSED, self.path / REFUSED):
                 with suppress(OSError):
-                    return refused.read_text()
+                    return refused.read_text(encoding="utf-8")
             patience = ARRIVES_S if folder.is_dir() else BEGINS_S
             if time.monotonic() - began > patience:
                 return f"not broadcast within {patience:g} s"
@@ -126,6 +126,6 @@ def _start_time(pid: int) -> str:
     """Clock ticks after boot at which this process began: with the pid, unique on a node. Empty
     when there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
         return ""

@@ -53,7 +53,7 @@ class Cache:
                 raise TransferError(
                     f"cache {folder}: belongs to user {folder.stat().st_uid}; give another --cache"
                 )
-            self._lock = (folder / "lock").open("w")
+            self._lock = (folder / "lock").open("w", encoding="utf-8")
             lock_now(self._lock)
             self._chunks.mkdir(exist_ok=True)
             self._find()

@@ -25,7 +25,7 @@ import zipfile
 from pathlib import Path
 
 LOCK = Path("requirements/gpu.txt")
-WANTED = (Path(__file__).parent / "packages.txt").read_text().split()
+WANTED = (Path(__file__).parent / "packages.txt").read_text(encoding="utf-8").split()
 TAGS = [
     "--python-version",
     "3.12",
@@ -127,7 +127,7 @@ def used(code):
 def main():
     lock = dict(
         line.strip().split("==")
-        for line in LOCK.read_text().splitlines()
+        for line in LOCK.read_text(encoding="utf-8").splitlines()
         if "==" in line and line[0] != "#"
     )
     pip, site = (
@@ -174,9 +174,12 @@ def main():
             subprocess.run(["strip", "--strip-unneeded", path], stderr=subprocess.DEVNULL)
     info = site / "rose-0.1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rose\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rose\nVersion: 0.1.0\n", encoding="utf-8"
+    )
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nrose_metrics = rose.lending.operator.metrics:register_if_serving\nrose = rose.engine.plugin:register\n"
+        "[vllm.general_plugins]\nrose_metrics = rose.lending.operator.metrics:register_if_serving\nrose = rose.engine.plugin:register\n",
+        encoding="utf-8",
     )
     experts = site.parent / "moe" / PRUNED[1]
     experts.parent.mkdir(parents=True)
@@ -187,10 +190,10 @@ def main():
     }
     shutil.rmtree(site.parent)
     exclude = Path(git("rev-parse", "--git-path", "info/exclude").strip())
-    known = exclude.read_text() if exclude.exists() else ""
+    known = exclude.read_text(encoding="utf-8") if exclude.exists() else ""
     if "/.kit*/" not in known.split():
         exclude.parent.mkdir(exist_ok=True)
-        exclude.write_text(known + "\n/.kit*/\n")
+        exclude.write_text(known + "\n/.kit*/\n", encoding="utf-8")
     tree = sum(Path(f).stat().st_size for f in git("ls-files", "-z").split("\0") if f)
     print(
         {name: f"{size / 2**20:.1f} MiB" for name, size in sizes.items()},

@@ -630,3 +630,53 @@ def test_a_calculator_episode(run, tokenizer):
     )
     trajectory = run(env, script, max_new_tokens=200)
     assert (trajectory.success, trajectory.reward, trajectory.turns) == (True, 1.0, 2)
+
+
+class OneAnswer:
+    """Any text ends it."""
+
+    requires_tool = False
+
+    async def reset(self, seed):
+        return Start(messages=[{"role": "user", "content": "say"}])
+
+    async def step(self, action):
+        self.action = action
+        return Step("", reward=1.0, done=True)
+
+    async def close(self):
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize(
+    "closed, most, cut", [(True, 64, False), (True, 2, True), (False, 64, True)]
+)
+def test_an_answer_that_a_token_limit_ends_is_truncated_whoever_ends_the_episode(
+    run, tokenizer, closed, most, cut
+):
+    env = OneAnswer()
+    got = run(env, Script(tokenizer, "one two three four", closed=closed), max_new_tokens=most)
+    assert (got.truncated, env.action.truncated) == (cut, cut)
+
+
+def test_an_end_of_turn_at_the_limit_is_no_cut(run, tokenizer):
+    words = len(tokenizer.encode("one two", add_special_tokens=False))
+
+    class AtLimit(Script):
+        async def __call__(self, request):
+            result = await super().__call__(request)
+            return msgspec.structs.replace(result, finish=FinishReason.LENGTH)
+
+    env = OneAnswer()
+    got = run(env, AtLimit(tokenizer, "one two"), max_new_tokens=words + 1)
+    assert not got.truncated and not env.action.truncated
+
+
+def test_a_turn_that_was_cut_and_went_on_does_not_truncate(run, tokenizer):
+    class Longer(Script):
+        async def __call__(self, request):
+            self.closed = bool(self.requests)
+            return await super().__call__(request)
+
+    assert not run(Walk(length=2), Longer(tokenizer, STEP)).truncated
+    assert run(Walk(length=2), Script(tokenizer, STEP, closed=False)).truncated

@@ -98,6 +98,13 @@ def test_a_turn_without_its_end_token_is_given_one(chats, tokenizer, family):
     ]
 
 
+def test_a_thought_that_the_prompt_opened_has_no_answer_before_its_end(save_tokenizer, chats):
+    prompted = TEMPLATES["qwen3"] + "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
+    chat = ChatFormat(save_tokenizer(prompted))
+    assert chat.said("it may be 5") == "" and chat.said("hm</think>It is 5") == "It is 5"
+    assert chats["tiny"].said("<think>it may be 5") is None  # the marks in the text say it
+
+
 def test_thinking_of_earlier_turns_stays(chats, tokenizer):
     """Qwen3's template would drop it on rendering the conversation again."""
     chat = chats["qwen3"]

@@ -6,6 +6,7 @@ import pytest
 from rose import config as configuration
 from rose.config import ConfigError
 from rose.coordinator import replay
+from rose.protocol import Branch
 from tests.coordinator.test_step_metrics import trajectory
 
 GROUPS = [
@@ -59,13 +60,13 @@ def test_saved_trajectories_keep_their_domain_and_earlier_ones_have_none(tmp_pat
 
 
 def test_rewards_of_turns_come_back_and_runs_without_them_are_refused_where_they_are_needed(
-    tmp_path,
+    tmp_path, make_config
 ):
     told = dict(turn_tokens=[(0, 3), (1, 5)], turn_rewards=[0.25, 0.75])
     replay.save(tmp_path, 1, [[trajectory("g0.0", 1.0, 8, **told)]])
     [[found]] = replay.load(tmp_path, 1)
     assert (found.turn_tokens, found.turn_rewards) == ([(0, 3), (1, 5)], [0.25, 0.75])
-    assert replay.summarise([[found]]).turn_rewards == [[0.25, 0.75]]
+    assert replay.summarise([[found]], make_config()).turn_rewards == [[0.25, 0.75]]
     replay.check_turn_rewards(tmp_path, "which A needs")
     earlier = msgspec.to_builtins(GROUPS, builtin_types=(bytes,))
     for row in (row for group in earlier for row in group):
@@ -85,7 +86,27 @@ def test_a_file_that_holds_no_trajectories_is_named(tmp_path, content):
         replay.load(tmp_path, 3)
 
 
-def test_the_summary_has_a_row_per_trajectory_in_the_order_of_the_groups():
-    summary = replay.summarise(GROUPS)
+def test_the_summary_has_a_row_per_trajectory_in_the_order_of_the_groups(make_config):
+    summary = replay.summarise(GROUPS, make_config())
     assert summary.groups == [0, 0, 1] and summary.rewards == [1.0, 0.0, 0.0]
     assert summary.response_tokens == [8, 4, 12] and summary.truncated == [False, False, True]
+
+
+def test_the_closest_limit_is_that_of_a_turn_of_all_turns_or_of_the_context(make_config):
+    c = make_config(
+        "env.max_turns=3", "env.max_new_tokens=20", "model.max_context=100", "+env@eval.sets.s=calculator",
+        "eval.sets.s.max_turns=1", "eval.sets.s.max_new_tokens=50", "+eval.sets.s.episodes=1",
+    )  # fmt: skip
+
+    def limit(tokens, turns, observed, branches=(), **others):
+        made = trajectory("g0.0", 0.0, tokens, turn_tokens=turns, branches=list(branches), **others)
+        mask = bytes(observed) + b"\x01" * tokens
+        return replay.closest_limit(msgspec.structs.replace(made, mask=mask), c)
+
+    assert limit(19, [(0, 19)], 10) == (19, 20)
+    assert limit(50, [(0, 20), (1, 20), (2, 10)], 10) == (50, 60)
+    assert limit(25, [(0, 20), (1, 5)], 70) == (25, 30)
+    assert limit(40, [(0, 40)], 10, domain="s") == (40, 50)
+    assert limit(10, [], 10) == (10, 60)  # an earlier release's trajectory
+    leaf = Branch(b"", bytes(95) + b"\x01\x01", b"", b"", [(1, 2)])
+    assert limit(12, [(0, 10)], 10, [leaf]) == (12, 15)

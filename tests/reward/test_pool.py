@@ -16,6 +16,7 @@ import pytest
 from rose import config as configuration
 from rose.comm import frames
 from rose.comm.tasks import Tasks
+from rose.launch import local
 from rose.reward import joiner
 from rose.reward import pool as pools
 from rose.reward.anchors import Anchors
@@ -65,7 +66,7 @@ class World:
         own = ("reward=function", f"reward.args.path={folder / 'mine.py'}:score")
         tree = compose_tree(*([] if "reward=command" in settings else own), *settings)
         self.config = configuration.from_dict(tree)
-        configuration.save(self.config, folder / "config.json")
+        local.write_config(self.config, folder)
 
     def run(self, body) -> None:
         """`await body(pool)` on an open pool, within the deadline."""

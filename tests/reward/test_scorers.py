@@ -111,6 +111,25 @@ def test_a_command_checks_the_answers_code_with_the_tasks_files():
     assert scored(run, episode(bad, {"files": tests})) == Score(reward=0.0, success=False)
 
 
+def test_a_files_null_is_no_file_and_other_types_are_named():
+    """Parquet gives every row the names of all rows' files."""
+    one = scorers.build("command", {"argv": ["python3", "-c", ONE_FILE], "extract": "text"})
+    for files in ({"a.txt": "1", "b.txt": None}, {"b.txt": "", "a.txt": None}):
+        assert scored(one, episode("x", {"files": files})).success
+    for files in (None, {}, {"a.txt": None}):
+        assert not scored(one, episode("x", {"files": files})).success
+    for files, said in (
+        ('{"a.txt": "1"}', "the task's files are a str"),
+        (["a.txt"], "the task's files are a list"),
+        ({"a.txt": 1}, "the task's file 'a.txt' is 1; a text is needed"),
+    ):
+        with pytest.raises(ScoringFailed, match=said):
+            scored(one, episode("x", {"files": files}))
+
+
+ONE_FILE = "import os, sys; sys.exit(len(os.listdir('.')) != 2)"  # the answer's, and one more
+
+
 def test_a_command_that_takes_too_long_is_a_result():
     loop = scorers.build("command", {"argv": ["python", "answer.py"]})
     ended = scored(loop, episode("```\nwhile True: pass\n```"), limit_s=1.0)

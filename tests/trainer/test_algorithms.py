@@ -427,13 +427,26 @@ def test_overlong_filtering_gives_truncated_trajectories_no_loss():
 
 def test_overlong_punishment_grows_within_the_buffer_and_stops_at_minus_one():
     dapo = build("dapo", DAPO | {"max_response_tokens": 100, "overlong_buffer": 20})
-    found = dapo.overlong_punishment(torch.tensor([0, 80, 85, 100, 130]))
+    found = dapo.overlong_punishment(of_lengths(0, 80, 85, 100, 130))
     assert found.tolist() == pytest.approx([0, 0, -0.25, -1, -1])
+
+
+def of_lengths(*tokens, limits=None):
+    rows = torch.zeros(len(tokens))
+    limits = torch.tensor(limits) if limits else None
+    return Summary(rows, rows.long(), torch.tensor(tokens), rows.bool(), limits=limits)
+
+
+def test_overlong_punishment_goes_by_the_limit_that_each_trajectory_came_closest_to():
+    dapo = build("dapo", DAPO | {"max_response_tokens": None, "overlong_buffer": None})
+    summary = of_lengths(2, 40, 45, 60, 300, limits=[(2, 2), (40, 50), (45, 50), (60, 60), (9, 90)])
+    found = dapo.overlong_punishment(summary)
+    assert found.tolist() == pytest.approx([-1, 0, -0.5, -1, 0])
 
 
 def test_overlong_punishment_can_be_switched_off():
     dapo = build("dapo", DAPO | {"overlong_buffer": 0})
-    assert dapo.overlong_punishment(torch.tensor([0, 5, 1000])).tolist() == [0, 0, 0]
+    assert dapo.overlong_punishment(of_lengths(0, 5, 1000)).tolist() == [0, 0, 0]
 
 
 # ---------------------------------------------------------------- names and arguments

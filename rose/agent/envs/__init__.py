@@ -109,6 +109,12 @@ def check(
     return "; ".join(said)
 
 
+def doubts(env: config.Env | config.Mixture) -> tuple[str, ...]:
+    """What members say of themselves that a user should know before the run."""
+    said = ((env.key_of(n), getattr(build(m), "doubt", "")) for n, m in env.members.items())
+    return tuple(f"{key}.{words.removeprefix('env.')}" for key, words in said if words)
+
+
 def rewards_turns(env: config.Env) -> bool:
     """Whether its steps' rewards say what turns are worth (`base.Environment`). Raises as
     `build`."""

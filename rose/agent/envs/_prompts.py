@@ -16,14 +16,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+from rose import inputs
 from rose.agent.envs import _workers
-from rose.agent.envs.base import Start
+from rose.agent.envs.base import Action, Start
 from rose.config import ConfigError
+from rose.files import text_lines
 from rose.reward.episode import Episode, Said, Score, score_of
 
 MATH = "rose.agent.envs._math:reward"
 FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
 JUDGE_S = 20.0  # of a rule that takes milliseconds, on a machine that is busy
+ROLES = ("system", "user", "assistant", "tool")
 PASSED = ("text", "row", "messages", "episode")  # what a reward function may ask for, by name
 
 
@@ -54,8 +57,14 @@ class Prompts:
                 "below 1"
             )
         self.prompt_field, self.answer_field, self.system = prompt_field, answer_field, system
-        if reward == "math":
-            _check_answers(data, answer_field, prompt_field, here)
+        places = [("env.args.data", data)]
+        places += [("env.args.held_out", held_out)] if isinstance(held_out, str) else []
+        for key, place in places:
+            if reward == "math":
+                _check_answers(key, place, answer_field, prompt_field, here)
+            if system:
+                _check_system(key, place, prompt_field, here)
+        self.doubt = _in_both(data, held_out, prompt_field, here) if places[1:] else ""
         self.reward = MATH if reward == "math" else reward
         self._function, self._takes = (None, ()) if reward is None else _function(self.reward, here)
 
@@ -70,23 +79,26 @@ class Prompts:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return Start(messages=[*system, *asked], tools=tools or [], task=row)
 
-    async def score(self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]]) -> Score:
-        """What the function says of `messages`, the last of which is the answer; 0 without a
-        function. A function that raises, or returns no number, raises here: the trajectory fails.
-        Cancelling this ends the function's process."""
+    async def score(
+        self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], action: Action
+    ) -> Score:
+        """Return the score of `messages`, the last of which is the turn `action`; 0 without a
+        function. A function that raises, or returns no
+        number, raises here: the trajectory fails. Cancelling this ends the function's process."""
         if self.reward is None:
             return Score(reward=0.0, success=False)
         text = messages[-1]["content"]
         if self.reward == MATH:
-            answer = {"answer": row[self.answer_field]}
+            right = {"answer": row[self.answer_field]}
+            said = action.answer.encode("utf-8", "replace").decode()
             try:
-                value = await _workers.call(MATH, JUDGE_S, text=text, row=answer)
+                value = await _workers.call(MATH, JUDGE_S, text=said, row=right)
             except _workers.FunctionTooSlow:  # 9**9**9: of what the policy wrote
                 value = 0.0
             return Score(reward=value)
         offered = {"text": text, "row": row, "messages": messages}
         if "episode" in self._takes:
-            offered["episode"] = self._episode(row, seed, messages)
+            offered["episode"] = self._episode(row, seed, messages, action.truncated)
         given = {name: offered[name] for name in self._takes}
         if inspect.iscoroutinefunction(self._function):
             value = await self._function(**given)
@@ -94,7 +106,9 @@ class Prompts:
             value = await _workers.call(self.reward, **given)
         return score_of(value, self.reward)
 
-    def _episode(self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]]) -> Episode:
+    def _episode(
+        self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], truncated: bool
+    ) -> Episode:
         """What a scorer of `reward=` gets, without what only the agent loop knows: the names of
         trajectory and domain, and how the chat template writes the messages."""
         asked = len(self.start(row).messages)
@@ -108,7 +122,7 @@ class Prompts:
             transcript=[Said(False, prompt), *parts],
             reward=0.0,
             success=False,
-            truncated=False,
+            truncated=truncated,
             turns=sum(each.policy for each in parts),
         )
 
@@ -148,6 +162,8 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
     if not rows:
         raise ConfigError(f"{key}={place!r}: no rows there")
     for number, row in enumerate(rows, 1):
+        if isinstance(row, dict) and (wrong := _wrong_roles(row.get(field))):
+            raise ConfigError(f"env.args.prompt_field={field!r}: row {number} of {place} {wrong}")
         if not isinstance(row, dict) or not _is_prompt(row.get(field)):
             fields = ", ".join(row) if isinstance(row, dict) else repr(row)[:80]
             raise ConfigError(
@@ -164,6 +180,23 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
     return rows
 
 
+def _wrong_roles(prompt: Any) -> str:
+    """What is wrong with who says what in a list of messages; "" if nothing, or no such list."""
+    if not isinstance(prompt, list) or not _is_prompt(prompt):
+        return ""
+    roles = [message["role"] for message in prompt]
+    if unknown := [role for role in roles if role not in ROLES]:
+        return f"has the role {unknown[0]!r}; roles are {', '.join(ROLES)}"
+    if roles[-1] == "assistant":
+        return (
+            "ends with the assistant's answer, as rows for supervised training do: the policy "
+            "would see it; leave that message out (its text may be env.args.answer_field)"
+        )
+    if "system" in roles[1:]:
+        return "has a system message that is not its first; chat templates take one, at the start"
+    return ""
+
+
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(
@@ -176,6 +209,7 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
     place = f"{key}={str(path)!r}"
     if not path.exists():
         raise ConfigError(f"{place}: no such file or folder: {path.absolute()}; give {FORMATS}")
+    inputs.verify(path)
     try:
         if path.is_dir():
             return _saved(place, path, split)
@@ -188,11 +222,14 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
 
         raise missing(place, error) from error
     if path.suffix == ".json":
-        return json.loads(path.read_text())
+        rows = json.loads(path.read_text("utf-8-sig"))
+        if not isinstance(rows, list):
+            raise ConfigError(f"{place}: must be a list of rows, and is a {type(rows).__name__}")
+        return rows
     if path.suffix != ".jsonl":
         raise ConfigError(f"{place}: must be {FORMATS}")
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text_lines(path), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
@@ -228,10 +265,41 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
 
 
 @functools.cache  # each trajectory makes an environment of its own
-def _check_answers(place: str, field: str, prompt_field: str, here: str) -> None:
-    for number, row in enumerate(_rows("env.args.data", place, prompt_field, here), 1):
-        if not isinstance(row.get(field), str | int | float):
-            raise ConfigError(
-                f"env.args.answer_field={field!r}: row {number} of {place} has no answer there; "
-                f"it has {', '.join(row)}"
+def _check_answers(key: str, place: str, field: str, prompt_field: str, here: str) -> None:
+    for number, row in enumerate(_rows(key, place, prompt_field, here), 1):
+        value = row.get(field)
+        if isinstance(value, str | int | float):
+            continue
+        what = f"has no answer there; it has {', '.join(row)}"
+        if value is not None:
+            what = (
+                f"has a {type(value).__name__} there, {value!r:.80}; env.args.reward=math compares "
+                "with a text or a number: write the answer as one, or give a reward function"
             )
+        raise ConfigError(f"env.args.answer_field={field!r}: row {number} of {place} {what}")
+
+
+@functools.cache
+def _check_system(key: str, place: str, field: str, here: str) -> None:
+    for number, row in enumerate(_rows(key, place, field, here), 1):
+        if isinstance(row[field], list) and row[field][0]["role"] == "system":
+            raise ConfigError(
+                f"env.args.system: row {number} of {place} has a system message of its own, and "
+                "chat templates take one; leave env.args.system out, or that message"
+            )
+
+
+@functools.cache
+def _in_both(data: str, held_out: str, field: str, here: str) -> str:
+    """A doubt about held-out prompts that are trained; "" if there are none."""
+    trained, other = (
+        [json.dumps(row[field], sort_keys=True) for row in _rows(key, place, field, here)]
+        for key, place in (("env.args.data", data), ("env.args.held_out", held_out))
+    )
+    known = set(trained)
+    both = sum(prompt in known for prompt in other)
+    words = (
+        f"env.args.held_out={held_out!r}: {both} of its {len(other)} prompts are in env.args.data, "
+        "too, so evaluation measures what was trained"
+    )
+    return words if both else ""

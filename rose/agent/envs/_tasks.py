@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from rose import inputs
 from rose.config import ConfigError
 from rose.sandbox import SandboxError, Spec
 
@@ -37,9 +38,19 @@ class Task:
     agent_s: float = TIMEOUT_S
     verifier_s: float = TIMEOUT_S
     limits: tuple[tuple[str, float], ...] = ()  # of rose.sandbox.Limits, as the task asks for them
+    digest: str = ""  # the folder's digest when it was read
+
+    def verify(self) -> None:
+        """Raise `ConfigError` if a file of the task has been edited since this process read it."""
+        if self.digest != inputs.digest(self.folder):
+            raise ConfigError(
+                f"env.args.tasks: {self.folder} has changed since this attempt of the run began, "
+                "so answers of one group would get different tests; restore it"
+            )
 
     def files(self) -> dict[str, bytes]:
         """What is put into the working directory, by path."""
+        self.verify()
         root = self.folder / "environment"
         found = (p for p in sorted(root.rglob("*")) if p.is_file())
         inside = {p.relative_to(root): p for p in found}
@@ -57,6 +68,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     root = Path(place)
     if not root.is_dir():
         raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
+    inputs.verify(root)
     split = [(root / name).is_dir() for name in SPLITS]
     folders = [root / name for name in SPLITS] if all(split) else [root]
     broken: list[str] = []
@@ -74,6 +86,18 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     return train or held_out, held_out or train
 
 
+def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
+    """A doubt about held-out tasks that are trained; "" if there are none."""
+    known = {task.digest for task in train}
+    both = [task.name for task in held_out if task.digest in known]
+    words = (
+        f"env.args.tasks: {len(both)} of {len(held_out)} held-out tasks are training tasks, too "
+        f"({', '.join(both[:3])}), so evaluation measures what was trained; folders train and "
+        "held_out with different tasks tell them apart"
+    )
+    return words if both else ""
+
+
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
     """A task, or None and why in `broken`."""
     name = str(folder.relative_to(root))
@@ -87,7 +111,7 @@ def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
 def _text(path: Path) -> str:
     """Empty if there is no such file."""
     try:
-        return path.read_text() if path.is_file() else ""
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name}: {error}") from None
 
@@ -145,4 +169,5 @@ def _task(folder: Path, name: str) -> Task:
         agent_s=float(seconds[0]),
         verifier_s=float(seconds[1]),
         limits=tuple(limits.items()),
+        digest=inputs.digest(folder),
     )

@@ -285,7 +285,7 @@ async def serve(player, answer):
 
 
 def main():
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what environments print is no answer
 
     def answer(said):

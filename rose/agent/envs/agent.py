@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rose import inputs
 from rose.config import ConfigError
+from rose.files import text_lines
 
 
 class Agent:
@@ -51,13 +53,23 @@ class Agent:
         self.command = None if command is None else _command(command)
         self.function = None if function is None else _function("function", function)
         self.reward = None if reward is None else _function("reward", reward)
-        self._tasks = [] if tasks is None else _lines(tasks, _changed_at(tasks))
+        self.doubt = ""
+        self._tasks = [] if tasks is None else _lines(tasks)
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
+        if both := _in_both(tasks) if tasks is not None else 0:
+            self.doubt = (
+                f"env.args.tasks={tasks!r}: {both} of the held-out tasks (odd lines) are training "
+                "tasks (even lines), too, so evaluation measures what was trained"
+            )
         self.environment = tuple(environment)
         if not isinstance(listen, str) or not listen:
             raise ConfigError(f"env.args.listen={listen!r}: an address of this machine")
         self.listen = listen
+
+    def verify(self) -> None:
+        """Raise `ConfigError` if a file that each episode's process reads has been edited."""
+        inputs.verify(*(self.command or ()), *filter(None, (self.function, self.reward)))
 
     def task(self, seed: int) -> dict[str, Any]:
         """The content of the file ROSE_TASK for the episode of this seed."""
@@ -98,19 +110,18 @@ def _function(key: str, name: Any) -> str:
     return name
 
 
-def _changed_at(path: str) -> float:
-    try:
-        return Path(path).stat().st_mtime
-    except (OSError, TypeError) as error:
-        raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
+@functools.lru_cache(8)
+def _in_both(path: str) -> int:
+    train, held_out = ([json.dumps(t, sort_keys=True) for t in _lines(path)[k::2]] for k in (0, 1))
+    return sum(task in set(train) for task in held_out)
 
 
 @functools.lru_cache(8)  # each trajectory makes an `Agent` of its own
-def _lines(path: str, changed_at: float) -> list[Any]:
+def _lines(path: str) -> list[Any]:
+    inputs.verify(path)
     try:
-        lines = Path(path).read_text().splitlines()
-        tasks = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+        tasks = [json.loads(line) for line in text_lines(path) if line.strip()]
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
     if len(tasks) < 2:
         raise ConfigError(f"env.args.tasks={path!r}: {len(tasks)} tasks; at least 2 are needed")

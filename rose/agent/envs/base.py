@@ -22,17 +22,31 @@ class ToolCall:
 @dataclass(frozen=True)
 class Action:
     """What the policy said in one turn: its text, and the calls in it. `call` is the first of
-    `calls`, None for plain text; either may be given."""
+    `calls`, None for plain text; either may be given. `truncated`: a token limit ended the turn,
+    not the policy. `said`: the text outside of thoughts, where the marks in `text` don't tell it,
+    because the prompt opened a thought or the model has marks of its own."""
 
     text: str
     call: ToolCall | None = None
     calls: tuple[ToolCall, ...] = ()
+    truncated: bool = False
+    said: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """The text outside of thoughts. A thought that never ended has no answer behind it."""
+        return outside_thoughts(self.text) if self.said is None else self.said
 
     def __post_init__(self) -> None:
         if self.calls:
             object.__setattr__(self, "call", self.calls[0])
         elif self.call is not None:
             object.__setattr__(self, "calls", (self.call,))
+
+
+def outside_thoughts(text: str) -> str:
+    """What stands behind the last ``</think>`` and before a ``<think>`` that has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,8 @@ class Environment(Protocol):
 
     # Optional: `async def end(self) -> Step`, a last step when the turns or the context are used up
     # before one is done, such as a verdict on the final state; its reward and success count.
+
+    # Optional: `doubt`, a text for the plan's warnings, such as held-out tasks that are trained.
 
     async def close(self) -> None:
         """Free everything; safe after a failed reset and when called twice."""

@@ -23,6 +23,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult
 
+from rose import inputs
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.prompts import check_success, last_step
@@ -64,6 +65,7 @@ class Mcp:
         self.command, self.url, self.env, self.token_file = command, url, env, token_file
         self.tools, self.most, self.success_at = tools, most_characters, success_at
         self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
+        self.doubt = self.source.doubt
         self._calls: asyncio.Queue = asyncio.Queue()
         self._session: asyncio.Task | None = None
 
@@ -82,7 +84,7 @@ class Mcp:
         text = action.text.encode("utf-8", "replace").decode()
         self._messages.append({"role": "assistant", "content": text})
         if action.call is None:
-            score = await self.source.score(self._row, self._seed, self._messages)
+            score = await self.source.score(self._row, self._seed, self._messages, action)
             return last_step(score, self.success_at)
         results = [await self._use(call.name, call.arguments) for call in action.calls]
         texts = tuple(text for text, _ in results)
@@ -150,13 +152,16 @@ class Mcp:
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         if self.command is not None:
+            inputs.verify(*self.command)
             program, *arguments = self.command
             return stdio_client(
                 StdioServerParameters(command=program, args=arguments, env=self.env)
             )
         headers = {}
         if self.token_file is not None:
-            headers["Authorization"] = f"Bearer {Path(self.token_file).read_text().strip()}"
+            headers["Authorization"] = (
+                f"Bearer {Path(self.token_file).read_text(encoding='utf-8').strip()}"
+            )
         http = httpx2.AsyncClient(headers=headers, timeout=None)  # deadlines are the loop's
         return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
 

@@ -56,7 +56,7 @@ class Openenv:
         if token_file is not None:
             if not Path(token_file).is_file():
                 raise ConfigError(f"env.args.token_file={token_file!r}: no such file")
-            token = Path(token_file).read_text().strip()
+            token = Path(token_file).read_text(encoding="utf-8").strip()
             self.headers["Authorization"] = f"Bearer {token}"
         self.schema = _schema(self.url, tuple(self.headers.items()))
         self._http: aiohttp.ClientSession | None = None

@@ -39,7 +39,7 @@ class Prompts:
     ):
         check_success(success_at)
         self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
-        self.success_at = success_at
+        self.success_at, self.doubt = success_at, self.source.doubt
         self._row: dict[str, Any] = {}
         self._messages: list[dict[str, Any]] = []
 
@@ -52,7 +52,8 @@ class Prompts:
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()
         messages = [*self._messages, {"role": "assistant", "content": text}]
-        return last_step(await self.source.score(self._row, self._seed, messages), self.success_at)
+        score = await self.source.score(self._row, self._seed, messages, action)
+        return last_step(score, self.success_at)
 
     async def close(self) -> None:
         """Nothing is held."""

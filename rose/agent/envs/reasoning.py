@@ -3,7 +3,7 @@ r"""One question, one written answer: reasoning in plain text, checked by a rule
 Two families of questions, generated from the seed: `arithmetic` (the answer is an integer) and
 `countdown` (reach a target using each given number once; any correct expression counts). The
 answer is what stands in the last ``\boxed{}``; without one, the last number, or for countdown the
-last line. Text before ``</think>`` is ignored. Left out: partial credit and rewards for format.
+last line. Thoughts are ignored. Left out: partial credit and rewards for format.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import random
 import re
 
 from rose.agent.envs import _arithmetic
-from rose.agent.envs.base import Action, Start, Step
+from rose.agent.envs.base import Action, Start, Step, outside_thoughts
 from rose.agent.envs.calculator import OPERATORS, expression
 from rose.config import ConfigError
 
 TASKS = ("arithmetic", "countdown")
 SYSTEM = r"Think step by step. Then give the final answer in \boxed{}."
+# braces that LaTeX pairs; a backslash before one makes it text
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -52,7 +54,7 @@ class Reasoning:
         )
 
     async def step(self, action: Action) -> Step:
-        right = self.verify(action.text)
+        right = self.verify(action.answer)
         return Step(
             observation="Right." if right else "Wrong.",
             reward=float(right),
@@ -92,24 +94,26 @@ class Reasoning:
 
 
 def final_answer(text: str, fallback: re.Pattern[str]) -> str:
-    r"""What stands in the last ``\boxed{}``, else the last match of `fallback`, else ''."""
-    text = text.rpartition("</think>")[2]
-    boxed = _last_boxed(text)
+    r"""What stands in the last ``\boxed{}``, else the last match of `fallback`, else ''. Thoughts
+    are left out."""
+    text = outside_thoughts(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip().strip("$")
     found = fallback.findall(text)
     return found[-1] if found else ""
 
 
-def _last_boxed(text: str) -> str | None:
-    """None without a box; '' when the last one was cut off, as an earlier one was not meant to be
-    the answer."""
-    _, mark, rest = text.rpartition(r"\boxed{")
-    if not mark:
-        return None
-    depth = 1
-    for i, character in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return rest[:i]
-    return ""
+def last_boxed(text: str) -> str | None:
+    """What stands in the last box that is complete and not empty; None without one."""
+    begun: list[int | None] = []  # where each open brace's content begins; None: no box
+    last, found = 0, None
+    for brace in BRACES.finditer(text):
+        if brace[0] == "{" or len(brace[0]) > 2:
+            begun.append(None if brace[0] == "{" else brace.end())
+        elif brace[0] == "}" and begun:
+            start = begun.pop() or 0
+            content = text[start : brace.start()].strip()
+            if start > last and content:
+                last, found = start, content
+    return found

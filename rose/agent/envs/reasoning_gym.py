@@ -66,7 +66,7 @@ class ReasoningGym:
 
     async def step(self, action: Action) -> Step:
         name, arguments, seed = self._drawn
-        text = action.text.encode("utf-8", "replace").decode()
+        text = action.answer.encode("utf-8", "replace").decode()
         try:
             score = await _workers.call(
                 f"{__name__}:score", JUDGE_S, name=name, arguments=arguments, seed=seed, text=text
@@ -85,9 +85,9 @@ def ask(name: str, arguments: dict[str, Any], seed: int) -> str:
 
 
 def score(name: str, arguments: dict[str, Any], seed: int, text: str) -> float:
-    """0 to 1, of what stands in the last <answer>, thoughts left out."""
+    """0 to 1, of what stands in the last <answer>."""
     dataset, entry = _entry(name, tuple(sorted(arguments.items())), seed)
-    answer = extract_answer(text.rpartition("</think>")[2])
+    answer = extract_answer(text)
     if answer is None:
         return 0.0
     try:

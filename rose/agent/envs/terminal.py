@@ -108,6 +108,7 @@ class Terminal:
             if not number or not 0 < value < math.inf:
                 raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
         self._place, self.tasks = tasks, None if tasks == LADDER else _tasks.load(str(tasks))
+        self.doubt = _tasks.doubt(*self.tasks) if self.tasks else ""
         self.rungs, self.backend, self.undo = tuple(rungs), backend, undo
         chosen = [BASH, *[EDIT] * edit_file, *[UNDO] * undo]
         self.tools = {tool["function"]["name"]: tool for tool in chosen}
@@ -381,6 +382,7 @@ class Terminal:
 
     async def _tested(self, task: _tasks.Task) -> tuple[Fresh, float]:
         """What the tests did, and their verdict."""
+        task.verify()
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
         if done.code is None or done.code < 0:  # whoever ended the tests may have written it, too

@@ -90,8 +90,7 @@ class Textarena:
         return Start(messages=[{"role": "user", "content": self._observed.strip()}])
 
     async def step(self, action: Action) -> Step:
-        answer = action.text.rpartition("</think>")[2].strip()
-        move = answer.encode("utf-8", "replace").decode()
+        move = action.answer.strip().encode("utf-8", "replace").decode()
         done = await asyncio.to_thread(self._play, move)
         invalid = self._refused(self.seat)
         done = done or await self._others_play()

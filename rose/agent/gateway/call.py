@@ -49,7 +49,7 @@ def preload(name: str) -> None:
     sys.path.insert(0, str(Path(place).parent) if place.endswith(".py") else os.getcwd())
     with contextlib.suppress(Exception):
         origin = place if place.endswith(".py") else importlib.util.find_spec(place).origin
-        for node in ast.parse(Path(origin).read_text()).body:
+        for node in ast.parse(Path(origin).read_text(encoding="utf-8")).body:
             match node:
                 case ast.Import(names=names):
                     modules = [alias.name for alias in names]
@@ -64,13 +64,15 @@ def preload(name: str) -> None:
 
 def call(name: str, arguments: list[str]) -> None:
     """Call the function and write what it returns, if anything, as the reward."""
-    task = json.loads(Path(os.environ["ROSE_TASK"]).read_text())
+    task = json.loads(Path(os.environ["ROSE_TASK"]).read_text(encoding="utf-8"))
     found = function.load(name, "env.args.reward" if arguments else "env.args.function")
-    result = found(*[json.loads(Path(path).read_text()) for path in arguments], task)
+    result = found(
+        *[json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments], task
+    )
     if inspect.isawaitable(result):
         result = asyncio.run(_wait(result))
     if result is not None:
-        Path(os.environ["ROSE_REWARD"]).write_text(json.dumps(result))
+        Path(os.environ["ROSE_REWARD"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 async def _wait(result: Any) -> Any:

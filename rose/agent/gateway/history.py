@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.agent.chat import CannotExtend, ChatFormat
+from rose.agent.loop import is_cut
 from rose.protocol import Branch, TurnResult, pack_floats, pack_tokens, unpack_tokens
 
 
@@ -77,6 +78,7 @@ class Node:
     versions: bytes  # int32
     parent: Node | None
     closed: bool  # whether the last token is an end of turn
+    cut: bool  # true where a token limit ended the answer
     turn: int  # of the trajectory's calls, from 0
     delivered: bool = False  # whether the agent got the answer
     children: list[Node] = field(default_factory=list)
@@ -138,14 +140,15 @@ class History:
     def record(self, place: Place, result: TurnResult) -> Node:
         """Add what the policy made at `place`, in a turn whose name ends with t and its number."""
         parent, new, made = place.parent, len(place.new), len(result.tokens) // 4
-        last = int(unpack_tokens(result.tokens)[-1])
+        closed = int(unpack_tokens(result.tokens)[-1]) in self._chat.eos_ids
         node = Node(
             place.context + result.tokens,
             (parent.mask if parent else b"") + bytes(new) + b"\x01" * made,
             (parent.logprobs if parent else b"") + pack_floats([0.0]) * new + result.logprobs,
             (parent.versions if parent else b"") + pack_tokens([-1]) * new + result.versions,
             parent,
-            last in self._chat.eos_ids,
+            closed,
+            is_cut(result.finish, closed),
             int(result.turn.rpartition(".t")[2]),
         )
         (parent.children if parent else self._roots).append(node)

@@ -68,7 +68,7 @@ class Program:
             if self._log.stat().st_size > MOST_LOG:
                 words = self.last_words()
                 os.truncate(self._log, 0)
-                with self._log.open("a") as file:
+                with self._log.open("a", encoding="utf-8") as file:
                     file.write(words)
 
     def last_words(self) -> str:

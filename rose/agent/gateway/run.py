@@ -34,6 +34,7 @@ from rose.agent.gateway.session import Session
 from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import RequestTurn
 from rose.agent.scoring import Clock, Scoring, score, transcript
+from rose.config import ConfigError
 from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward.episode import Episode
 
@@ -133,6 +134,10 @@ class _Run:
     async def go(self, required: bool) -> tuple[float, bool]:
         """(reward, success); 0 and False if none is `required` and nobody gives one."""
         agent = self.agent
+        try:
+            agent.verify()
+        except ConfigError as error:
+            raise self._failure(str(error)) from None
         if isinstance(agent, Verifiers):
             begin, name = self._play(agent), "id: the episode"
         elif agent.function is None:
@@ -244,7 +249,9 @@ class _Run:
         return EnvironmentFailure(self.start.id, f"{cause}; it said: {words}" if words else cause)
 
     def _write(self, path: Path, value: Any) -> None:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+        ) as file:
             json.dump(value, file)
 
 
@@ -297,7 +304,7 @@ def _trajectory(
         success=success,
         turns=session.turns,
         response_tokens=sum(sum(branch.mask) for branch in branches),
-        truncated=session.truncated,
+        truncated=session.truncated or any(leaf.cut for leaf in session.history.leaves()),
         invalid_calls=session.invalid_calls,
         stats={
             "migrations": float(session.migrations),

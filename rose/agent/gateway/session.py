@@ -102,7 +102,7 @@ class Session:
         self._max_context, self._sampling, self._clock = max_context, sampling, clock
         self.history = History(chat)
         self.turns = self.migrations = self.invalid_calls = 0
-        self.truncated = False
+        self.truncated = False  # a call was refused: the context or the calls are used up
         self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}

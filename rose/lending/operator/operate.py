@@ -365,7 +365,7 @@ def claim(name: str) -> tuple[Path, TextIO]:
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "w")  # noqa: SIM115 (held while the process lives)
+        lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held while the process lives)
         try:
             lock_now(lock)
             if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:

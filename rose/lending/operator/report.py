@@ -90,7 +90,7 @@ def page(
         "Events": _events(events),
     }
     body = "\n\n".join(section(name, content) for name, content in sections.items())
-    script = (files("rose.lending.operator") / "page" / "lending.js").read_text()
+    script = (files("rose.lending.operator") / "page" / "lending.js").read_text(encoding="utf-8")
     facts = _facts(history, totals)
     return shell.page("lending", title, subtitle, facts, body, data, [script])
 

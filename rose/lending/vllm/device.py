@@ -42,7 +42,7 @@ def here() -> Device | None:
         return None
     path = Path(folder) / plugin.CONFIG
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])
     except (OSError, KeyError, ValueError) as error:  # msgspec's and json's are ValueErrors
         raise ValueError(

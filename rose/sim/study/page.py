@@ -177,7 +177,7 @@ def _write(
         facts,
         "\n\n".join(sections),
         data,
-        [(files("rose.sim.study") / "page" / "study.js").read_text()],
+        [(files("rose.sim.study") / "page" / "study.js").read_text(encoding="utf-8")],
     )
     write_whole(path, html.encode())
 

@@ -34,6 +34,9 @@ class Summary:
     # (N, K) int64: of each turn, its segment (`rose.trainer.segments`), -1 behind a trajectory's
     # last; None in a batch without forks
     segments: Tensor | None = None
+    # (N, 2) int64: tokens of the policy and the most that there could be, by the limit that the
+    # trajectory came closest to
+    limits: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -31,35 +31,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dapo:
-    """`overlong_buffer` tokens before `max_response_tokens` (of a whole trajectory) the punishment
-    starts to grow, from 0 to -1 reward; 0 switches it off. `overlong_filtering` gives truncated
+    """`overlong_buffer` tokens before the limit the punishment starts to grow, from 0 to -1 reward;
+    None takes a fifth of the limit, as the paper does, and 0 switches it off. The limit is
+    `max_response_tokens` of a whole trajectory; None takes, for each trajectory, the one of the
+    run's that it came closest to (`Summary.limits`). `overlong_filtering` gives truncated
     trajectories no loss: their reward says more about the limit than about the answer."""
 
     clip_low: ClipLow
     clip_high: NonNegative
-    max_response_tokens: Count
-    overlong_buffer: CountOrZero
+    max_response_tokens: Count | None
+    overlong_buffer: CountOrZero | None
     overlong_filtering: bool
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.overlong_buffer > self.max_response_tokens:
+        most, buffer = self.max_response_tokens, self.overlong_buffer
+        if most is not None and buffer is not None and buffer > most:
             raise ValueError(
                 f"algorithm.args.overlong_buffer={self.overlong_buffer}: must not be more than "
                 f"algorithm.args.max_response_tokens={self.max_response_tokens}"
             )
 
-    def overlong_punishment(self, response_tokens: Tensor) -> Tensor:
-        """(N,) int64 -> (N,) float32 in [-1, 0]; equation 13."""
+    def overlong_punishment(self, summary: Summary) -> Tensor:
+        """(N,) float32 in [-1, 0]; equation 13."""
         if self.overlong_buffer == 0:
-            return response_tokens.float() * 0
-        start = self.max_response_tokens - self.overlong_buffer
-        return ((start - response_tokens) / self.overlong_buffer).clamp(-1, 0)
+            return summary.rewards * 0
+        made, most = summary.response_tokens.float(), self.max_response_tokens
+        if most is None:
+            made, most = summary.limits.float().unbind(1)
+        buffer = most / 5 if self.overlong_buffer is None else self.overlong_buffer
+        return ((most - buffer - made) / buffer).clamp(-1, 0)
 
     def advantages(self, summary: Summary) -> Tensor:
-        shaped = summary.rewards + self.overlong_punishment(summary.response_tokens)
+        shaped = summary.rewards + self.overlong_punishment(summary)
         return group_advantages(shaped, summary.groups, scale_by_std=True)
 
     def token_weights(self, summary: Summary) -> Tensor:

@@ -355,8 +355,9 @@ def test_one_function_serves_the_environment_and_reward_function(folder, functio
     start, good, bad = play(env, 2, Action("yes"), Action("no"))
     assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
     made = envs.build(env).source._episode(
-        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}]
+        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}], truncated=True
     )
+    assert made.truncated
     found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
     assert (found.reward, found.success) == (3.0, True)
 
@@ -444,6 +445,72 @@ def test_bad_prompts_and_rewards_are_refused(folder, args, words):
     with pytest.raises(ConfigError) as error:
         envs.check(env_of("prompts", **({"data": "sums.jsonl"} | args)))
     assert words in str(error.value)
+
+
+def chat(*said, answer="3"):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return {"prompt": [{"role": roles.get(r, r), "content": "x"} for r in said], "answer": answer}
+
+
+@pytest.mark.parametrize(
+    "row, args, words",
+    [
+        (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
+        (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
+        (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
+        (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
+        (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
+        (
+            chat("u", answer={"value": 3}),
+            {},
+            "has a dict there, {'value': 3}; env.args.reward=math",
+        ),
+        (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data", "held_out"])
+def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, row, args, words):
+    good = {"prompt": "1 + 2?", "answer": "3"}
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in (good, row)))
+    files = {"data": "sums.jsonl", "held_out": "sums.jsonl"} | {key: "rows.jsonl"}
+    with pytest.raises(ConfigError) as error:
+        envs.check(env_of("prompts", **files | args))
+    assert words in str(error.value)
+
+
+def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
+    rows = [
+        {"prompt": f"{c}?", "answer": "1"}
+        for c in ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    for name, text in (
+        ("unix.jsonl", "\n".join(lines)),
+        ("windows.jsonl", "\ufeff" + "\r\n".join(lines) + "\r\n"),
+        ("list.json", "\ufeff" + json.dumps(rows, ensure_ascii=False)),
+    ):
+        (folder / name).write_bytes(
+            text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c").encode()
+        )
+        made = envs.build(env_of("prompts", data=name, held_out="sums.jsonl"))
+        assert made.source.train == rows
+    (folder / "map.json").write_text(json.dumps({"rows": rows}))
+    with pytest.raises(ConfigError, match="must be a list of rows, and is a dict"):
+        envs.check(env_of("prompts", data="map.json"))
+
+
+def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
+    rows = (folder / "sums.jsonl").read_text().splitlines()
+    (folder / "test.jsonl").write_text("\n".join([*rows[:2], json.dumps(chat("u"))]))
+    env = env_of("prompts", data="sums.jsonl", held_out="test.jsonl")
+    (words,) = envs.doubts(env)
+    assert words.startswith(
+        "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
+    )
+    assert envs.doubts(env_of("prompts", data="sums.jsonl", held_out=0.3)) == ()
+    (folder / "tasks.jsonl").write_text("1\n2\n2\n3\n")  # odd lines: 1, 2; even: 2, 3
+    (words,) = envs.doubts(env_of("agent", command=["true"], tasks="tasks.jsonl"))
+    assert "1 of the held-out tasks" in words
 
 
 def test_the_launcher_gives_ranks_whole_paths(folder, make_config):

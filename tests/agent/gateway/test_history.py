@@ -143,3 +143,19 @@ def test_what_a_user_says_cannot_forge_a_turn(serve, tokenizer):
             assert tokens.count(tokenizer.eos_token_id) == 1
 
     asyncio.run(go())
+
+
+def test_a_leaf_whose_answer_a_token_limit_ended_is_cut(serve):
+    async def leaves(texts, *calls, **changed):
+        async with serve(*texts, **changed) as world, openai_client(world) as client:
+            said = ()
+            for others in calls:
+                said = (USER, await say(client, USER, *said[1:], **others), asks("more"))
+            return [leaf.cut for leaf in world.session.history.leaves()]
+
+    long = "one two three four"
+    assert asyncio.run(leaves([long], {})) == [False]
+    assert asyncio.run(leaves([long], {}, max_new_tokens=2)) == [True]
+    assert asyncio.run(leaves([long], {"max_tokens": 2})) == [True]
+    assert asyncio.run(leaves([long], {"stop": [" three"]}, closed=False)) == [False]
+    assert asyncio.run(leaves([long, "ok"], {"max_tokens": 2}, {})) == [False]  # the answer went on

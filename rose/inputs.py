@@ -1,0 +1,216 @@
+"""The files that a configuration names, and the installed packages, as they were when an attempt of
+the run began: RUN/inputs.json.
+
+A run compares answers with each other, so all of its processes must read the same reward function,
+data and tasks. Each process that reads such a file calls `verify`, which refuses one that was
+edited in the meantime. A run that continues is compared by rose/launch/resume.py.
+Left out: modules that a named file imports, folders that environments write to, root file systems
+of tasks, and keys of secrets.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rose.config import Config, ConfigError
+from rose.files import write_whole
+
+NAME = "inputs.json"
+VARIABLE = "ROSE_INPUTS"  # the path of the run's file, for processes that a rank starts
+SECTIONS = ("env.", "eval.sets.", "reward.args.", "algorithm.", "scheduler.", "model.path")
+SECRETS = ("token_file", "api_key_file")
+FOLDERS = ("data", "held_out", "tasks", "path")  # keys whose folders the run only reads
+MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+SKIPPED = {"rootfs", "__pycache__"}  # a task's root file system is large, and read-only to the run
+PROGRAM = b"\x7fELF"  # a compiled program changes with the system's updates
+WHOLE = 2**28  # bytes of a file that are read; of a larger one, stretches (a GB takes a second)
+STRETCH, STRETCHES = 2**20, 64
+# A second edit within a tick of a file system's clock leaves the times as they are, so the digest
+# of a file this young is not kept (git's "racily clean"; NFS and FAT count in seconds).
+FRESH_S = 4.0
+READERS = 16  # threads: on a network file system each small file costs a round trip
+
+
+def record(c: Config, run_dir: Path) -> None:
+    """Write down what the attempt that begins now reads."""
+    files = {path: {"key": key, "digest": digest(Path(path))} for path, key in named(c).items()}
+    contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
+    found = {"files": files, "packages": {} if contained else packages()}
+    write_whole(Path(run_dir) / NAME, json.dumps(found, indent=1).encode(), sync=True)
+
+
+def recorded(run_dir: Path) -> dict[str, Any]:
+    """What `record` wrote; without files and packages of a run of earlier releases."""
+    path = Path(run_dir) / NAME
+    return json.loads(path.read_text("utf-8")) if path.exists() else {"files": {}, "packages": {}}
+
+
+def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
+    """(key, what has become of its file) of each file that is not as `record` found it."""
+    for path, was in recorded(run_dir)["files"].items():
+        if (now := digest(Path(path))) != was["digest"]:
+            yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
+
+
+def changed_packages(run_dir: Path) -> list[str]:
+    """Each package whose version differs from the recorded one: "torch 2.12 -> 2.13"."""
+    before = recorded(run_dir)["packages"]
+    now = packages() if before else {}
+    return [
+        f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def expect(run_dir: Path) -> None:
+    """`verify` goes by what this run recorded, here and in processes that this one starts."""
+    os.environ[VARIABLE] = str(Path(run_dir).resolve() / NAME)
+
+
+def verify(*places: str | Path) -> None:
+    """Raise `ConfigError` for a place that the run's launch recorded and that differs from it by
+    now. FILE:FUNCTION is FILE. A place that no key names passes."""
+    if VARIABLE not in os.environ:
+        return
+    known = _expected(os.environ[VARIABLE])
+    for place in places:
+        path = os.path.abspath(re.sub(r"(?<=\.py):\w+$", "", str(place)))
+        was = known.get(path)
+        if was is not None and digest(Path(path)) != was["digest"]:
+            raise ConfigError(
+                f"{was['key']}: {path} has changed since this attempt of the run began, so its "
+                "processes would read two different files; restore it, or give the next run a "
+                "file of another name"
+            )
+
+
+@functools.cache  # a process belongs to one attempt
+def _expected(path: str) -> dict[str, Any]:
+    return recorded(Path(path).parent)["files"]
+
+
+def named(c: Config) -> dict[str, str]:
+    """Absolute path -> key, of every file and folder that the run reads and a key names."""
+    found: dict[str, str] = {}
+    for key, value in _texts(msgspec.to_builtins(c)):
+        if not key.startswith(SECTIONS) or key.endswith(SECRETS):
+            continue
+        if key == "model.path" and c.model.source != "folder":
+            continue  # a recipe's folder is a cache, and a hub's snapshot a commit
+        for path in _paths(key, value):
+            found.setdefault(os.path.abspath(path), key)
+    return found
+
+
+def _paths(key: str, value: str) -> Iterator[str]:
+    """Of those that a value may mean, those that are there."""
+    words = [value]
+    if key.endswith(".command"):
+        words = shlex.split(value)
+    for word in words:
+        for place in dict.fromkeys((word, word.partition("#")[0], word.rpartition(":")[0])):
+            named = "." in place or "/" in place  # math and random are keywords
+            if named and os.path.isfile(place) and not _is_program(place):
+                yield place
+            if os.path.isabs(place) and os.path.isdir(place) and key.endswith(FOLDERS):
+                yield place
+        if MODULE.fullmatch(word) and (origin := _origin(word.partition(":")[0])):
+            yield origin
+
+
+def _is_program(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(PROGRAM)) == PROGRAM
+
+
+def _origin(module: str) -> str | None:
+    """The file of a module, imported or not, that no installed package has: those have versions."""
+    made = sys.modules.get(module)
+    places = [getattr(made, "__file__", None)] if made else []
+    stem = module.replace(".", "/")
+    places += [os.path.join(p, f"{stem}{end}") for p in sys.path for end in (".py", "/__init__.py")]
+    origin = next((os.path.abspath(p) for p in places if p and os.path.isfile(p)), None)
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+    installed.add(str(Path(__file__).parent))
+    ours = origin is None or any(origin.startswith(f"{folder}/") for folder in installed)
+    return None if ours else origin
+
+
+def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every text in the tree; items of a list have its key."""
+    if isinstance(tree, dict):
+        for name, branch in tree.items():
+            yield from _texts(branch, f"{prefix}.{name}" if prefix else name)
+    elif isinstance(tree, list):
+        for branch in tree:
+            yield from _texts(branch, prefix)
+    elif isinstance(tree, str) and tree:
+        yield prefix, tree
+
+
+def packages() -> dict[str, str]:
+    """Name -> version of what is installed for this Python, and Python itself."""
+    found = {"python": platform.python_version()}
+    for folder in sys.path:
+        for path in Path(folder).glob("*-*.dist-info"):
+            name, _, version = path.name.removesuffix(".dist-info").partition("-")
+            found.setdefault(name.lower(), version)
+    return found
+
+
+def digest(path: Path) -> str:
+    """Of a file's content, or of the names and contents of a folder's files; "" if it is gone. What
+    was read once is not read again until its size, times or inode change."""
+    if not path.is_dir():
+        return _of_file(path)
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(set(folders) - SKIPPED)
+        kept = (name for name in sorted(names) if not name.startswith(".nfs"))  # open and deleted
+        found += [Path(folder, name) for name in kept]
+    with ThreadPoolExecutor(READERS) as readers:
+        each = zip(found, readers.map(_of_file, found), strict=True)
+        lines = [f"{file.relative_to(path)}\0{of}\n" for file, of in each]
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode("utf-8", "surrogateescape"))
+
+
+def _of_file(path: Path) -> str:
+    """ "" of what is no file."""
+    try:
+        stat = path.stat()
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        fresh = time.time() - max(times) / 1e9 < FRESH_S
+        content = _content.__wrapped__ if fresh else _content
+        return content(str(path), stat.st_size, stat.st_ino, times) if path.is_file() else ""
+    except OSError:
+        return ""
+
+
+@functools.lru_cache(2**17)
+def _content(path: str, size: int, inode: int, times: tuple[int, int]) -> str:
+    made = xxhash.xxh3_128(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= WHOLE:
+            while data := file.read(STRETCH):
+                made.update(data)
+        else:
+            for number in range(STRETCHES):
+                file.seek(number * (size - STRETCH) // (STRETCHES - 1))
+                made.update(file.read(STRETCH))
+    return made.hexdigest()
