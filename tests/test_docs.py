@@ -137,13 +137,15 @@ def reader(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page, run", dry_runs())
 def test_commands_are_accepted(page, run, reader, monkeypatch):
     folder = reader(page)
-    for path in ("beside.jsonl", "my-model"):  # what earlier commands of the pages make
+    # Earlier commands of the pages make these.
+    for path in ("beside.jsonl", "my-model"):
         if f"={path}" in " ".join(run):
             make(folder, path)
     monkeypatch.setattr("rose.agent.envs.openenv._schema", lambda *_: {})  # no server is here
     monkeypatch.setattr("rose.agent.envs.verifiers._load", lambda *_: {})  # nor the library
     replaced = {"env.args.python=$VENV_PYTHON": "env.args.python=/bin/sh", "seed=1,2,3": "seed=1"}
-    run = [replaced.get(each, each) for each in run]  # one point of a sweep is like the others
+    # One point of a sweep is like the others.
+    run = [replaced.get(each, each) for each in run]
     assert front.main(CONF, [*run, "cluster.dry_run=true"]) == 0
 
 
@@ -157,7 +159,7 @@ def make(folder: Path, path: str) -> None:
 
 
 def test_the_printed_server_has_a_tool(reader):
-    """One call, then the answer, which math-verify judges right."""
+    """Call the tool, then answer; math-verify judges the answer right."""
     reader("environments.md")
     (run,) = [r for r in printed.commands("environments.md") if "env=mcp" in r]
     tree = composed(*run)["env"]
