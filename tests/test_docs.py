@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -158,8 +160,11 @@ def make(folder: Path, path: str) -> None:
     (folder / path / "tokenizer_config.json").write_text("{}")
 
 
-def test_the_printed_server_has_a_tool(reader):
+def test_the_printed_server_has_a_tool(reader, monkeypatch):
     """The policy calls the tool once and answers; math-verify judges the answer right."""
+    # The page's reader has activated the environment, so `python` is the one that runs this test.
+    folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
     reader("environments.md")
     (run,) = [r for r in printed.commands("environments.md") if "env=mcp" in r]
     tree = composed(*run)["env"]
