@@ -59,7 +59,7 @@ def test_it_begins_where_the_system_says(monkeypatch, heap_there):
     maps = "00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/x\n" + heap_there * (
         "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n"
     )
-    monkeypatch.setattr(Path, "read_text", lambda self: maps)
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: maps)
     assert heap._begin() == (0xE03000 if heap_there else None)
 
 
