@@ -195,7 +195,7 @@ class ChatFormat:
             messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
         try:
             return self._encode(self._render(messages, tools))
-        except (TemplateError, TypeError, KeyError) as error:  # what its author didn't think of
+        except Exception as error:  # a template is a program: of what its author didn't think of
             raise CannotExtend(
                 f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
             ) from None

@@ -181,7 +181,11 @@ class TrajectoryHost:
     ) -> p.Trajectory:
         c = self._config
         key, member = c.environments[start.domain]
-        environment = build(member)
+        try:
+            environment = build(member)
+        except ConfigError as error:
+            # The launch could build it, so this may pass, and a replacement may do better.
+            raise EnvironmentFailure(start.id, str(error)) from error
         if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
             await asyncio.to_thread(self._snapshots.expect, start.id)
             environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)

@@ -18,7 +18,7 @@ import msgspec
 
 from rose import config
 from rose.agent import tool_calls
-from rose.agent.chat import ChatFormat, Observer
+from rose.agent.chat import CannotExtend, ChatFormat, Observer
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.forks import Fork, Forks
 from rose.agent.guard import EnvironmentFailure, Guard, forget
@@ -166,7 +166,7 @@ class _Episode:
                 self.invalid_calls += step.invalid
                 done = done or step.done
             if not done:
-                self._prepare_next(self.chat.observations(observed, closed))
+                self._prepare_next(self._written("step", self.chat.observations, observed, closed))
             if not done and not self.truncated:
                 self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
@@ -178,7 +178,7 @@ class _Episode:
 
     async def _begin(self) -> Start:
         first = await self.guard.reset(self.start.env_seed)
-        prompt = self.chat.start(first.messages, first.tools)
+        prompt = self._written("reset", self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise EnvironmentFailure(
                 self.start.id,
@@ -188,6 +188,18 @@ class _Episode:
             )
         self._observe(prompt)
         return first
+
+    def _written(self, method: str, write: Callable[..., list[int]], *given: Any) -> list[int]:
+        """Tokens of what a method of the environment gave, as the chat template writes it. One that
+        refuses this environment's messages has written others, so it is the trajectory's failure.
+        """
+        try:
+            return write(*given)
+        except CannotExtend as error:
+            raise EnvironmentFailure(
+                self.start.id,
+                f"{type(self.env).__name__}.{method} gave what can't be written: {error}",
+            ) from error
 
     async def _started(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
@@ -434,9 +446,7 @@ class _Episode:
             response_tokens=sum(self.mask),
             truncated=self.truncated,
             invalid_calls=self.invalid_calls,
-            stats={"migrations": float(self.migrations)}
-            | self.stats
-            | getattr(self.env, "stats", {}),
+            stats={"migrations": float(self.migrations)} | self.stats | self.guard.stats(),
             started=started,
             finished=finished,
             domain=self.start.domain,
