@@ -270,6 +270,7 @@ class TrajectoryFailed(Message):
     domain: str
     error: str
     scoring: bool = False
+    certain: bool = False  # every trajectory of its task would fail
 
 
 class ScoreTrajectory(Message):

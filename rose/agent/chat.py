@@ -118,6 +118,22 @@ class ChatFormat:
         short = sum(map(len, key)) <= CACHED
         return list(self._start(*key) if short else self._start_tokens(*key))
 
+    def written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """The text whose tokens are `start`'s. Raises `CannotExtend`."""
+        if not self.native_tools:
+            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
+        try:
+            return self._render(messages, tools)
+        except Exception as error:  # a template is a program: of what its author didn't think of
+            raise CannotExtend(
+                f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
+            ) from None
+
+    def counts(self, texts: Sequence[str]) -> list[int]:
+        """The number of tokens of each text, counted by all cores."""
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        return list(map(len, self._backend.encode_batch(texts, add_special_tokens=False)))
+
     def observation(self, text: str, role: Observer, closed: bool = True) -> list[int]:
         """Tokens from the policy's last token to its next turn.
 
@@ -190,15 +206,7 @@ class ChatFormat:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
-        messages, tools = json.loads(messages), json.loads(tools)
-        if not self.native_tools:
-            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
-        try:
-            return self._encode(self._render(messages, tools))
-        except Exception as error:  # a template is a program: of what its author didn't think of
-            raise CannotExtend(
-                f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
-            ) from None
+        return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
     def _observation_tokens(
         self, messages: tuple[tuple[Observer, str], ...], closed: bool

@@ -25,6 +25,11 @@ class EnvironmentFailure(Exception):
         cause = cause[:CAUSE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
         super().__init__(f"trajectory {trajectory}: {cause}")
         self.trajectory, self.cause = trajectory, cause
+        self.task = ""  # the environment's name for its task, if any
+
+
+class TaskFailure(EnvironmentFailure):
+    """Every trajectory of the task fails in the same way, as with a prompt that doesn't fit."""
 
 
 class ScoringFailure(EnvironmentFailure):

@@ -11,6 +11,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 
 from rose import processes
@@ -23,7 +24,7 @@ from rose.agent.gateway.program import HOST
 from rose.agent.gateway.run import remove_stale, run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
-from rose.agent.guard import EnvironmentFailure, ScoringFailure
+from rose.agent.guard import EnvironmentFailure, ScoringFailure, TaskFailure
 from rose.agent.loop import run_trajectory
 from rose.agent.moves import Moves
 from rose.agent.scoring import Scoring
@@ -119,10 +120,9 @@ class TrajectoryHost:
             await asyncio.sleep(TOLD_S)
             if self._ending:  # the trajectory begins anew with the run
                 await asyncio.sleep(ENDING_S)
-            scoring = isinstance(failure, ScoringFailure)
-            self._send(
-                p.TrajectoryFailed(start.id, start.group, start.domain, str(failure), scoring)
-            )
+            kinds = isinstance(failure, ScoringFailure), isinstance(failure, TaskFailure)
+            words = f"{failure} ({failure.task})" if failure.task else str(failure)
+            self._send(p.TrajectoryFailed(start.id, start.group, start.domain, words, *kinds))
             self._forget(start.id)
         else:
             self._recorder.span(
@@ -201,11 +201,16 @@ class TrajectoryHost:
             time.time,
             self._scoring,
         )
-        if isinstance(environment, Agent):
-            gateway = await self._gateway(environment.listen, key)
-            return await run_agent(start, environment, gateway, *rest)
-        forks = self._forks if c.rollout.branch.ways else None
-        return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
+        try:
+            if isinstance(environment, Agent):
+                gateway = await self._gateway(environment.listen, key)
+                return await run_agent(start, environment, gateway, *rest)
+            forks = self._forks if c.rollout.branch.ways else None
+            return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
+        except EnvironmentFailure as failure:
+            with suppress(Exception):  # a stranger's class, which has just failed
+                failure.task = str(environment.task_name(start.env_seed))
+            raise
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""

@@ -21,7 +21,7 @@ from rose.agent import tool_calls
 from rose.agent.chat import CannotExtend, ChatFormat, Observer
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.forks import Fork, Forks
-from rose.agent.guard import EnvironmentFailure, Guard, forget
+from rose.agent.guard import EnvironmentFailure, Guard, TaskFailure, forget
 from rose.agent.scoring import Clock, Scoring, score, transcript
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.protocol import (
@@ -180,7 +180,7 @@ class _Episode:
         first = await self.guard.reset(self.start.env_seed)
         prompt = self._written("reset", self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
-            raise EnvironmentFailure(
+            raise TaskFailure(
                 self.start.id,
                 f"the first prompt has {len(prompt)} tokens, which leaves no room "
                 f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "

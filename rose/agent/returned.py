@@ -19,7 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def start(given: Start) -> Start:
-    """What `reset` gave."""
+    """Return what `reset` gave, in Python's own types. Raises `ValueError`."""
     messages = _list(given.messages, "messages")
     if not messages:
         raise ValueError("no messages; at least one is needed")
@@ -34,7 +34,7 @@ def start(given: Start) -> Start:
 
 
 def step(given: Step) -> Step:
-    """What `step` or `end` gave."""
+    """Return what `step` or `end` gave, in Python's own types. Raises `ValueError`."""
     done = _flag(given.done, "done")
     observation = "" if done and given.observation is None else given.observation
     return Step(
@@ -51,7 +51,7 @@ def step(given: Step) -> Step:
 
 
 def stats(given: Any) -> dict[str, float]:
-    """What an environment has as `stats`: figures of the episode by their names."""
+    """Return an environment's `stats`: figures of the episode by name. Raises `ValueError`."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{values.shown(given)}, not a dict")
     found = {}

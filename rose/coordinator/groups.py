@@ -59,12 +59,12 @@ class Rollouts:
             hosts,
             on_fault,
         )
-        limits = {
-            name: (member.max_failures_in_row, f"{key}.max_failures_in_row")
+        bounds = {
+            name: control.Bounds(member.max_failures_in_row, member.max_failed_tasks, key)
             for name, (key, member) in config.environments.items()
         }
         self.groups = control.Groups(
-            config.seed, limits, config.deterministic, config.rollout.branch
+            config.seed, bounds, config.deterministic, config.rollout.branch
         )
         self.finished: dict[
             str, list[p.Trajectory]
@@ -375,20 +375,35 @@ class Rollouts:
             )
 
     def _failed(self, m: p.TrajectoryFailed, lost: bool = False) -> None:
-        """Another member takes its place. `lost`: it failed for its hosts' deaths. Raises
-        `RunFailed` when environments fail one after the other."""
+        """Another member takes its place, or another task that of its task. `lost`: it failed for
+        its hosts' deaths. Raises `RunFailed` when too many tasks fail each time."""
         running = self._running.pop(m.id)
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
         self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)
         try:
-            replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error, lost)
+            after = self.groups.failed_trajectory(m.id, m.group, m.error, lost, m.certain)
         except control.TooManyFailures as error:
             raise RunFailed(str(error)) from None
-        if replacement is not None:
-            self._start([replacement])
+        if after.given_up:
+            self._leave_task(m.group, after)
+        self._start(after.starts)
         self._clear(running)
+
+    def _leave_task(self, group: str, after: control.Replaced) -> None:
+        """Nothing of a task that was given up is used."""
+        self._on_fault("task given up", after.given_up)
+        self._hub.group_ended(group)
+        for trajectory in after.running:
+            self._cancel(trajectory)
+        for trajectory in after.done:
+            self._hub.log.forget(trajectory.id)
+            self.dropped_tokens += trajectory.own_tokens
+            self.progress = (
+                self.progress[0] - (trajectory.phase is self._waited_for),
+                self.progress[1],
+            )
 
 
 def _host_name(index: int) -> str:

@@ -1,4 +1,4 @@
-"""What counts as a reward, as a number and as a truth value, wherever it comes from.
+"""The one definition of a reward, a number and a truth value, wherever they come from.
 
 Every way to a reward (an environment's step, env.args.reward, reward=function, an agent's function,
 its file or its call, verifiers) reads it here, so the same things are rewards everywhere: numbers
@@ -31,10 +31,10 @@ def number(value: Any) -> float:
     """`value` as a float. Raises `ValueError` where it is no number."""
     if type(value) is float:
         return value
-    if callable(item := getattr(value, "item", None)):  # of NumPy and torch
+    if callable(item := getattr(value, "item", None)):  # NumPy and torch have it
         try:
             value = item()
-        except Exception:  # of several elements; each library has an error of its own
+        except Exception:  # Each library has its own error for several elements.
             raise ValueError("not one number") from None
     if isinstance(value, str | bytes | bytearray) or not (
         hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
@@ -44,7 +44,7 @@ def number(value: Any) -> float:
         return float(value)
     except OverflowError:  # an integer of 400 digits
         return math.inf if value > 0 else -math.inf
-    except Exception as error:  # of a class that isn't ours
+    except Exception as error:  # A stranger's class may raise anything.
         raise ValueError(f"not a number: {error}") from None
 
 
@@ -83,7 +83,7 @@ def to_json(value: Any) -> Any:
             raise TypeError(f"{shown(value)} is not one value") from None
         if isinstance(value, bool | int | float | str):
             return value
-    if hasattr(type(value), "__float__"):  # of the module decimal and the like
+    if hasattr(type(value), "__float__"):  # decimal.Decimal has it
         return number(value)
     return msgspec.to_builtins(value, enc_hook=_unknown)
 

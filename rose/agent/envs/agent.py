@@ -51,6 +51,7 @@ class Agent:
         self.command = None if command is None else _command(command)
         self.function = None if function is None else _function("function", function)
         self.reward = None if reward is None else _function("reward", reward)
+        self._place = tasks
         self._tasks = [] if tasks is None else _lines(tasks, _changed_at(tasks))
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
@@ -58,6 +59,12 @@ class Agent:
         if not isinstance(listen, str) or not listen:
             raise ConfigError(f"env.args.listen={listen!r}: an address of this machine")
         self.listen = listen
+
+    def task_name(self, seed: int) -> str:
+        if not self._tasks:
+            return ""
+        at = seed // 2 % len(self._tasks[seed % 2 :: 2])
+        return f"task {2 * at + seed % 2 + 1} of {self._place}"
 
     def task(self, seed: int) -> dict[str, Any]:
         """The content of the file ROSE_TASK for the episode of this seed."""

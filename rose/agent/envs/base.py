@@ -97,5 +97,10 @@ class Environment(Protocol):
     # Optional: `async def end(self) -> Step`, a last step when the turns or the context are used up
     # before one is done, such as a verdict on the final state; its reward and success count.
 
+    # Optional: `def task_name(self, seed: int) -> str`, what people call the seed's task, such as
+    # its row in a file; failures name it. `def starts(self) -> Iterable[tuple[str, Start]]`, the
+    # name and the first state of every task, where these are known beforehand: the launcher then
+    # counts which don't fit the model's context.
+
     async def close(self) -> None:
         """Free everything; safe after a failed reset and when called twice."""
