@@ -336,6 +336,17 @@ class HostReady(Message):
     machine: str = ""
 
 
+class HostBeat(Message):
+    """Environment host's process -> its rank: its event loop turns."""
+
+
+class HostBlocked(Message):
+    """Environment host -> coordinator: `what` holds its event loop, and how long so far."""
+
+    rank: int
+    what: str
+
+
 class HostLost(Message):
     """Environment host's rank -> coordinator: its process died, and another is being started. All
     that the dead one said came before this; all that the coordinator sends until `HostForgotten` is
@@ -762,6 +773,8 @@ AnyMessage = (
     | CancelTrajectory
     | TrajectoryResumed
     | HostReady
+    | HostBeat
+    | HostBlocked
     | HostLost
     | HostForgotten
     | HostLoad

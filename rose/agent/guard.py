@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rose.agent import returned
+from rose.agent.blocked import Blocked, called, marks
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.reward import values
@@ -58,8 +59,9 @@ class Guard:
     def stats(self) -> dict[str, float]:
         """The environment's own figures of the episode."""
         try:
-            given = getattr(self.env, "stats", {})
-        except Exception as error:  # a property of the user's
+            what = f"{type(self.env).__name__}.stats"
+            given = called(what, self.timeout_s, lambda: getattr(self.env, "stats", {}))
+        except (Exception, Blocked) as error:  # a property of the user's
             raise self._failure("stats", f"raised {_raised(error)}") from error
         try:
             return returned.stats(given)
@@ -87,7 +89,8 @@ class Guard:
     ) -> Any:
         began = time.monotonic()
         with _workers.Queueing() as queue:
-            task = asyncio.ensure_future(_awaited(make))
+            what = f"{type(self.env).__name__}.{name}"
+            task = asyncio.ensure_future(_awaited(what, self.timeout_s, make))
         task.add_done_callback(forget)
         try:  # not wait_for, which would wait for an environment that swallows its cancellation
             left = self.timeout_s
@@ -101,6 +104,8 @@ class Guard:
                 name, f"did not return within {self.key}.step_timeout_s={self.timeout_s:g} s"
             )
         error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
+        if isinstance(error, Blocked):
+            raise self._failure(name, str(error)) from error
         if error is not None:
             raise self._failure(name, f"raised {_raised(error)}") from error
         if not isinstance(task.result(), expected):
@@ -115,7 +120,8 @@ class Guard:
         return EnvironmentFailure(self.trajectory, f"{type(self.env).__name__}.{method} {what}")
 
 
-async def _awaited(make: Callable[[], Coroutine]) -> Any:
+@marks
+async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
     try:
         return await make()
     except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the host with it

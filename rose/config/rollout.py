@@ -18,6 +18,8 @@ class Env(Section):
     max_new_tokens: Count  # per turn
     step_timeout_s: Positive
     max_failures_in_row: Count  # or the group's size, if larger: then a task is given up
+    # Seconds that a trajectory may take besides the model's turns: an agent may call for ever.
+    trajectory_timeout_s: Positive = 3600.0
     max_failed_tasks: Share = 0.2  # the share of tasks that fail each time from which the run ends
 
     @property

@@ -511,7 +511,9 @@ class Coordinator:
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
                 f"are open, {self.scheduler.waiting} of them unassigned"
+                f"{self.rollouts.in_environments()}"
             ),
+            lambda words: self._fault("no progress", words),
         )
 
     async def _ended(self) -> None:

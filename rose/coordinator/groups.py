@@ -30,6 +30,7 @@ from rose.scheduler import events as ev
 # which it was, and one from outside fails one trajectory at most.
 SUSPECT_LOSSES, MOST_LOSSES = 2, 3
 NO_HOST = -1  # of a suspect that waits
+NAMED = 5  # trajectories that a message names; the others are counted
 
 
 @dataclass
@@ -138,6 +139,16 @@ class Rollouts:
     def runs(self, trajectory: str) -> bool:
         """False once it is in, has failed or was cancelled: words about it are late."""
         return trajectory in self._running
+
+    def in_environments(self) -> str:
+        """Which trajectories no turn is waited for by, for a message: their environments act."""
+        names = [name for name in sorted(self._running) if self._hub.in_environment(name)]
+        if not names:
+            return ""
+        more = f" and {len(names) - NAMED} more" if names[NAMED:] else ""
+        domains = sorted({self._running[name].start.domain for name in names})
+        shown = f"{', '.join(names[:NAMED])}{more}"
+        return f"; in their environments ({', '.join(domains)}): {shown}"
 
     # ----------------------------------------------------------------- the scheduler's actions
 
@@ -263,6 +274,10 @@ class Rollouts:
                 return True
             case p.HostLost():
                 self._host_lost(message)
+                return True
+            case p.HostBlocked():
+                what = f"rank {message.rank}: {message.what}"
+                self._on_fault("environment host blocked", what)
                 return True
             case p.HostReady():
                 self.up.add(message.rank)

@@ -110,7 +110,7 @@ class Gateway:
         try:
             session = self._session(request)
             with session.counted():
-                body = await _body(request)
+                body = await _body(request, session.body_s)
                 query = api.read(body)
                 streamed = fields.take(body, "stream", bool, False)
                 model = fields.take(body, "model", str, self._model)
@@ -160,7 +160,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            with self._session(request).counted():
+            with self._session(request).counted(is_call=False):
                 pass
         except ApiError as error:
             return _refused(openai_chat, error)
@@ -171,7 +171,7 @@ class Gateway:
         try:
             session = self._session(request)
             with session.counted():
-                body = await _body(request)
+                body = await _body(request, session.body_s)
                 try:
                     session.reward = reward_of(body, "the call")
                 except ValueError as error:
@@ -191,9 +191,12 @@ def reward_of(value: Any, whose: str) -> tuple[float, bool]:
     return score.reward, score.reward >= 1 if score.success is None else score.success
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
     try:
-        body = await request.json()
+        async with asyncio.timeout(limit_s):
+            body = await request.json()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limit_s:g} s", "timeout") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large") from None
     except (ValueError, RecursionError):
