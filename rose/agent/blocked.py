@@ -62,7 +62,7 @@ class LoopWatch:
         """Report what blocks the loop in `frame`. Raises `Blocked` where its time is up."""
         silent = time.monotonic() - self._beat_at
         if silent < 2 * BEAT_S:
-            return  # it has gone on meanwhile
+            return  # The loop turns again.
         call = frame
         while call is not None and call.f_code not in CALLS:
             call = call.f_back
@@ -81,7 +81,7 @@ class LoopWatch:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where ROSE's own code is."""
+    """Name the line of ROSE's own code."""
     if frame is None:
         return "native code"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -76,7 +76,7 @@ class TrajectoryHost:
         )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
-        self._own: dict[str, OwnTime] = {}  # of each trajectory that runs
+        self._own: dict[str, OwnTime] = {}  # the own time of running trajectories
         self._forks = Forks()
         self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
         self._opening = asyncio.Lock()

@@ -99,7 +99,7 @@ class _Process:
         self.silent_s = 0.0
 
     def signal(self, number: int) -> None:
-        """By the system call: asyncio's methods poll first, and may take the exit code from who
+        """Send a signal by the system call: asyncio's poll first, and may take the exit code from who
         waits for it."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -145,9 +145,7 @@ class HostRank:
         while True:
             await self._process.pass_on(self._mailbox)
             if not self._ends.is_set():
-                self._process.signal(
-                    signal.SIGKILL
-                )  # one that has closed its channel is of no more use
+                self._process.signal(signal.SIGKILL)  # It has closed its channel.
             how = await self._process.end()
             if self._ends.is_set():
                 return

@@ -65,12 +65,12 @@ def _tried(
     overheads: dict[str, int] = {}  # bytes that the template writes around messages of one shape
     began, said, done, tasks = time.monotonic(), time.monotonic(), 0, iter(tasks)
     while some := list(islice(tasks, AT_ONCE)):
-        why, long = {}, {}  # by place: another task may have the same name
+        why, long = {}, {}  # Tasks by place, as names may repeat.
         for place, (_, start) in enumerate(some):
             try:
                 if _bytes(start, chat, overheads) >= most:
                     long[place] = chat.written(start.messages, start.tools)
-            except (ValueError, ConfigError) as error:  # of the template, by its own name
+            except (ValueError, ConfigError) as error:  # The template refuses them.
                 why[place] = str(error)
         for place, tokens in zip(long, chat.counts(list(long.values())), strict=True):
             if tokens >= most:
