@@ -99,8 +99,8 @@ class _Process:
         self.silent_s = 0.0
 
     def signal(self, number: int) -> None:
-        """Send a signal by the system call: asyncio's poll first, and may take the exit code from who
-        waits for it."""
+        """Send a signal by the system call: asyncio's poll first, and may take the
+        exit code from who waits for it."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)

@@ -187,16 +187,14 @@ class Groups:
         if group.failures < most:
             again = self._start(name, group, f"{member}r{group.replaced}")
             return Replaced([again])
-        return self._give_up(name, group, cause)
+        times = "none of its trajectories can begin" if certain else f"{most} failures in a row"
+        return self._give_up(name, group, f"{times}; {cause}")
 
     def _give_up(self, name: str, group: _Group, cause: str) -> Replaced:
         """Begin the group again with another task of its domain and its side, training or held-out:
         that is the seed's parity."""
         seed = group.task.seed
-        why = (
-            f"{group.task.domain} with seed {seed} (group {name}): {group.failures} of its "
-            f"trajectories failed in a row; {cause}"
-        )
+        why = f"{group.task.domain} with seed {seed} (group {name}): {cause}"
         self.given_up += 1
         self._ended[group.task.domain].append(True)
         redrawn = seed_of(seed, "given up", group.replaced) & ~1 | seed & 1

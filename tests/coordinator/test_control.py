@@ -96,7 +96,11 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
     fails(groups, "g0.0")
     fails(groups, "g0.0r1")
     after = fails(groups, "g0.2", "disk gone (row 7 of rows.jsonl)")
-    for part in ("lake with seed 98 (group g0)", "3 of its", "g0.2: disk gone (row 7 of"):
+    for part in (
+        "lake with seed 98 (group g0)",
+        "3 failures in a row",
+        "g0.2: disk gone (row 7 of",
+    ):
         assert part in after.given_up
     assert after.running == ["g0.0r2"] and [t.id for t in after.done] == ["g0.1"]
     assert [start.id for start in after.starts] == ["g0.0r3", "g0.1r3", "g0.2r3"]

@@ -63,6 +63,11 @@ class Query:
     tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
     calls_tools: bool = True  # False: what looks like a call is text
 
+    @property
+    def characters(self) -> int:
+        """Of all messages' texts."""
+        return sum(len(message.text) for message in self.messages)
+
     def digest(self) -> bytes:
         history = digests(self.messages, self.tools)[-1]
         rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
@@ -125,6 +130,7 @@ class Session:
 
     async def answer(self, query: Query) -> Answer:
         """Within or behind `counted`. Raises `ApiError`."""
+        self._check_length(query)
         digest = query.digest()
         task = self._calls.get(digest)
         if task is None:
@@ -213,18 +219,30 @@ class Session:
         if task.cancelled() or task.exception() is not None:
             self._calls.pop(digest, None)
 
+    def _check_length(self, query: Query) -> None:
+        """Refuse what can't fit by its characters: to make tokens of it would take seconds. Raises
+        `ApiError`."""
+        least = self._chat.least_tokens(query.characters)
+        if least >= self._max_context:
+            error = self._too_long(f"at least {least}")
+            self._refuse(error)
+            raise error
+
+    def _too_long(self, tokens: str) -> ApiError:
+        self.truncated = True
+        return ApiError(
+            400,
+            f"the messages have {tokens} tokens; the model's context holds {self._max_context} "
+            "(model.max_context), the answer included",
+            "context_length_exceeded",
+        )
+
     async def _take_turn(self, query: Query) -> Answer:
-        place = self._place(query)
+        place = await self._chat.in_thread(query.characters, self._place, query)
         context = place.context
         room = self._max_context - len(context) // 4
         if room <= 0:
-            self.truncated = True
-            raise ApiError(
-                400,
-                f"the messages have {len(context) // 4} tokens; the model's context holds "
-                f"{self._max_context} (model.max_context), the answer included",
-                "context_length_exceeded",
-            )
+            raise self._too_long(str(len(context) // 4))
         if self.turns >= self._limits.max_turns:
             self.truncated = True
             raise ApiError(
