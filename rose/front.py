@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from rose import config as configuration
 from rose import policies, processes
-from rose.agent import envs, tool_formats
+from rose.agent import envs, rows, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
 from rose.engine import arguments
@@ -274,6 +274,17 @@ def check_formats(c: Config) -> None:
         ChatFormat.of(resolve(c.model), c.model)
 
 
+def check_rows(c: Config, say: Callable[[str], None]) -> None:
+    """Raises `ConfigError` for a file of which too many rows don't fit the model's context, now
+    that the model's folder is there; says which don't. The rows of a replay are another run's."""
+    here = c.model.source in ("folder", "hub") or c.cluster.kind == "local"
+    if here and c.rollout.replay is None and rows.known(c):
+        from rose.agent.chat import ChatFormat  # imports transformers
+        from rose.models import resolve
+
+        rows.check(c, ChatFormat.of(resolve(c.model), c.model), say)
+
+
 def check_domains(c: Config) -> None:
     """Raises `ConfigError` for an affinity of a domain that no environment of the run is: nothing
     would go there. The hardware can't be checked: workers that join tell theirs."""
@@ -416,6 +427,7 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         local_run = c.cluster.kind == "local"
         c = model.prepare(c) if local_run else c
         check_formats(c)
+        check_rows(c, lambda words: echo(console, words))
         write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
         if local_run:
             return _run(c, made, console)

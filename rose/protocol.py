@@ -270,6 +270,7 @@ class TrajectoryFailed(Message):
     domain: str
     error: str
     scoring: bool = False
+    certain: bool = False  # every trajectory of its task would fail
 
 
 class ScoreTrajectory(Message):
@@ -333,6 +334,17 @@ class HostReady(Message):
 
     rank: int
     machine: str = ""
+
+
+class HostBeat(Message):
+    """Environment host's process -> its rank: its event loop turns."""
+
+
+class HostBlocked(Message):
+    """Environment host -> coordinator: `what` holds its event loop, and how long so far."""
+
+    rank: int
+    what: str
 
 
 class HostLost(Message):
@@ -764,6 +776,8 @@ AnyMessage = (
     | CancelTrajectory
     | TrajectoryResumed
     | HostReady
+    | HostBeat
+    | HostBlocked
     | HostLost
     | HostForgotten
     | HostLoad

@@ -1,7 +1,7 @@
 """What the gateway costs: FrozenLake by ROSE's own loop and by agents that call the gateway over
 HTTP, on one engine; and what slow rewards cost in an environment and in the pool of reward workers.
 
-    python scripts/bench_agents.py [--parts tiny smollm2 rewards] [--agents 64] [--rounds 3]
+    python scripts/bench_agents.py [--parts tiny smollm2 bodies rewards] [--agents 64] [--rounds 3]
 
 tiny and smollm2, the models: three ways take turns for `--rounds` rounds on the same seeds,
 `--agents` trajectories at once: the loop; the gateway with coroutines of this process as agents
@@ -9,6 +9,12 @@ tiny and smollm2, the models: three ways take turns for `--rounds` rounds on the
 process for each trajectory, as env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
 what a call takes beside its turn, of one agent alone and of all at once, from the request's first
 byte to the answer's last. The model plays freely, so turns differ a little from round to round.
+
+bodies: `--agents` agents call the gateway over HTTP on the tiny model, alone and beside one more
+that sends a call of 10 MB each second, by turns. Printed: P50 and P99 of the calls of the others,
+and the ratio of the P99s in the same round, at most 2; what becomes of the large calls. Then the
+same with a context of a million tokens, of which the body fits by its characters: it is made tokens
+of in a thread, and the model doesn't get it.
 
 rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
 each trajectory's end inside the environment, in asyncio's own threads (`asyncio.to_thread`); with 2
@@ -20,13 +26,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +69,9 @@ SAMPLING = p.Sampling(NEW)
 SIZES = {"tiny": (10, 256, 0.25), "smollm2": (3, 64, 1.5)}
 DELAY_S = 2.0
 STEPS = 4
+BODY = "x y " * 2_500_000  # 10 MB, as a log that an agent read
+MILLION = 1_000_000  # tokens of a context that a body may fit by its characters
+PAUSE_S = 1.0  # between two large bodies
 DEADLINE_S = 600.0
 Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
 
@@ -118,6 +129,7 @@ class Bench:
         function = f"{REPOSITORY}/scripts/bench_agents_program.py:solve"
         self.agent = Agent(function=function, environment=["BENCH_TURNS"])
         self.beside: list[float] = []  # of each call, seconds beside its turn
+        self.calls: list[float] = []  # of each call, seconds
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
         await run_trajectory(
@@ -144,7 +156,8 @@ class Bench:
                 began = time.perf_counter()
                 async with http.post(f"{self.gateway.url}/v1/chat/completions", json=body) as got:
                     answer = await got.json()
-                self.beside.append(time.perf_counter() - began - turn_s)
+                self.calls.append(time.perf_counter() - began)
+                self.beside.append(self.calls[-1] - turn_s)
                 return answer
 
             await converse(start.env_seed, self.limits.max_turns, ask)
@@ -162,6 +175,7 @@ class Bench:
         gate = asyncio.Semaphore(agents)
         self.engine.tokens = self.engine.turns = 0
         self.beside.clear()
+        self.calls.clear()
 
         async def one(number: int) -> None:
             async with gate:
@@ -180,6 +194,76 @@ class Bench:
         }
 
 
+@asynccontextmanager
+async def large_bodies(bench: Bench, context: int) -> AsyncIterator[list[str]]:
+    """A client in a process of its own sends `BODY` again and again meanwhile; what it was
+    answered, with the seconds."""
+
+    async def never(request: p.TurnRequest) -> p.TurnResult:
+        raise RuntimeError("a body of 10 MB reached the model")
+
+    start = p.StartTrajectory("large.0", "large", p.Phase.TRAIN, "", 0, None)
+    session = Session(start, bench.chat, never, bench.limits, context, SAMPLING)
+    bench.gateway.admit(session)
+    url = f"{bench.gateway.url}/v1/chat/completions"
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--send", url, session.key,
+        stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    answers: list[str] = []
+    try:
+        await client.stdout.readline()  # it is there, and begins
+        yield answers
+    finally:
+        client.stdin.close()
+        answers += (await client.stdout.read()).decode().splitlines()
+        await client.wait()
+        bench.gateway.dismiss(session)
+
+
+def send(url: str, key: str) -> None:
+    """The client of `large_bodies`, until its input ends."""
+    import http.client
+    import select
+    from urllib.parse import urlsplit
+
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": BODY}]}).encode()
+    headers = {"x-api-key": key, "Content-Type": "application/json"}
+    print("begins", flush=True)
+    while True:
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
+        connection.request("POST", urlsplit(url).path, body, headers)
+        answer = connection.getresponse()
+        code = json.loads(answer.read())["error"]["code"]
+        print(f"{answer.status} {code} {time.perf_counter() - began:.3f}", flush=True)
+        if select.select([sys.stdin], [], [], PAUSE_S)[0]:
+            return
+
+
+async def bodies(bench: Bench, episodes: int, args: argparse.Namespace) -> None:
+    table = Table("bodies", "P50 (ms)", "P99 (ms)", "P99 by alone", "bodies, their seconds")
+
+    def percentiles() -> tuple[float, float]:
+        cuts = statistics.quantiles(bench.calls, n=100)
+        return 1e3 * cuts[49], 1e3 * cuts[98]
+
+    for context in (bench.context, MILLION):
+        for number in range(args.rounds):
+            tag = f"{context}.{number}"
+            await bench.run(bench.over_http, f"quiet{tag}", episodes, args.agents)
+            half, most = percentiles()
+            table.add_row("alone", f"{half:.0f}", f"{most:.0f}", "", "")
+            async with large_bodies(bench, context) as answers:
+                await bench.run(bench.over_http, f"loud{tag}", episodes, args.agents)
+                half, beside = percentiles()
+            took = statistics.median(float(answer.split()[2]) for answer in answers)
+            said = f"{len(answers)} ({answers[0].rpartition(' ')[0]}), {took:.2f}"
+            ratio = f"{beside / most:.2f}"
+            table.add_row(f"context {context:,}", f"{half:.0f}", f"{beside:.0f}", ratio, said)
+    Console().print(table)
+
+
 async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     from rose.engine.vllm_engine import Engine as Vllm
 
@@ -188,6 +272,7 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
             yaml.safe_load((REPOSITORY / "conf" / name).read_text(encoding="utf-8")), kind
         )
 
+    only_bodies, name = name == "bodies", "tiny" if name == "bodies" else name
     turns, episodes, kv_gib = SIZES[name]
     model = read(f"model/{name}.yaml", config.Model)
     rollout = msgspec.structs.replace(
@@ -203,6 +288,9 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
         ways = {"loop": bench.own_loop, "http": bench.over_http, "process": bench.by_process}
         for way, play in ways.items():  # caches and imports
             await bench.run(play, f"warm-{way}", 8, 8)
+        if only_bodies:
+            await bodies(bench, episodes, args)
+            return {}
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
             for way, play in ways.items():
@@ -272,18 +360,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = [*SIZES, "rewards"]
+    parts = [*SIZES, "bodies", "rewards"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--send", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.send:
+        send(*args.send)
+        return 0
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
         os.environ["TMPDIR"] = scratch
         for part in args.parts:
             if part == "rewards":
                 rewards(scratch)
             else:
-                show(part, asyncio.run(measure(part, args)))
+                found = asyncio.run(measure(part, args))
+                if found:
+                    show(part, found)
     return 0
 
 

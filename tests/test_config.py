@@ -31,7 +31,9 @@ def test_a_mixture_survives_the_run_folder_and_a_single_environment_is_stored_as
         "max_turns",
         "max_new_tokens",
         "step_timeout_s",
+        "trajectory_timeout_s",
         "max_failures_in_row",
+        "max_failed_tasks",
     }
     assert single.env.members == {"frozen_lake": single.env} and single.env.weights == {
         "frozen_lake": 1.0

@@ -9,14 +9,15 @@ templates that write a tool's result only behind a message with calls.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import transformers
 from jinja2 import TemplateError
@@ -29,6 +30,8 @@ from rose.models import end_tokens
 
 ANSWER = "ROSE-ANSWER-7f3a"
 OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
+LOOP_CHARACTERS = 20_000  # are made tokens of within the event loop: some milliseconds
+COMPOSED = 4  # characters that NFC makes one, at most: a Greek letter with three marks
 CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
 CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
 
@@ -38,6 +41,7 @@ NAMED = ("qwen3", "qwen3_moe")
 RESPONSE = {"<tool_response>", "</tool_response>"}
 
 Observer = Literal["tool", "user"]
+Tokens = TypeVar("Tokens")
 
 
 class CannotExtend(ConfigError):
@@ -94,6 +98,7 @@ class ChatFormat:
         # calls, which the loop's own messages show to the model, begin nothing there
         marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        self._longest = _longest_token(self._backend)
         self.native_tools = self._has_tools()
         self._gap = functools.lru_cache(CACHE)(self._find_gap)
         for role in ("tool", "user"):
@@ -121,6 +126,33 @@ class ChatFormat:
         key = json.dumps(messages), json.dumps(tools)
         short = sum(map(len, key)) <= CACHED
         return list(self._start(*key) if short else self._start_tokens(*key))
+
+    def least_tokens(self, characters: int) -> int:
+        """The tokens that so many characters of messages make at least; 0 where nobody knows. What
+        can't fit is refused by that, without a second of work for each 100 kB."""
+        return characters // self._longest if self._longest else 0
+
+    async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
+        """`write(*given)`, beside the event loop where it works on many `characters`."""
+        if characters <= LOOP_CHARACTERS:
+            return write(*given)
+        return await asyncio.to_thread(write, *given)
+
+    def written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """The text whose tokens are `start`'s. Raises `CannotExtend`."""
+        if not self.native_tools:
+            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
+        try:
+            return self._render(messages, tools)
+        except Exception as error:  # a template is a program: of what its author didn't think of
+            raise CannotExtend(
+                f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
+            ) from None
+
+    def counts(self, texts: Sequence[str]) -> list[int]:
+        """The number of tokens of each text, counted by all cores."""
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        return list(map(len, self._backend.encode_batch(texts, add_special_tokens=False)))
 
     def observation(self, text: str, role: Observer, closed: bool = True) -> list[int]:
         """Tokens from the policy's last token to its next turn.
@@ -197,18 +229,12 @@ class ChatFormat:
     def _encode(self, text: str) -> list[int]:
         # lone surrogates, from JSON that a model or an agent wrote
         text = text.encode("utf-8", "replace").decode()
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # A batch releases the interpreter's lock, which `encode` keeps.
+        [encoded] = self._backend.encode_batch([text], add_special_tokens=False)
+        return encoded.ids
 
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
-        messages, tools = json.loads(messages), json.loads(tools)
-        if not self.native_tools:
-            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
-        try:
-            return self._encode(self._render(messages, tools))
-        except (TemplateError, TypeError, KeyError) as error:  # what its author didn't think of
-            raise CannotExtend(
-                f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
-            ) from None
+        return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
     def _observation_tokens(
         self, messages: tuple[tuple[Observer, str], ...], closed: bool
@@ -319,6 +345,27 @@ class ChatFormat:
 
     def _cannot(self, text: str) -> CannotExtend:
         return CannotExtend(f"model.path={self.folder!r}: {text}")
+
+
+def _longest_token(backend: Any) -> int:
+    """The most characters that a token stands for, or 0 where one may stand for any number, as in
+    tokenizers that collapse spaces or know words alone.
+
+    In byte-level BPE a token's name has a character for each byte. Normalisation to NFC composes
+    up to `COMPOSED` characters to one.
+    """
+    pieces = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
+    normalizer = type(backend.normalizer).__name__
+    added = backend.get_added_tokens_decoder().values()
+    if (
+        type(backend.model).__name__ != "BPE"
+        or b"ByteLevel" not in pieces
+        or normalizer not in ("NoneType", "NFC")
+        or any(token.lstrip or token.rstrip for token in added)  # they take spaces with them
+    ):
+        return 0
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
+    return longest * (COMPOSED if normalizer == "NFC" else 1)
 
 
 def _message(role: str, content: str = "x") -> dict[str, str]:

@@ -4,14 +4,17 @@ for it for ever."""
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from rose.agent import returned
+from rose.agent.blocked import Blocked, called, marks
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
+from rose.reward import values
 
+CAUSE_CHARACTERS = 4000  # characters of a cause; the end of a program's log has 2,000 bytes
 LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
 
 
@@ -19,8 +22,15 @@ class EnvironmentFailure(Exception):
     """The environment raised, hung or answered nonsense; nothing of the trajectory may be used."""
 
     def __init__(self, trajectory: str, cause: str):
+        # others' texts: as long as they like, with halves of characters that no message can carry
+        cause = cause[:CAUSE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
         super().__init__(f"trajectory {trajectory}: {cause}")
         self.trajectory, self.cause = trajectory, cause
+        self.task = ""  # the environment's name for its task, if any
+
+
+class TaskFailure(EnvironmentFailure):
+    """Every trajectory of the task fails in the same way, as with a prompt that doesn't fit."""
 
 
 class ScoringFailure(EnvironmentFailure):
@@ -35,21 +45,28 @@ class Guard:
         self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
 
     async def reset(self, seed: int) -> Start:
-        return await self._call("reset", lambda: self.env.reset(seed), Start)
+        return await self._call("reset", lambda: self.env.reset(seed), Start, returned.start)
 
     async def step(self, action: Action) -> Step:
-        step = await self._call("step", lambda: self.env.step(action), Step)
-        if not math.isfinite(step.reward):
-            raise EnvironmentFailure(
-                self.trajectory, f"{self._name('step')} gave the reward {step.reward}"
-            )
-        return step
+        return await self._call("step", lambda: self.env.step(action), Step, returned.step)
 
     async def end(self) -> Step | None:
         """What an environment that judges the final state says once the turns are used up."""
         if (end := getattr(self.env, "end", None)) is None:
             return None
-        return await self._call("end", end, Step)
+        return await self._call("end", end, Step, returned.step)
+
+    def stats(self) -> dict[str, float]:
+        """The environment's own figures of the episode."""
+        try:
+            what = f"{type(self.env).__name__}.stats"
+            given = called(what, self.timeout_s, lambda: getattr(self.env, "stats", {}))
+        except (Exception, Blocked) as error:  # a property of the user's
+            raise self._failure("stats", f"raised {_raised(error)}") from error
+        try:
+            return returned.stats(given)
+        except ValueError as error:
+            raise self._failure("stats", f"gave {error}") from None
 
     async def checkpoint(self) -> bytes | None:
         """None of an environment that saves nothing."""
@@ -63,10 +80,17 @@ class Guard:
     async def close(self) -> None:
         await self._call("close", self.env.close, type(None))
 
-    async def _call(self, name: str, make: Callable[[], Coroutine], expected: type) -> Any:
+    async def _call(
+        self,
+        name: str,
+        make: Callable[[], Coroutine],
+        expected: type,
+        check: Callable[[Any], Any] = lambda value: value,
+    ) -> Any:
         began = time.monotonic()
         with _workers.Queueing() as queue:
-            task = asyncio.ensure_future(_awaited(make))
+            what = f"{type(self.env).__name__}.{name}"
+            task = asyncio.ensure_future(_awaited(what, self.timeout_s, make))
         task.add_done_callback(forget)
         try:  # not wait_for, which would wait for an environment that swallows its cancellation
             left = self.timeout_s
@@ -76,29 +100,40 @@ class Guard:
         finally:
             task.cancel()
         if not task.done():
-            raise EnvironmentFailure(
-                self.trajectory,
-                f"{self._name(name)} did not return within "
-                f"{self.key}.step_timeout_s={self.timeout_s:g} s",
+            raise self._failure(
+                name, f"did not return within {self.key}.step_timeout_s={self.timeout_s:g} s"
             )
         error = asyncio.CancelledError("by itself") if task.cancelled() else task.exception()
+        if isinstance(error, Blocked):
+            raise self._failure(name, str(error)) from error
         if error is not None:
-            raise EnvironmentFailure(
-                self.trajectory, f"{self._name(name)} raised {error!r}"
-            ) from error
+            raise self._failure(name, f"raised {_raised(error)}") from error
         if not isinstance(task.result(), expected):
-            raise EnvironmentFailure(
-                self.trajectory,
-                f"{self._name(name)} returned {task.result()!r:.80}, not a {expected.__name__}",
-            )
-        return task.result()
+            given = values.shown(task.result())
+            raise self._failure(name, f"returned {given}, not a {expected.__name__}")
+        try:
+            return check(task.result())
+        except ValueError as error:
+            raise self._failure(name, f"gave {error}") from None
 
-    def _name(self, method: str) -> str:
-        return f"{type(self.env).__name__}.{method}"
+    def _failure(self, method: str, what: str) -> EnvironmentFailure:
+        return EnvironmentFailure(self.trajectory, f"{type(self.env).__name__}.{method} {what}")
 
 
-async def _awaited(make: Callable[[], Coroutine]) -> Any:
-    return await make()
+@marks
+async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
+    try:
+        return await make()
+    except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the host with it
+        raise RuntimeError(f"it tried to end its process by {error!r}") from error
+
+
+def _raised(error: BaseException) -> str:
+    """Return the error's repr, or its type's name where its repr raises."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
 
 
 def forget(task: asyncio.Task) -> None:

@@ -11,10 +11,12 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rose import processes
 from rose import protocol as p
+from rose.agent.blocked import Blocked, LoopWatch, called
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build, check
 from rose.agent.envs.agent import Agent
@@ -23,9 +25,10 @@ from rose.agent.gateway.program import HOST
 from rose.agent.gateway.run import remove_stale, run_agent
 from rose.agent.gateway.server import Gateway
 from rose.agent.gateway.watchdog import Watchdog
-from rose.agent.guard import EnvironmentFailure, ScoringFailure
+from rose.agent.guard import EnvironmentFailure, ScoringFailure, TaskFailure
 from rose.agent.loop import run_trajectory
 from rose.agent.moves import Moves
+from rose.agent.own_time import OwnTime
 from rose.agent.scoring import Scoring
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
@@ -73,6 +76,7 @@ class TrajectoryHost:
         )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
+        self._own: dict[str, OwnTime] = {}  # the own time of running trajectories
         self._forks = Forks()
         self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
         self._opening = asyncio.Lock()
@@ -119,10 +123,9 @@ class TrajectoryHost:
             await asyncio.sleep(TOLD_S)
             if self._ending:  # the trajectory begins anew with the run
                 await asyncio.sleep(ENDING_S)
-            scoring = isinstance(failure, ScoringFailure)
-            self._send(
-                p.TrajectoryFailed(start.id, start.group, start.domain, str(failure), scoring)
-            )
+            kinds = isinstance(failure, ScoringFailure), isinstance(failure, TaskFailure)
+            words = f"{failure} ({failure.task})" if failure.task else str(failure)
+            self._send(p.TrajectoryFailed(start.id, start.group, start.domain, words, *kinds))
             self._forget(start.id)
         else:
             self._recorder.span(
@@ -181,7 +184,12 @@ class TrajectoryHost:
     ) -> p.Trajectory:
         c = self._config
         key, member = c.environments[start.domain]
-        environment = build(member)
+        try:
+            limit_s = member.step_timeout_s
+            environment = called(f"{member.name}'s constructor", limit_s, lambda: build(member))
+        except (ConfigError, Blocked) as error:
+            # The launch could build it, so this may pass, and a replacement may do better.
+            raise EnvironmentFailure(start.id, str(error)) from error
         if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
             await asyncio.to_thread(self._snapshots.expect, start.id)
             environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)
@@ -197,11 +205,20 @@ class TrajectoryHost:
             time.time,
             self._scoring,
         )
-        if isinstance(environment, Agent):
-            gateway = await self._gateway(environment.listen, key)
-            return await run_agent(start, environment, gateway, *rest)
-        forks = self._forks if c.rollout.branch.ways else None
-        return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
+        try:
+            async with OwnTime(start.id, member.trajectory_timeout_s, key) as own:
+                self._own[start.id] = own
+                if isinstance(environment, Agent):
+                    gateway = await self._gateway(environment.listen, key)
+                    return await run_agent(start, environment, gateway, *rest)
+                forks = self._forks if c.rollout.branch.ways else None
+                return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
+        except EnvironmentFailure as failure:
+            with suppress(Exception):  # a stranger's class, which has just failed
+                failure.task = str(environment.task_name(start.env_seed))
+            raise
+        finally:
+            self._own.pop(start.id, None)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""
@@ -243,7 +260,9 @@ class TrajectoryHost:
         if self._moves is not None:
             self._release(request.trajectory)
         try:
-            return await future  # the scheduler's stall deadline bounds it
+            own = self._own.get(request.trajectory)
+            with own.paused() if own is not None else nullcontext():
+                return await future  # the scheduler's stall deadline bounds it
         finally:
             self._turns.pop(request.turn, None)
 
@@ -313,6 +332,11 @@ async def run(
         while not isinstance(message := await receive(), p.Shutdown):
             host.handle(message)
 
+    watch = LoopWatch(
+        lambda: send(rank, p.HostBeat()),
+        lambda words: send(COORDINATOR, p.HostBlocked(rank, words)),
+    )
+    tasks.spawn(watch.run())
     send(COORDINATOR, p.HostReady(rank, machine))
     if moves is not None:
         tasks.spawn(moves.tell_load())

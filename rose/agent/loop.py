@@ -19,10 +19,10 @@ import msgspec
 
 from rose import config
 from rose.agent import tool_calls
-from rose.agent.chat import ChatFormat, Observer
+from rose.agent.chat import CannotExtend, ChatFormat, Observer
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.forks import Fork, Forks
-from rose.agent.guard import EnvironmentFailure, Guard, forget
+from rose.agent.guard import EnvironmentFailure, Guard, TaskFailure, forget
 from rose.agent.scoring import Clock, Scoring, score, transcript
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.protocol import (
@@ -168,7 +168,7 @@ class _Episode:
                 self.invalid_calls += step.invalid
                 done = done or step.done
             if not done:
-                self._prepare_next(self.chat.observations(observed, closed))
+                await self._prepare_next(observed, closed)
             if not done and not self.truncated:
                 self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
@@ -181,16 +181,35 @@ class _Episode:
 
     async def _begin(self) -> Start:
         first = await self.guard.reset(self.start.env_seed)
-        prompt = self.chat.start(first.messages, first.tools)
+        size = sum(len(message.get("content") or "") for message in first.messages)
+        if (least := self.chat.least_tokens(size)) >= self.max_context:
+            raise self._no_room(f"at least {least}")
+        prompt = await self._written("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
-            raise EnvironmentFailure(
-                self.start.id,
-                f"the first prompt has {len(prompt)} tokens, which leaves no room "
-                f"in model.max_context={self.max_context}; raise it or make {self.guard.key}.args "
-                "smaller",
-            )
+            raise self._no_room(str(len(prompt)))
         self._observe(prompt)
         return first
+
+    def _no_room(self, tokens: str) -> TaskFailure:
+        return TaskFailure(
+            self.start.id,
+            f"the first prompt has {tokens} tokens, which leaves no room in model.max_context="
+            f"{self.max_context}; raise it or make {self.guard.key}.args smaller",
+        )
+
+    async def _written(
+        self, method: str, size: int, write: Callable[..., list[int]], *given: Any
+    ) -> list[int]:
+        """Tokens of what a method of the environment gave, `size` characters, as the chat template
+        writes it. One that refuses this environment's messages has written others, so it is the
+        trajectory's failure."""
+        try:
+            return await self.chat.in_thread(size, write, *given)
+        except CannotExtend as error:
+            raise EnvironmentFailure(
+                self.start.id,
+                f"{type(self.env).__name__}.{method} gave what can't be written: {error}",
+            ) from error
 
     async def _started(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
@@ -411,13 +430,18 @@ class _Episode:
         results = step.observations or (step.observation,)
         return [step], [("tool", result) for result in results]
 
-    def _prepare_next(self, observation: list[int]) -> None:
-        """Append the observation if another turn can follow, else end the trajectory as
+    async def _prepare_next(self, observed: list[tuple[Observer, str]], closed: bool) -> None:
+        """Append what was observed if another turn can follow, else end the trajectory as
         truncated."""
-        if self.turns >= self.limits.max_turns or len(observation) >= self.room:
+        size = sum(len(text) for _, text in observed)
+        ends = self.turns >= self.limits.max_turns or self.chat.least_tokens(size) >= self.room
+        if not ends:
+            tokens = await self._written("step", size, self.chat.observations, observed, closed)
+            ends = len(tokens) >= self.room
+        if ends:
             self.truncated = True
         else:
-            self._observe(observation)
+            self._observe(tokens)
 
     def _observe(self, tokens: list[int]) -> None:
         """Append tokens that the policy did not make."""
@@ -441,9 +465,7 @@ class _Episode:
             response_tokens=sum(self.mask),
             truncated=self.truncated,
             invalid_calls=self.invalid_calls,
-            stats={"migrations": float(self.migrations)}
-            | self.stats
-            | getattr(self.env, "stats", {}),
+            stats={"migrations": float(self.migrations)} | self.stats | self.guard.stats(),
             started=started,
             finished=finished,
             domain=self.start.domain,

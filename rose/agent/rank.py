@@ -20,6 +20,7 @@ import psutil
 
 from rose import processes
 from rose import protocol as p
+from rose.agent.blocked import SIGNAL
 from rose.agent.process import FRAME_BYTES, RANK_BYTES, READ_BYTES
 from rose.comm import frames, mpi_process
 from rose.comm.mailbox import Mailbox
@@ -34,6 +35,11 @@ ALONE_S = 2.0  # for what a dead process has started to end by itself, as a sand
 CLOSE_S = 10.0  # beyond the environments' own deadline
 TAIL_LINES = 15
 PAUSE_S = 0.05
+# A host whose event loop stands still is asked by a signal what blocks it: after SILENT_S, or the
+# shortest step_timeout_s, and each ASK_S again. Native code that ignores that, or a method that
+# catches what the signal raises, ends with its process END_SILENT_S after the longest.
+SILENT_S, ASK_S, END_SILENT_S = 30.0, 5.0, 60.0
+WATCH_S = 1.0  # seconds between two looks at the beats
 
 
 class HostFailed(RuntimeError):
@@ -50,6 +56,7 @@ class _Process:
         writer: asyncio.StreamWriter,
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
+        self.silent_s: float | None = None  # since its last beat; null before the first
 
     @classmethod
     async def start(cls, run_dir: Path, attempt: int, rank: int, mpi: dict[str, str]) -> _Process:
@@ -82,8 +89,21 @@ class _Process:
                 data = memoryview(await frames.read(self._reader, FRAME_BYTES))
                 rank = int.from_bytes(data[:RANK_BYTES], "little")
                 if rank == mailbox.rank:
-                    raise HostFailed(decode(data[RANK_BYTES:]).error)
+                    self._heard(decode(data[RANK_BYTES:]))
+                    continue
                 mailbox.forward(rank, data[RANK_BYTES:])
+
+    def _heard(self, message: p.Message) -> None:
+        if isinstance(message, p.RankFailed):
+            raise HostFailed(message.error)
+        self.silent_s = 0.0
+
+    def signal(self, number: int) -> None:
+        """Send a signal by the system call: asyncio's poll first, and may take the
+        exit code from who waits for it."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def end(self) -> str:
         """Wait for it and for all that it has started to be gone; how it ended."""
@@ -91,13 +111,6 @@ class _Process:
         self._writer.close()
         await asyncio.to_thread(_end_descendants)
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-    def kill(self) -> None:
-        """By the system call: asyncio's kill polls first, and may take the exit code from who waits
-        for it."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
 
 
 class HostRank:
@@ -116,10 +129,11 @@ class HostRank:
         tasks = Tasks()
         self._process = await self._start()
         tasks.spawn(self._receive())
+        tasks.spawn(self._watch())
         try:
             await tasks.run_until(self._keep())
         finally:
-            self._process.kill()
+            self._process.signal(signal.SIGKILL)
             await self._process.end()
             await tasks.close(CLOSE_S)
 
@@ -131,10 +145,12 @@ class HostRank:
         while True:
             await self._process.pass_on(self._mailbox)
             if not self._ends.is_set():
-                self._process.kill()  # one that has closed its channel is of no more use
+                self._process.signal(signal.SIGKILL)  # It has closed its channel.
             how = await self._process.end()
             if self._ends.is_set():
                 return
+            if (silent_s := self._process.silent_s or 0.0) > END_SILENT_S:
+                how = f"did not answer for {silent_s:.0f} s and was {how}"
             self._process = await self._start()
             log = logs.rank_log(self._run_dir, self._attempt, self._me.role, self._me.rank)
             words = "\n".join(f"  {line}" for line in logs.tail(log, TAIL_LINES))
@@ -142,6 +158,27 @@ class HostRank:
             self._mailbox.send(
                 COORDINATOR, p.HostLost(self._me.rank, f"{how}; last lines of {log}:\n{words}")
             )
+
+    async def _watch(self) -> None:
+        """Ask a process whose beats stay away what blocks it, and end it if that doesn't help."""
+        limits = [env.step_timeout_s for _, env in self._config.environments.values()]
+        ask_at, first = 0.0, min(SILENT_S, *limits)
+        while not self._ends.is_set():
+            await asyncio.sleep(WATCH_S)
+            process = self._process
+            if process.silent_s is None:
+                continue
+            # Counted, not measured: where this process was stopped, so was the other.
+            process.silent_s += WATCH_S
+            if process.silent_s <= first:
+                ask_at = first
+            elif process.silent_s > (end_s := max(limits) + END_SILENT_S):
+                # At SIGABRT faulthandler writes into the log where each thread was.
+                aborts = process.silent_s <= end_s + END_S
+                process.signal(signal.SIGABRT if aborts else signal.SIGKILL)
+            elif process.silent_s >= ask_at:
+                ask_at = process.silent_s + ASK_S
+                process.signal(SIGNAL)
 
     async def _receive(self) -> None:
         while True:
@@ -152,7 +189,7 @@ class HostRank:
                 self._ends.set()
                 self._process.send(message)
                 await asyncio.sleep(self._config.step_timeout_s + CLOSE_S)
-                self._process.kill()
+                self._process.signal(signal.SIGKILL)
             elif not self._lost:
                 self._process.send(message)
 

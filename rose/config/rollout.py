@@ -17,7 +17,10 @@ class Env(Section):
     max_turns: Count
     max_new_tokens: Count  # per turn
     step_timeout_s: Positive
-    max_failures_in_row: Count
+    max_failures_in_row: Count  # or the group's size, if larger: then a task is given up
+    # Seconds that a trajectory may take besides the model's turns: an agent may call for ever.
+    trajectory_timeout_s: Positive = 3600.0
+    max_failed_tasks: Share = 0.2  # the share of tasks that fail each time from which the run ends
 
     @property
     def members(self) -> dict[str, Env]:
@@ -32,7 +35,7 @@ class Env(Section):
         return "env"
 
 
-class Member(Env):
+class Member(Env, kw_only=True):
     """One environment of a mixture."""
 
     weight: Positive  # its share of the groups is this by the sum over all members
@@ -123,7 +126,7 @@ class Rollout(Section):
         return self.max_batched_tokens if in_parts else max(self.max_batched_tokens, max_context)
 
 
-class EvalSet(Env):
+class EvalSet(Env, kw_only=True):
     """Held-out tasks of one more environment, trained or not. Its name is its domain, as a
     mixture's member's."""
 

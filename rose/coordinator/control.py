@@ -4,13 +4,15 @@ once.
 Group k of the stream is determined by the run's seed, the weights of its environments and k alone,
 so a resumed run meets the same tasks, and so does every batching policy. A trajectory whose
 environment failed is replaced by another member of the same group, with a name and sampling seed of
-its own; too many failures of one environment in a row stop the run.
+its own. A task that fails again and again is given up: its group begins again with another one.
+Only a share of such tasks stops the run.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,10 +22,26 @@ from rose.protocol import Phase, StartTrajectory, Trajectory, seed_of
 
 # 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
 GOLDEN = 0x9E3779B97F4A7C15
+# A task fails each time once so many of its trajectories have failed since one ended well, and as
+# many as its group has: an environment of which a third of all starts fail is only unsteady.
+FEW_FAILURES = 3
+# The share of tasks that fail each time is that of the last so many which ended, and those running.
+RECENT_TASKS = 100
+# So many tasks may fail each time besides the share: the first one is no share of anything.
+SPARED_TASKS = 4
 
 
 class TooManyFailures(RuntimeError):
-    """Environments fail one after the other; the message holds the last cause."""
+    """Too large a share of the tasks fails each time; the message holds the last cause."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Failures of a domain; `key` is where these stand in the configuration."""
+
+    in_row: int  # max_failures_in_row: so many give a task up
+    share: float  # max_failed_tasks: more tasks that fail each time end the run
+    key: str
 
 
 @dataclass(frozen=True)
@@ -40,33 +58,52 @@ class _Group:
     phase: Phase
     task: Task
     size: int
+    spare: int = 0
     running: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)
     replaced: int = 0
     lost: set[str] = field(default_factory=set)  # members that failed for their hosts' deaths
+    failures: int = 0  # since one of its trajectories ended well
+
+    def fails(self, bounds: Bounds) -> bool:
+        """The task fails each time."""
+        return self.failures >= max(min(FEW_FAILURES, bounds.in_row), self.size)
+
+
+@dataclass
+class Replaced:
+    """The trajectories to start in place of a failed one. Where its task was given up: why, which
+    trajectories of the group still run, and which were in; neither are used beside another
+    task's."""
+
+    starts: list[StartTrajectory] = field(default_factory=list)
+    given_up: str = ""
+    running: list[str] = field(default_factory=list)
+    done: list[Trajectory] = field(default_factory=list)
 
 
 class Groups:
-    """Groups in progress: which trajectories run, which are in. `limits`: of each domain, how many
-    failures in a row are too many, and the key that says so. `seeded`: the trajectories' turns get
-    sampling seeds. `branching`: the trees that training groups are grown as."""
+    """Groups in progress: which trajectories run, which are in. `bounds`: of each domain.
+    `seeded`: the trajectories' turns get sampling seeds. `branching`: the trees that training
+    groups are grown as."""
 
     def __init__(
         self,
         run_seed: int,
-        limits: Mapping[str, tuple[int, str]],
+        bounds: Mapping[str, Bounds],
         seeded: bool,
         branching: Branching | None = None,
     ) -> None:
-        self._run_seed, self._limits, self._seeded = run_seed, limits, seeded
+        self._run_seed, self._bounds, self._seeded = run_seed, bounds, seeded
         self._branching = branching
         self._groups: dict[str, _Group] = {}
         self._late: dict[
             str, list[str]
         ] = {}  # complete group -> spare trajectories of it that still run
-        # of one domain: another that works says nothing of it
-        self._failures_in_row = dict.fromkeys(limits, 0)
-        self.failed = 0  # over the run
+        # Of each domain, as another that works says nothing of it: which of its last tasks were
+        # given up.
+        self._ended = {domain: deque[bool](maxlen=RECENT_TASKS) for domain in bounds}
+        self.failed = self.given_up = 0  # trajectories and tasks, over the run
 
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
@@ -74,14 +111,19 @@ class Groups:
         """Begin a group; the messages that start its members, each behind that of the one that it
         forks off. `spare` more are started, which never fork: the first `size` that are in make the
         group, and `late` names the others."""
-        group = self._groups[name] = _Group(phase, task, size)
+        group = self._groups[name] = _Group(phase, task, size, spare)
+        return self._members(name, group, "")
+
+    def _members(self, name: str, group: _Group, suffix: str) -> list[StartTrajectory]:
         forks = {}
-        if self._branching is not None and phase is Phase.TRAIN:
-            forks = fork_points(self._branching, self._run_seed, name, size)
-        return [
-            self._start(name, group, f"{name}.{member}", *forks.get(member, ()))
-            for member in range(size + spare)
-        ]
+        if self._branching is not None and group.phase is Phase.TRAIN:
+            forks = fork_points(self._branching, self._run_seed, name, group.size)
+        starts = []
+        for member in range(group.size + group.spare):
+            follows, turn = forks.get(member, ("", 0))
+            follows += suffix if follows else ""
+            starts.append(self._start(name, group, f"{name}.{member}{suffix}", follows, turn))
+        return starts
 
     def _start(
         self, name: str, group: _Group, trajectory: str, follows: str = "", fork: int = 0
@@ -101,15 +143,16 @@ class Groups:
     def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
         """Count a trajectory; the whole group, ordered by id, once all members are in. Words about
         trajectories that are not running (dropped groups) change nothing."""
-        self._failures_in_row[trajectory.domain] = 0
         group = self._groups.get(trajectory.group)
         if group is None or trajectory.id not in group.running:
             return None
         group.running.remove(trajectory.id)
         group.finished.append(trajectory)
+        group.failures = 0
         if len(group.finished) < group.size:
             return None
         self._late[trajectory.group] = sorted(group.running)
+        self._ended[group.task.domain].append(False)
         return sorted(self._groups.pop(trajectory.group).finished, key=lambda t: t.id)
 
     def late(self, name: str) -> list[str]:
@@ -117,29 +160,63 @@ class Groups:
         return self._late.pop(name)
 
     def failed_trajectory(
-        self, trajectory: str, name: str, domain: str, error: str, lost: bool = False
-    ) -> StartTrajectory | None:
-        """The replacement of a failed trajectory. `lost`: for its hosts' deaths, which may have
-        come from outside: a member's first such failure isn't one of those in a row, further ones
-        are. Raises `TooManyFailures`."""
+        self, trajectory: str, name: str, error: str, lost: bool = False, certain: bool = False
+    ) -> Replaced:
+        """Replace a failed trajectory: by another member, or its group by another task's members.
+
+        `lost`: it failed for its hosts' deaths, which may have come from outside: a member's first
+        such failure doesn't count, a second one gives the task up. `certain`: every trajectory of
+        the task would fail. Raises `TooManyFailures`.
+        """
         self.failed += 1
         group = self._groups.get(name)
-        member = first_name(trajectory)
-        counts = not lost or (group is not None and member in group.lost)
-        if lost and group is not None:
-            group.lost.add(member)
-        self._failures_in_row[domain] += counts
-        most, key = self._limits[domain]
-        if (failures := self._failures_in_row[domain]) >= most and counts:
-            raise TooManyFailures(
-                f"{failures} environments failed in a row ({key}={most}); the last, {trajectory}: "
-                f"{error}"
-            )
         if group is None or trajectory not in group.running:
-            return None
+            return Replaced()
         group.running.remove(trajectory)
         group.replaced += 1
-        return self._start(name, group, f"{member}r{group.replaced}")
+        member, bounds = first_name(trajectory), self._bounds[group.task.domain]
+        most = max(bounds.in_row, group.size)
+        if certain or member in group.lost:
+            group.failures = most
+        elif lost:
+            group.lost.add(member)
+        else:
+            group.failures += 1
+        cause = f"the last, {trajectory}: {error}"
+        self._check_share(group, bounds, cause)
+        if group.failures < most:
+            again = self._start(name, group, f"{member}r{group.replaced}")
+            return Replaced([again])
+        times = "none of its trajectories can begin" if certain else f"{most} failures in a row"
+        return self._give_up(name, group, f"{times}; {cause}")
+
+    def _give_up(self, name: str, group: _Group, cause: str) -> Replaced:
+        """Begin the group again with another task of its domain and its side, training or held-out:
+        that is the seed's parity."""
+        seed = group.task.seed
+        why = f"{group.task.domain} with seed {seed} (group {name}): {cause}"
+        self.given_up += 1
+        self._ended[group.task.domain].append(True)
+        redrawn = seed_of(seed, "given up", group.replaced) & ~1 | seed & 1
+        again = _Group(group.phase, Task(group.task.domain, redrawn), group.size, group.spare)
+        again.replaced = group.replaced
+        self._groups[name] = again
+        starts = self._members(name, again, f"r{again.replaced}")
+        return Replaced(starts, why, sorted(group.running), group.finished)
+
+    def _check_share(self, group: _Group, bounds: Bounds, cause: str) -> None:
+        """Raises `TooManyFailures`."""
+        if not group.fails(bounds):
+            return
+        ended = self._ended[group.task.domain]
+        running = [g for g in self._groups.values() if g.task.domain == group.task.domain]
+        fail = sum(ended) + sum(g.fails(bounds) for g in running)
+        drawn = len(ended) + len(running)
+        if fail > bounds.share * drawn + SPARED_TASKS:
+            raise TooManyFailures(
+                f"{fail} of the last {drawn} tasks of {group.task.domain} fail each time "
+                f"({bounds.key}.max_failed_tasks={bounds.share:g}); {cause}"
+            )
 
     def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:
         """Forget a group: its trajectories that still run, and those that were in."""

@@ -136,6 +136,7 @@ class Coordinator:
         )
         self.gone: set[int] = set()
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
+        self.rollouts.groups.given_up = state.get("failed_tasks", 0)
         self.hub.engine_restarts = state.get("engine_restarts", 0)
         self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
         self.at_boundary = True  # the trainer's weights are those of `step`
@@ -180,7 +181,7 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         tasks = Tasks()
-        tasks.spawn(self._receive())
+        self._receiving = tasks.spawn(self._receive())
         self._stepping = tasks.spawn(self._steps())
         if self.config.borrows:
             tasks.spawn(self.borrowed.run())
@@ -206,6 +207,9 @@ class Coordinator:
                     f"step {self.step} was not saved within {deadline_s:.3g} s of the time to stop "
                     "(cluster.stop_timeout_s)"
                 ) from None
+            raise
+        except Exception:
+            await self._save_all_the_same(tasks)
             raise
         finally:
             self.checkpoints.cancel()
@@ -395,6 +399,7 @@ class Coordinator:
             "step": self.step,
             "scheduler": copy.deepcopy(self.scheduler.snapshot()),
             "failed_trajectories": self.rollouts.groups.failed,
+            "failed_tasks": self.rollouts.groups.given_up,
             "engine_restarts": self.hub.engine_restarts,
             "evaluating": self.evaluations.running,
         }
@@ -506,7 +511,9 @@ class Coordinator:
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
                 f"are open, {self.scheduler.waiting} of them unassigned"
+                f"{self.rollouts.in_environments()}"
             ),
+            lambda words: self._fault("no progress", words),
         )
 
     async def _ended(self) -> None:
@@ -537,6 +544,42 @@ class Coordinator:
                 await self.device.to(p.Role.TRAINER)
             await self.checkpoints.finish(self.step, self.boundary, deadline_s)
             await self.checkpoints.committed()
+
+    async def _save_all_the_same(self, tasks: Tasks) -> None:
+        """The run fails: its finished steps are saved first, and one that is being trained is
+        waited for, where every trainer rank is there."""
+        self._stop.set()  # no further step begins
+        if self._receiving.done():  # A message may be what ended the run.
+            self._receiving = tasks.spawn(self._receive_in_spite())
+        limit_s = self.config.trainer.step_timeout_s
+        if not self.at_boundary:
+            await self._changed.within(
+                lambda: self.at_boundary or self._stepping.done() or self._trainer_lost(),
+                limit_s,
+                lambda: "the step's end, to save it before the run fails",
+            )
+        self._stepping.cancel()
+        if not self.at_boundary or self._trainer_lost() or self.step <= self.checkpoints.newest():
+            return
+        self.training.stop()
+        deadline_s = min(limit_s, resume.save_s(self.run_dir, self.config.cluster, 0.0))
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._save_if_idle(deadline_s)
+            print(f"step {self.step} was saved before the run failed", flush=True)
+        except Exception as error:  # the run's own failure is what counts
+            print(
+                f"step {self.step} could not be saved before the run failed: {error!r}", flush=True
+            )
+
+    def _trainer_lost(self) -> bool:
+        return not self.gone.isdisjoint(self.ranks[p.Role.TRAINER].values())
+
+    async def _receive_in_spite(self) -> None:
+        """Take messages while a run that has failed is saved: others may fail, too."""
+        while True:
+            with contextlib.suppress(RunFailed):
+                await self._receive()
 
     # ----------------------------------------------------------------- messages and actions
 

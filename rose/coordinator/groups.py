@@ -30,6 +30,7 @@ from rose.scheduler import events as ev
 # which it was, and one from outside fails one trajectory at most.
 SUSPECT_LOSSES, MOST_LOSSES = 2, 3
 NO_HOST = -1  # of a suspect that waits
+NAMED = 5  # trajectories that a message names; the others are counted
 
 
 @dataclass
@@ -59,12 +60,12 @@ class Rollouts:
             hosts,
             on_fault,
         )
-        limits = {
-            name: (member.max_failures_in_row, f"{key}.max_failures_in_row")
+        bounds = {
+            name: control.Bounds(member.max_failures_in_row, member.max_failed_tasks, key)
             for name, (key, member) in config.environments.items()
         }
         self.groups = control.Groups(
-            config.seed, limits, config.deterministic, config.rollout.branch
+            config.seed, bounds, config.deterministic, config.rollout.branch
         )
         self.finished: dict[
             str, list[p.Trajectory]
@@ -138,6 +139,16 @@ class Rollouts:
     def runs(self, trajectory: str) -> bool:
         """False once it is in, has failed or was cancelled: words about it are late."""
         return trajectory in self._running
+
+    def in_environments(self) -> str:
+        """Which trajectories no turn is waited for by, for a message: their environments act."""
+        names = [name for name in sorted(self._running) if self._hub.in_environment(name)]
+        if not names:
+            return ""
+        more = f" and {len(names) - NAMED} more" if names[NAMED:] else ""
+        domains = sorted({self._running[name].start.domain for name in names})
+        shown = f"{', '.join(names[:NAMED])}{more}"
+        return f"; in their environments ({', '.join(domains)}): {shown}"
 
     # ----------------------------------------------------------------- the scheduler's actions
 
@@ -264,6 +275,10 @@ class Rollouts:
             case p.HostLost():
                 self._host_lost(message)
                 return True
+            case p.HostBlocked():
+                what = f"rank {message.rank}: {message.what}"
+                self._on_fault("environment host blocked", what)
+                return True
             case p.HostReady():
                 self.up.add(message.rank)
                 self._start_suspects()
@@ -375,20 +390,35 @@ class Rollouts:
             )
 
     def _failed(self, m: p.TrajectoryFailed, lost: bool = False) -> None:
-        """Another member takes its place. `lost`: it failed for its hosts' deaths. Raises
-        `RunFailed` when environments fail one after the other."""
+        """Another member takes its place, or another task that of its task. `lost`: it failed for
+        its hosts' deaths. Raises `RunFailed` when too many tasks fail each time."""
         running = self._running.pop(m.id)
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
         self._on_fault(f"{'scoring' if m.scoring else 'environment'} failed", f"{m.id}: {m.error}")
         self._hub.cancel(m.id)
         try:
-            replacement = self.groups.failed_trajectory(m.id, m.group, m.domain, m.error, lost)
+            after = self.groups.failed_trajectory(m.id, m.group, m.error, lost, m.certain)
         except control.TooManyFailures as error:
             raise RunFailed(str(error)) from None
-        if replacement is not None:
-            self._start([replacement])
+        if after.given_up:
+            self._leave_task(m.group, after)
+        self._start(after.starts)
         self._clear(running)
+
+    def _leave_task(self, group: str, after: control.Replaced) -> None:
+        """Nothing of a task that was given up is used."""
+        self._on_fault("task given up", after.given_up)
+        self._hub.group_ended(group)
+        for trajectory in after.running:
+            self._cancel(trajectory)
+        for trajectory in after.done:
+            self._hub.log.forget(trajectory.id)
+            self.dropped_tokens += trajectory.own_tokens
+            self.progress = (
+                self.progress[0] - (trajectory.phase is self._waited_for),
+                self.progress[1],
+            )
 
 
 def _host_name(index: int) -> str:

@@ -52,6 +52,7 @@ def step_row(
         "truncated": sum(t.truncated for t in all_of),
         "groups_equal": float(np.mean([len({t.reward for t in group}) == 1 for group in groups])),
         "failed_trajectories": rollouts.groups.failed,
+        "failed_tasks": rollouts.groups.given_up,
         "groups_dropped": rollouts.dropped_groups,
         "tokens_dropped": rollouts.dropped_tokens,
         "tokens_per_s": made / rollout_s,

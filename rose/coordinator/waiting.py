@@ -7,6 +7,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+SILENT_S = 30.0  # seconds without progress from which the user is shown what is waited for
+SAID_S = 60.0  # seconds without progress after which a fault says it
 LOOK_S = 1.0  # between two looks at a silence that nothing ends
 
 
@@ -51,13 +53,25 @@ class Changes:
         silent_s: Callable[[], float],
         patience_s: float,
         what: Callable[[], str],
+        say: Callable[[str], None],
     ) -> None:
-        """Wait while there is progress of any kind; only silence has a deadline. Raises
-        `RunFailed`."""
+        """Wait while there is progress of any kind; only silence has a deadline. `say` gets what is
+        waited for once in each silence of `SAID_S`. Raises `RunFailed`."""
+        said = shown = False
         while not ready():
             silent = silent_s()
-            if silent > patience_s:
-                raise RunFailed(f"no token and no trajectory for {silent:.0f} s while {what()}")
+            if silent > min(SILENT_S, patience_s):
+                words = f"no token and no trajectory for {silent:.0f} s while {what()}"
+                if silent > patience_s:
+                    raise RunFailed(words)
+                if silent > SAID_S and not said:
+                    say(words)
+                    said = True
+                self._show(f"progress: {words}")
+                shown = True
+            elif shown:
+                self._show("")
+                said = shown = False
             await self._next(LOOK_S)
 
     async def _next(self, seconds: float) -> None:

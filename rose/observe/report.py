@@ -313,10 +313,15 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         ("turns taken over", "resumed_turns"),
         ("of them given back by an engine that serves others, too", "returned_turns"),
         ("trajectories failed and replaced", "failed_trajectories"),
+        ("tasks given up", "failed_tasks"),
         ("invalid tool calls", "invalid_calls"),
         ("truncated responses", "truncated"),
     )
-    sums = {name: int(sum(row.get(key) or 0 for row in steps)) for name, key in counted}
+    of_run = ("engine_restarts", "failed_trajectories", "failed_tasks")  # counted over the run
+    sums = {
+        name: int((max if key in of_run else sum)([row.get(key) or 0 for row in steps] or [0]))
+        for name, key in counted
+    }
     text = "; ".join(f"{name} {count:,}" for name, count in sums.items())
     happened = _happened(faults) or '<p class="empty">No fault was recorded.</p>'
     return f"<p>Over all steps: {text}.</p>{happened}"

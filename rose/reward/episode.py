@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
+
+from rose.reward import values
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -59,26 +60,28 @@ class Hung(ScoringFailed):
 
 def score_of(value: Any, whose: str) -> Score:
     """What a user's function may return: a number, (number, success), {"reward": ..., "success":
-    ...} or a `Score`. Raises `ScoringFailed` for anything else, and for what is not finite."""
+    ...} or a `Score`, as `rose.reward.values` reads them. Raises `ScoringFailed` for anything
+    else, and for what is not finite or too large; `whose` names the function."""
+    late, success = False, None
+    match value:
+        case Score(reward=reward, success=success, timed_out=late):
+            pass
+        case {"reward": reward, **more}:
+            success = more.get("success")
+        case (reward, success):
+            pass
+        case _:
+            reward = value
     try:
-        match value:
-            case Score(reward=reward, success=success, timed_out=late):
-                sure = None if success is None else bool(success)
-                score = Score(reward=float(reward), success=sure, timed_out=bool(late))
-            case {"reward": reward, **more}:
-                success = more.get("success")
-                score = Score(
-                    reward=float(reward), success=None if success is None else bool(success)
-                )
-            case (reward, success):
-                score = Score(reward=float(reward), success=bool(success))
-            case _:
-                score = Score(reward=float(value))
-    except (TypeError, ValueError):
+        found = values.reward(reward)
+        return Score(
+            reward=found,
+            success=None if success is None else values.flag(success),
+            timed_out=values.flag(late),
+        )
+    except ValueError as error:
+        gave = str(error) if str(error).startswith("the reward") else f"a success, {error}"
         raise ScoringFailed(
-            f"{whose} returned {value!r:.80}; a number, (number, success) or "
-            '{"reward": number, "success": bool} is needed'
+            f"{whose} returned {values.shown(value)}: {gave}; a number, (number, success) or "
+            '{"reward": number, "success": true or false} is needed'
         ) from None
-    if not math.isfinite(score.reward):
-        raise ScoringFailed(f"{whose} gave the reward {score.reward}, which is not finite")
-    return score

@@ -14,7 +14,7 @@ from rose.agent.envs.base import Start, Step
 from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
 from rose.agent.host import TrajectoryHost
 from rose.agent.snapshots import Snapshots
-from rose.coordinator.control import Groups, Task
+from rose.coordinator.control import Bounds, Groups, Task
 from rose.observe.recorder import NullRecorder
 
 TREE = ("rollout/branch=tree", "rollout.branch.ways=[2,2]", "rollout.branch.at=[2,3]")
@@ -26,9 +26,7 @@ class Rollout:
 
     def __init__(self, config, chat, tokenizer, answer, seed=8, domain="frozen_lake"):
         self.config, self.chat, self.tokenizer, self.answer = config, chat, tokenizer, answer
-        self.groups = Groups(
-            1, {domain: (9, "env.max_failures_in_row")}, True, config.rollout.branch
-        )
+        self.groups = Groups(1, {domain: Bounds(9, 0.2, "env")}, True, config.rollout.branch)
         self.task, self.requests, self.failed = Task(domain, seed), [], []
 
     def run(self, stop=lambda host, request: None):
@@ -53,11 +51,8 @@ class Rollout:
                     host.handle(self._made(message))
                 case p.TrajectoryFailed():
                     self.failed.append(message)
-                    host.handle(
-                        self.groups.failed_trajectory(
-                            message.id, message.group, message.domain, message.error
-                        )
-                    )
+                    after = self.groups.failed_trajectory(message.id, message.group, message.error)
+                    host.handle(after.starts[0])
                 case p.TrajectoryFinished(trajectory):
                     if (group := self.groups.finished(trajectory)) is not None:
                         return group
@@ -200,7 +195,8 @@ def test_a_trajectory_outlives_the_one_that_it_would_fork_off(lake, monkeypatch)
     def stop(host, request):
         if request.turn == "g0.0.t1":
             host.handle(p.CancelTrajectory("g0.0"))
-            host.handle(rollout.groups.failed_trajectory("g0.0", "g0", "frozen_lake", "gone"))
+            [again] = rollout.groups.failed_trajectory("g0.0", "g0", "gone").starts
+            host.handle(again)
 
     rollout = lake(group=4)
     cancelled = rollout.run(stop)

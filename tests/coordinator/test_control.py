@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from rose.config import Branching
 from rose.coordinator import control
 from rose.coordinator.control import (
+    Bounds,
     Groups,
+    Replaced,
     Task,
     TooManyFailures,
     chosen,
@@ -36,13 +38,14 @@ def trajectory(name, reward=0.0, tokens=1, domain="lake"):
     )
 
 
-def opened(most, seeded):
-    """No groups yet, of two domains; `most` failures in a row of either are too many."""
-    return Groups(
-        1,
-        {name: (most, f"env.members.{name}.max_failures_in_row") for name in ("lake", "sums")},
-        seeded,
-    )
+def opened(most, seeded, share=0.2):
+    """No groups yet, of two domains; `most` failures in a row give a task of either up."""
+    names = ("lake", "sums")
+    return Groups(1, {name: Bounds(most, share, f"env.members.{name}") for name in names}, seeded)
+
+
+def fails(groups, trajectory, error="boom", **more):
+    return groups.failed_trajectory(trajectory, trajectory.split(".")[0], error, **more)
 
 
 def test_a_group_is_complete_when_its_last_member_is_in():
@@ -76,39 +79,141 @@ def test_the_first_that_are_in_make_a_group_and_its_spare_trajectories_are_late(
 def test_a_failed_trajectory_is_replaced_within_its_group():
     groups = opened(5, seeded=True)
     groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
-    again = groups.failed_trajectory("g0.1", "g0", "lake", "boom")
+    [again] = fails(groups, "g0.1").starts
     assert again.id == "g0.1r1" and again.env_seed == 9 and again.domain == "lake"
-    assert groups.failed_trajectory("g0.1r1", "g0", "lake", "boom").id == "g0.1r2"
+    assert [start.id for start in fails(groups, "g0.1r1").starts] == ["g0.1r2"]
     assert groups.finished(trajectory("g0.1")) is None
     groups.finished(trajectory("g0.0"))
     assert [t.id for t in groups.finished(trajectory("g0.1r2"))] == ["g0.0", "g0.1r2"]
-    assert groups.failed == 2
+    assert groups.failed == 2 and groups.given_up == 0
 
 
-def test_too_many_failures_in_a_row_stop_with_the_cause():
-    groups = opened(2, seeded=False)
-    groups.open("g0", Phase.TRAIN, Task("lake", 9), 3)
-    groups.failed_trajectory("g0.0", "g0", "lake", "boom")
-    groups.finished(trajectory("g0.1"))  # a success in between
-    groups.failed_trajectory("g0.2", "g0", "lake", "boom")
+def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
+    """The group begins again, whole, under its own name."""
+    groups = opened(3, seeded=True)
+    groups.open("g0", Phase.TRAIN, Task("lake", 98), 3)
+    groups.finished(trajectory("g0.1"))
+    fails(groups, "g0.0")
+    fails(groups, "g0.0r1")
+    after = fails(groups, "g0.2", "disk gone (row 7 of rows.jsonl)")
+    for part in (
+        "lake with seed 98 (group g0)",
+        "3 failures in a row",
+        "g0.2: disk gone (row 7 of",
+    ):
+        assert part in after.given_up
+    assert after.running == ["g0.0r2"] and [t.id for t in after.done] == ["g0.1"]
+    assert [start.id for start in after.starts] == ["g0.0r3", "g0.1r3", "g0.2r3"]
+    [seed] = {start.env_seed for start in after.starts}
+    assert seed != 98 and seed % 2 == 0 and {s.domain for s in after.starts} == {"lake"}
+    assert groups.given_up == 1 and groups.failed == 3 and groups.running == 3
+    assert groups.finished(trajectory("g0.0r2")) is None  # late, and of the task before
+    for name in ("g0.0r3", "g0.2r3"):
+        groups.finished(trajectory(name))
+    assert [start.id for start in fails(groups, "g0.1r3").starts] == ["g0.1r4"]
+    assert len(groups.finished(trajectory("g0.1r4"))) == 3
+
+
+def test_a_held_out_task_is_given_up_for_another_held_out_one():
+    groups = opened(3, seeded=True)
+    groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
+    name, drawn = "e0-1.0", set()
+    for _ in range(6):
+        [start] = groups.failed_trajectory(name, "e0-1", "boom").starts
+        assert start.phase is Phase.EVAL and start.env_seed % 2 == 1
+        name = start.id
+        drawn.add(start.env_seed)
+    assert len(drawn) == 3 and groups.given_up == 2
+
+
+def test_one_trajectory_that_ends_well_shows_that_the_task_can_be_played():
+    groups = opened(3, seeded=False)
+    groups.open("g0", Phase.TRAIN, Task("lake", 98), 8)
+    for member in range(7):
+        assert not fails(groups, f"g0.{member}").given_up
+    groups.finished(trajectory("g0.7"))
+    for member in range(7):
+        assert not fails(groups, f"g0.{member}r{member + 1}").given_up
+    assert groups.given_up == 0
+
+
+def test_a_task_that_can_not_begin_is_given_up_at_once_and_so_is_one_that_kills_its_hosts_again():
+    groups = opened(20, seeded=False)
+    groups.open("g0", Phase.TRAIN, Task("lake", 98), 8)
+    assert fails(groups, "g0.3", certain=True).given_up
+    groups.open("g1", Phase.TRAIN, Task("lake", 96), 8)
+    assert not fails(groups, "g1.0", lost=True).given_up
+    assert not fails(groups, "g1.1", lost=True).given_up  # both may have come from outside
+    assert fails(groups, "g1.0r1", lost=True).given_up
+
+
+def test_a_given_up_tree_grows_again_among_the_new_members():
+    branching = Branching(ways=[2], at=[1], depth=1)
+    groups = Groups(1, {"lake": Bounds(1, 0.2, "env")}, False, branching)
+    groups.open("g4", Phase.TRAIN, Task("lake", 98), 2, spare=1)
+    starts = fails(groups, "g4.0", certain=True).starts
+    assert [(s.id, s.follows, s.fork) for s in starts] == [
+        ("g4.0r1", "", 0),
+        ("g4.1r1", "g4.0r1", 1),
+        ("g4.2r1", "", 0),
+    ]
+
+
+def test_a_few_bad_tasks_among_many_never_end_the_run():
+    """However fast they fail beside others, which take their time."""
+    groups = opened(3, seeded=False)
+    for index in range(600):
+        name = f"g{index}"
+        groups.open(name, Phase.TRAIN, Task("lake", 2 * index), 2)
+        if index % 10 == 3:
+            again = groups.failed_trajectory(f"{name}.0", name, "long", certain=True).starts
+        else:
+            again = [None, None]
+        for member, start in enumerate(again):
+            groups.finished(trajectory(start.id if start else f"{name}.{member}"))
+    assert groups.given_up == 60 and groups.running == 0
+
+
+@pytest.mark.parametrize("size, at_once", [(1, 64), (2, 4), (8, 4)])
+def test_an_environment_of_which_every_task_fails_ends_the_run_soon_with_the_cause(size, at_once):
+    groups = opened(3, seeded=False)
+    left = []
+    for index in range(at_once):
+        left += groups.open(f"g{index}", Phase.TRAIN, Task("sums", 2 * index), size)
     with pytest.raises(
         TooManyFailures,
-        match=r"2 environments failed in a row .*max_failures_in_row=2.*g0.2r\d: disk gone",
+        match=r"tasks of sums fail each time \(env\.members\.sums\.max_failed_tasks=0\.2\); the "
+        r"last, g\d+\.\d+.*: disk gone",
     ):
-        groups.failed_trajectory("g0.2r2", "g0", "lake", "disk gone")
+        while True:
+            start = left.pop(0)
+            after = groups.failed_trajectory(start.id, start.group, "disk gone")
+            left = [each for each in left if each.id not in after.running] + after.starts
+    assert groups.failed <= (at_once + 8) * 3 * size
+
+
+def test_an_environment_that_breaks_in_the_middle_ends_the_run_too():
+    """Hundreds of tasks that went well before don't hide it."""
+    groups = opened(3, seeded=False)
+    for index in range(500):
+        groups.open(f"g{index}", Phase.TRAIN, Task("lake", 2 * index), 1)
+        groups.finished(trajectory(f"g{index}.0"))
+    with pytest.raises(TooManyFailures, match="of the last 101 tasks"):
+        name = groups.open("g500", Phase.TRAIN, Task("lake", 2), 1)[0].id
+        while True:
+            name = groups.failed_trajectory(name, "g500", "gone").starts[0].id
+    assert groups.failed < 100
 
 
 def test_a_domain_that_works_does_not_hide_another_that_is_broken():
-    groups = opened(2, seeded=False)
-    groups.open("g0", Phase.TRAIN, Task("lake", 9), 3)
-    groups.open("g1", Phase.TRAIN, Task("sums", 9), 3)
-    assert groups.failed_trajectory("g1.0", "g1", "sums", "boom").domain == "sums"
-    groups.finished(trajectory("g0.1"))
-    groups.failed_trajectory("g0.0", "g0", "lake", "boom")
-    with pytest.raises(
-        TooManyFailures, match=r"2 .* \(env\.members\.sums\.max_failures_in_row=2\).*g1.1: boom"
-    ):
-        groups.failed_trajectory("g1.1", "g1", "sums", "boom")
+    groups = opened(3, seeded=False)
+    for index in range(100):
+        groups.open(f"g{index}", Phase.TRAIN, Task("lake", 2 * index), 1)
+        groups.finished(trajectory(f"g{index}.0"))
+    name = groups.open("g100", Phase.TRAIN, Task("sums", 9), 1)[0].id
+    with pytest.raises(TooManyFailures, match="tasks of sums fail each time"):
+        for _ in range(40):
+            name = groups.failed_trajectory(name, "g100", "boom").starts[0].id
 
 
 def test_a_dropped_group_is_forgotten():
@@ -120,7 +225,7 @@ def test_a_dropped_group_is_forgotten():
         running == ["g0.1"] and [t.id for t in done] == ["g0.0"] and groups.drop("g0") == ([], [])
     )
     assert groups.finished(trajectory("g0.1")) is None
-    assert groups.failed_trajectory("g0.1", "g0", "lake", "late") is None
+    assert fails(groups, "g0.1", "late") == Replaced()
 
 
 def test_tasks_depend_on_the_seed_and_the_index_alone():
@@ -222,7 +327,7 @@ def test_forks_are_drawn_by_name_and_every_member_has_one_way_back_to_its_trees_
 
 
 def test_spare_members_and_held_out_tasks_never_fork():
-    groups = Groups(1, {"lake": (3, "")}, False, Branching(ways=[2], at=[1], depth=1))
+    groups = Groups(1, {"lake": Bounds(3, 0.2, "env")}, False, Branching(ways=[2], at=[1], depth=1))
     starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 4, spare=1)
     assert [(s.follows, s.fork) for s in starts] == [
         ("", 0),
@@ -233,7 +338,7 @@ def test_spare_members_and_held_out_tasks_never_fork():
     ]
     [alone] = groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
     assert alone.follows == ""
-    replaced = groups.failed_trajectory("g4.1", "g4", "lake", "broken")
+    [replaced] = fails(groups, "g4.1", "broken").starts
     assert (replaced.id, replaced.follows) == ("g4.1r1", "")
 
 

@@ -128,6 +128,81 @@ def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coo
     assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 7}
 
 
+class Fails:
+    """A run whose messages end with a failure; its trainer ranks write what they are told to."""
+
+    def __init__(self, coordinator, monkeypatch, *messages):
+        self.coordinator, self.messages = coordinator, list(messages)
+        coordinator.mailbox.receive = self.receive
+        coordinator.mailbox.poll = lambda: None
+        monkeypatch.setattr(coordinator, "_steps", self.steps)
+        self.finishes = asyncio.Event()
+
+    async def receive(self):
+        if self.messages:
+            return 1, self.messages.pop(0)
+        await asyncio.Event().wait()
+
+    async def steps(self):
+        """The step's end, once the trainers were told nothing else."""
+        await self.finishes.wait()
+        self.coordinator.step, self.coordinator.at_boundary = 8, True
+        self.coordinator._changed.set()
+        await asyncio.Event().wait()
+
+    async def writes(self):
+        while len(self.coordinator.sent) < len(TRAINER_RANKS):
+            await asyncio.sleep(LOOK_S)
+        for index in range(len(TRAINER_RANKS)):
+            written(self.coordinator, index)
+
+    async def run(self):
+        writing = asyncio.create_task(self.writes())
+        try:
+            async with asyncio.timeout(20):
+                await self.coordinator.run()
+        finally:
+            writing.cancel()
+
+
+BAD_HOST = p.RankFailed(1, "environment 0: ValueError: gone")
+
+
+def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monkeypatch):
+    """Whatever ends it, and though another failure follows."""
+    run = Fails(coordinator, monkeypatch, BAD_HOST, BAD_HOST)
+    with pytest.raises(RunFailed, match="ValueError: gone"):
+        asyncio.run(run.run())
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
+
+
+def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
+    coordinator, tmp_path, monkeypatch
+):
+    coordinator.at_boundary = False
+
+    async def scene():
+        run = Fails(coordinator, monkeypatch, BAD_HOST)
+        running = asyncio.create_task(run.run())
+        while run.messages:
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(2 * LOOK_S)
+        assert not running.done()
+        run.finishes.set()
+        await running
+
+    with pytest.raises(RunFailed, match="ValueError: gone"):
+        asyncio.run(scene())
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 8
+
+
+def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkeypatch):
+    lost = p.RankFailed(TRAINER_RANKS[1], "trainer 1: out of memory")
+    with pytest.raises(RunFailed, match="out of memory"):
+        asyncio.run(Fails(coordinator, monkeypatch, lost).run())
+    assert checkpoint.latest(tmp_path) is None and coordinator.sent == []
+
+
 def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
     coordinator, tmp_path
 ):

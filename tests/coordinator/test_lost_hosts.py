@@ -224,7 +224,7 @@ def test_a_task_that_kills_its_hosts_each_time_ends_the_run(world, make_config):
     )
     rollouts.handle(p.HostReady(1))
     rollouts.admit(0, "g0", 0.0)
-    with pytest.raises(RunFailed, match=r"4 environments failed in a row .*max_failures_in_row=4"):
+    with pytest.raises(RunFailed, match=r"tasks of frozen_lake fail each time .*max_failed_tasks"):
         for life in range(100):
             for name in started(world):
                 if name.startswith("g0.0"):

@@ -61,10 +61,13 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
         )
     assert of["g3"] == control.train_task(config.seed, 3, config.env.weights).domain
     calculated = next(group for group, domain in of.items() if domain == "calculator")
-    made.handle(p.TrajectoryFailed(f"{calculated}.0", calculated, "calculator", "boom"))
-    assert world.taken(p.StartTrajectory)[0][1].domain == "calculator"
-    with pytest.raises(RunFailed, match=r"env\.members\.calculator\.max_failures_in_row=2"):
-        made.handle(p.TrajectoryFailed(f"{calculated}.1", calculated, "calculator", "boom"))
+    failing = f"{calculated}.0"
+    with pytest.raises(RunFailed, match=r"env\.members\.calculator\.max_failed_tasks=0\.2"):
+        for _ in range(100):
+            made.handle(p.TrajectoryFailed(failing, calculated, "calculator", "boom"))
+            replacement = world.taken(p.StartTrajectory)[0][1]
+            assert replacement.domain == "calculator"
+            failing = replacement.id
 
 
 def events(world):
@@ -140,8 +143,36 @@ def test_a_second_try_has_members_of_its_own_name(rollouts, world):
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g12r1.1r1"]
     rollouts.handle(p.TrajectoryFailed("g12r1.1r1", "g12r1", "frozen_lake", "boom"))
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g12r1.1r2"]
-    with pytest.raises(RunFailed, match="3 environments failed in a row"):
-        rollouts.handle(p.TrajectoryFailed("g12r1.1r2", "g12r1", "frozen_lake", "boom"))
+
+
+def test_a_task_that_is_given_up_leaves_nothing_and_its_group_begins_again(rollouts, world):
+    rollouts.begin_step(SIZE)
+    rollouts.admit(0, "g0", 0.0)
+    [seed] = {m.env_seed for _, m in world.taken(p.StartTrajectory)}
+    rollouts.handle(arrived("g0.1", tokens=5))
+    assert rollouts.progress == (1, SIZE)
+    for name in ("g0.0", "g0.0r1", "g0.0r2"):
+        rollouts.handle(p.TrajectoryFailed(name, "g0", "frozen_lake", f"boom {name}"))
+    starts = [m for _, m in world.taken(p.StartTrajectory)][-SIZE:]
+    assert {m.group for m in starts} == {"g0"} and seed not in {m.env_seed for m in starts}
+    [(_, words)] = [fault for fault in world.faults if fault[0] == "task given up"]
+    assert f"frozen_lake with seed {seed}" in words and "boom g0.0r2" in words
+    assert rollouts.groups.given_up == 1 and rollouts.progress == (0, SIZE)
+    assert rollouts.dropped_tokens == 5
+    for start in starts:
+        rollouts.handle(arrived(start.id))
+    [whole] = rollouts.take(["g0"])
+    assert [t.id for t in whole] == [m.id for m in starts]
+    assert events(world).count(("GroupFinished", "g0")) == 1
+
+
+def test_what_still_runs_of_a_task_that_is_given_up_is_cancelled(rollouts, world):
+    rollouts.admit(0, "g0", 0.0)
+    world.taken(p.StartTrajectory)
+    rollouts.handle(p.TrajectoryFailed("g0.0", "g0", "frozen_lake", "long", certain=True))
+    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.1"))]
+    assert rollouts.groups.running == SIZE
+    assert not rollouts.runs("g0.1")
 
 
 def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollouts, world):

@@ -51,7 +51,7 @@ def hub(version, **workers):
 def row(groups, times=None, at=7.0, **workers):
     times = times or {"rollout": 3.0, "idle": 1.0, "train": 2.0, "sync": 1.0}
     rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=1),
+        groups=SimpleNamespace(failed=1, given_up=0),
         dropped_groups=3,
         dropped_tokens=50,
         staleness_max=2,
@@ -123,7 +123,7 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     began = made._begun_at
     made._token_at = began + 7.0
     rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=0),
+        groups=SimpleNamespace(failed=0, given_up=0),
         dropped_groups=0,
         dropped_tokens=0,
         staleness_max=1,

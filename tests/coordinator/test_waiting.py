@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from rose.coordinator.waiting import Changes
+from rose.coordinator import waiting
+from rose.coordinator.waiting import Changes, RunFailed
 
 STEPS_OF_THE_LOOP = range(6)  # a change needs less to get from the event to the task that waits
 
@@ -26,3 +27,24 @@ def test_a_cancellation_ends_a_wait_however_near_to_a_change_it_comes(steps):
         return waits.cancelled()
 
     assert asyncio.run(scene())
+
+
+def test_a_silence_is_shown_and_said_once_before_it_ends_the_run(monkeypatch):
+    monkeypatch.setattr(waiting, "LOOK_S", 0.001)
+    seconds = iter([1, 29, 31, 45, 61, 70, 5, 6, 40, 62, 99, 101])
+    shown, said = [], []
+
+    async def scene():
+        changes = Changes(shown.append)
+        names = "; in their environments (lake): g0.1"
+        await changes.while_progressing(
+            lambda: False, lambda: next(seconds), 100.0, lambda: f"64 run{names}", said.append
+        )
+
+    with pytest.raises(RunFailed, match=r"for 101 s while 64 run; in their .*: g0\.1"):
+        asyncio.run(scene())
+    assert [words.split(" while")[0] for words in said] == [
+        "no token and no trajectory for 61 s",
+        "no token and no trajectory for 62 s",
+    ]
+    assert shown.count("") == 1 and "progress: no token and no trajectory for 31 s" in shown[0]

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ class Prompts:
         system: str | None,
         reward: str | None,
     ):
-        here = os.getcwd()  # in which paths are relative
+        here = self._here = os.getcwd()  # the folder that paths are relative to
+        places = (data, held_out) if isinstance(held_out, str) else (data,)
+        self._places = prompt_field, places
         rows = _rows("env.args.data", data, prompt_field, here)
         if isinstance(held_out, str):
             self.train, self.held_out = (
@@ -72,6 +75,19 @@ class Prompts:
         """That of this seed: a held-out one if it is odd."""
         rows = self.held_out if seed % 2 else self.train
         return rows[random.Random(seed).randrange(len(rows))]
+
+    def task_name(self, seed: int) -> str:
+        return self._names()[id(self.row(seed))]
+
+    def starts(self, tools: list[dict[str, Any]] | None = None) -> Iterator[tuple[str, Start]]:
+        """Every row's name and first prompt."""
+        names = self._names()
+        for row in (*self.train, *self.held_out):
+            yield names[id(row)], self.start(row, tools)
+
+    def _names(self) -> dict[int, str]:
+        """Name each row by its identity, as `_rows` reads each file once."""
+        return _named(*self._places, self._here)
 
     def start(self, row: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Start:
         prompt = row[self.prompt_field]
@@ -148,6 +164,16 @@ def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
             f"some of {', '.join(PASSED)}"
         )
     return found, tuple(name for name in PASSED if name in parameters)
+
+
+@functools.cache
+def _named(field: str, places: tuple[str, ...], here: str) -> dict[int, str]:
+    keys = ("env.args.data", "env.args.held_out")
+    return {
+        id(row): f"row {number} of {place}"
+        for key, place in zip(keys, places, strict=False)
+        for number, row in enumerate(_rows(key, place, field, here), 1)
+    }
 
 
 @functools.cache

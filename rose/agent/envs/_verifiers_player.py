@@ -245,6 +245,13 @@ def _digest(task):
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
 
 
+def _plain(value):
+    """Numbers and bools of NumPy and torch as Python's. Raises `TypeError` for anything else."""
+    if callable(getattr(value, "item", None)):
+        return value.item()
+    raise TypeError(f"{value!r:.80} is no JSON")
+
+
 def _text(error):
     return f"{type(error).__name__}: {error}"
 
@@ -289,7 +296,11 @@ def main():
     os.dup2(2, 1)  # what environments print is no answer
 
     def answer(said):
-        out.write(json.dumps(said) + "\n")
+        try:
+            text = json.dumps(said, default=_plain)
+        except (TypeError, ValueError) as error:  # An environment's own metrics may be anything.
+            text = json.dumps({"name": said.get("name"), "error": _text(error)})
+        out.write(text + "\n")
         out.flush()
 
     sys.modules[HARNESS] = sys.modules["__main__"]

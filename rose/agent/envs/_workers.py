@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from rose import processes
-from rose.reward import function
+from rose.reward import function, values
 from rose.reward.episode import Episode
 
 MOST = 4  # processes of an environment host: each may hold a few hundred MB of libraries
@@ -192,7 +192,7 @@ def serve() -> None:
             if "episode" in arguments:
                 arguments["episode"] = msgspec.convert(arguments["episode"], Episode)
             answers.write(BEGUN)
-            text = json.dumps({"value": called(**arguments)}, default=msgspec.to_builtins)
+            text = json.dumps({"value": called(**arguments)}, default=values.to_json)
         except BaseException as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
         answers.write(text.encode() + b"\n")

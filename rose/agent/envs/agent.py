@@ -54,6 +54,7 @@ class Agent:
         self.function = None if function is None else _function("function", function)
         self.reward = None if reward is None else _function("reward", reward)
         self.doubt = ""
+        self._place = tasks
         self._tasks = [] if tasks is None else _lines(tasks)
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
@@ -70,6 +71,12 @@ class Agent:
     def verify(self) -> None:
         """Raise `ConfigError` if a file that each episode's process reads has been edited."""
         inputs.verify(*(self.command or ()), *filter(None, (self.function, self.reward)))
+
+    def task_name(self, seed: int) -> str:
+        if not self._tasks:
+            return ""
+        at = seed // 2 % len(self._tasks[seed % 2 :: 2])
+        return f"task {2 * at + seed % 2 + 1} of {self._place}"
 
     def task(self, seed: int) -> dict[str, Any]:
         """The content of the file ROSE_TASK for the episode of this seed."""

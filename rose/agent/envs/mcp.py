@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ class Mcp:
         start = self.source.start(self._row, schemas)
         self._messages = list(start.messages)
         return start
+
+    def task_name(self, seed: int) -> str:
+        return self.source.task_name(seed)
+
+    def starts(self) -> Iterator[tuple[str, Start]]:
+        """Yield every task without its tools, which the server names when it runs."""
+        return self.source.starts()
 
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()

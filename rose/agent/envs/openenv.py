@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,6 +21,7 @@ import aiohttp
 
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
+from rose.reward import values
 
 SEEDS = 2**31 - 1
 ASK_S = 20.0  # for the server's schema, at the launch
@@ -90,14 +90,15 @@ class Openenv:
             answer = await self._ask("step", data)
         except Refused as error:
             return Step(observation=f"Error: {error}"[:1000], invalid=True)
-        reward = answer.get("reward") or 0.0
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(f"{self.url} gave the reward {reward!r:.80}")
+        try:
+            reward = values.reward(answer.get("reward") or 0.0)
+        except ValueError as error:
+            raise ValueError(f"{self.url} gave {error}") from None
         self._total += reward
         done = bool(answer.get("done"))
         return Step(
             observation=_text(answer.get("observation")) or "(nothing)",
-            reward=float(reward),
+            reward=reward,
             done=done,
             success=done and self._total >= self.success_at,
         )

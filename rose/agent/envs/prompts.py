@@ -11,6 +11,7 @@ null nothing is scored here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rose.agent.envs import _prompts
@@ -48,6 +49,12 @@ class Prompts:
         start = self.source.start(self._row)
         self._messages = list(start.messages)
         return start
+
+    def task_name(self, seed: int) -> str:
+        return self.source.task_name(seed)
+
+    def starts(self) -> Iterator[tuple[str, Start]]:
+        return self.source.starts()
 
     async def step(self, action: Action) -> Step:
         text = action.text.encode("utf-8", "replace").decode()

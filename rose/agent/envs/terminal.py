@@ -15,7 +15,9 @@ import math
 import os
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 from rose.agent.envs import _ladder, _tasks, _undo
@@ -196,7 +198,21 @@ class Terminal:
         if self.tasks is None:
             self._rung = _ladder.draw(seed, self.rungs)
         else:
-            self._task = random.Random(seed).choice(self.tasks[seed % 2])
+            self._task = self._of(seed)
+
+    def _of(self, seed: int) -> _tasks.Task:
+        return random.Random(seed).choice(self.tasks[seed % 2])
+
+    def task_name(self, seed: int) -> str:
+        return f"task {self._of(seed).name}" if self.tasks is not None else ""
+
+    def starts(self) -> Iterator[tuple[str, Start]]:
+        for task in dict.fromkeys(chain(*(self.tasks or ()))):
+            yield f"task {task.name}", self._begun(SYSTEM.format(task.workdir), task.instruction)
+
+    def _begun(self, system: str, instruction: str) -> Start:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
+        return Start(messages, list(self.tools.values()))
 
     async def reset(self, seed: int) -> Start:
         await self.close()
@@ -219,8 +235,7 @@ class Terminal:
         self._states = _undo.Undo() if self.undo else None
         self._until, self._shown = time.monotonic() + time_s, ""
         await self._watch()
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": instruction}]
-        return Start(messages, list(self.tools.values()))
+        return self._begun(system, instruction)
 
     async def step(self, action: Action) -> Step:
         call, before = action.call, self.box

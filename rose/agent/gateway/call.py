@@ -37,7 +37,7 @@ from typing import Any
 
 from rose import processes
 from rose.agent.gateway.program import LOG_MODE
-from rose.reward import function
+from rose.reward import function, values
 
 KEPT: list[Any] = []  # of the server's, which to free takes a process time
 
@@ -72,7 +72,8 @@ def call(name: str, arguments: list[str]) -> None:
     if inspect.isawaitable(result):
         result = asyncio.run(_wait(result))
     if result is not None:
-        Path(os.environ["ROSE_REWARD"]).write_text(json.dumps(result), encoding="utf-8")
+        written = json.dumps(result, default=values.to_json)
+        Path(os.environ["ROSE_REWARD"]).write_text(written, encoding="utf-8")
 
 
 async def _wait(result: Any) -> Any:

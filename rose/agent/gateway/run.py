@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from rose import config
+from rose.agent import returned
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.agent import Agent
 from rose.agent.envs.verifiers import Verifiers
@@ -179,9 +180,11 @@ class _Run:
     def _play(self, verifiers: Verifiers) -> Awaitable[Playing]:
         def take(answer: dict[str, Any]) -> None:
             """Raises `ValueError`."""
-            reward, _ = reward_of(answer["reward"])
+            reward, _ = reward_of(answer["reward"], "the episode")
             self.session.reward = reward, reward >= verifiers.success_at
-            self.metrics = {f"verifiers/{k}": float(v) for k, v in answer["metrics"].items()}
+            self.metrics = returned.stats(
+                {f"verifiers/{k}": v for k, v in answer["metrics"].items()}
+            )
 
         order = {
             "name": self.start.id,
@@ -233,7 +236,7 @@ class _Run:
         if self.session.reward is not None:
             return self.session.reward
         try:
-            return reward_of(json.loads(_beginning(self.reward)))
+            return reward_of(json.loads(_beginning(self.reward)), "the agent")
         except FileNotFoundError:
             if not required:
                 return 0.0, False

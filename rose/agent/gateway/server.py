@@ -32,9 +32,9 @@ from rose.agent.gateway import (
 from rose.agent.gateway.forks import Forks
 from rose.agent.gateway.players import Players
 from rose.agent.gateway.session import Answer, ApiError, Session
+from rose.reward.episode import ScoringFailed, score_of
 
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
-MOST_REWARD = 1e30  # far below float32's largest, in which the trainer holds rewards
 KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
 PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
 PING = b": the turn is under way\n\n"
@@ -110,7 +110,7 @@ class Gateway:
         try:
             session = self._session(request)
             with session.counted():
-                body = await _body(request)
+                body = await _body(request, session.body_s)
                 query = api.read(body)
                 streamed = fields.take(body, "stream", bool, False)
                 model = fields.take(body, "model", str, self._model)
@@ -160,7 +160,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            with self._session(request).counted():
+            with self._session(request).counted(is_call=False):
                 pass
         except ApiError as error:
             return _refused(openai_chat, error)
@@ -171,9 +171,9 @@ class Gateway:
         try:
             session = self._session(request)
             with session.counted():
-                body = await _body(request)
+                body = await _body(request, session.body_s)
                 try:
-                    session.reward = reward_of(body)
+                    session.reward = reward_of(body, "the call")
                 except ValueError as error:
                     raise fields.bad(str(error)) from None
         except ApiError as error:
@@ -181,25 +181,22 @@ class Gateway:
         return web.json_response({"ok": True})
 
 
-def reward_of(value: Any) -> tuple[float, bool]:
-    """(reward, success) from a number or {"reward": number, "success": bool}; success is a reward
-    of 1 or more if it isn't said. Raises `ValueError`."""
-    reward, success = value, None
-    if isinstance(value, dict):
-        reward, success = value.get("reward"), value.get("success")
-    number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    # compared, not converted: an integer of 400 digits is none of Python's floats
-    if not number or not abs(reward) <= MOST_REWARD or not isinstance(success, bool | None):
-        raise ValueError(
-            f"{json.dumps(value, default=repr)[:80]} is no reward: a number from -{MOST_REWARD:g} "
-            f'to {MOST_REWARD:g} is needed, or {{"reward": number, "success": true or false}}'
-        )
-    return float(reward), reward >= 1 if success is None else success
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
+def reward_of(value: Any, whose: str) -> tuple[float, bool]:
+    """(reward, success) of what `whose` call or file holds; success is a reward of 1 or more if it
+    isn't said. Raises `ValueError`."""
     try:
-        body = await request.json()
+        score = score_of(value, whose)
+    except ScoringFailed as error:
+        raise ValueError(str(error)) from None
+    return score.reward, score.reward >= 1 if score.success is None else score.success
+
+
+async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(limit_s):
+            body = await request.json()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limit_s:g} s", "timeout") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large") from None
     except (ValueError, RecursionError):

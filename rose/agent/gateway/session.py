@@ -63,6 +63,11 @@ class Query:
     tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
     calls_tools: bool = True  # False: what looks like a call is text
 
+    @property
+    def characters(self) -> int:
+        """Of all messages' texts."""
+        return sum(len(message.text) for message in self.messages)
+
     def digest(self) -> bytes:
         history = digests(self.messages, self.tools)[-1]
         rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
@@ -106,7 +111,7 @@ class Session:
         self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
-        self._open = 0
+        self._open = self._waiting = 0  # requests, and those of them that wait for the model
         self._refused = self._replays = 0
         self._heard_at = clock()
         self._allowance, self._counted_at = float(BURST), clock()
@@ -114,11 +119,18 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """Since the agent last called or was answered; 0 while it waits for an answer."""
-        return 0.0 if self._open else self._clock() - self._heard_at
+        """Since the agent last called or was answered; 0 while it waits for an answer. A call whose
+        body doesn't arrive, and questions about anything but a turn, are no calls."""
+        return 0.0 if self._waiting else self._clock() - self._heard_at
+
+    @property
+    def body_s(self) -> float:
+        """Seconds that the body of a request may take to arrive."""
+        return self._limits.step_timeout_s
 
     async def answer(self, query: Query) -> Answer:
         """Within or behind `counted`. Raises `ApiError`."""
+        self._check_length(query)
         digest = query.digest()
         task = self._calls.get(digest)
         if task is None:
@@ -127,6 +139,7 @@ class Session:
         elif task.done():
             self._count_replay()
         self._open += 1
+        self._waiting += 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -141,13 +154,17 @@ class Session:
             raise
         finally:
             self._open -= 1
+            self._waiting -= 1
             self._heard_at = self._clock()
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self, is_call: bool = True) -> Iterator[None]:
         """Around each request of the agent's, from before its body is read: bounds them at once and
-        by the second, and counts it if it is refused. Raises `ApiError`."""
+        by the second, and counts it if it is refused. `is_call`: it shows that the agent goes on.
+        Raises `ApiError`."""
         self._count()
+        if is_call:
+            self._heard_at = self._clock()
         self._open += 1
         try:
             yield
@@ -156,7 +173,6 @@ class Session:
             raise
         finally:
             self._open -= 1
-            self._heard_at = self._clock()
 
     def close(self) -> None:
         """Calls under way are answered with an error."""
@@ -167,7 +183,7 @@ class Session:
         """Raises `ApiError`."""
         now = self._clock()
         self._allowance = min(BURST, self._allowance + RATE * (now - self._counted_at)) - 1
-        self._heard_at = self._counted_at = now
+        self._counted_at = now
         if self._allowance < 0 or self._open >= MOST_OPEN:
             error = ApiError(
                 429,
@@ -203,18 +219,30 @@ class Session:
         if task.cancelled() or task.exception() is not None:
             self._calls.pop(digest, None)
 
+    def _check_length(self, query: Query) -> None:
+        """Refuse what can't fit by its characters: to make tokens of it would take seconds. Raises
+        `ApiError`."""
+        least = self._chat.least_tokens(query.characters)
+        if least >= self._max_context:
+            error = self._too_long(f"at least {least}")
+            self._refuse(error)
+            raise error
+
+    def _too_long(self, tokens: str) -> ApiError:
+        self.truncated = True
+        return ApiError(
+            400,
+            f"the messages have {tokens} tokens; the model's context holds {self._max_context} "
+            "(model.max_context), the answer included",
+            "context_length_exceeded",
+        )
+
     async def _take_turn(self, query: Query) -> Answer:
-        place = self._place(query)
+        place = await self._chat.in_thread(query.characters, self._place, query)
         context = place.context
         room = self._max_context - len(context) // 4
         if room <= 0:
-            self.truncated = True
-            raise ApiError(
-                400,
-                f"the messages have {len(context) // 4} tokens; the model's context holds "
-                f"{self._max_context} (model.max_context), the answer included",
-                "context_length_exceeded",
-            )
+            raise self._too_long(str(len(context) // 4))
         if self.turns >= self._limits.max_turns:
             self.truncated = True
             raise ApiError(

@@ -224,8 +224,8 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a"); raise SystemExit("I give up")', "ended with code 1; it said: I give up", {}),
         ('ask("a"); os.kill(os.getpid(), 9)', "ended with code -9", {}),
         ('ask("a")', "ended without a reward", {}),
-        ('ask("a"); reward("high")', "is no reward", {}),
-        ('ask("a"); reward(10**400)', "is no reward", {}),
+        ('ask("a"); reward("high")', "which is no number", {}),
+        ('ask("a"); reward(10**400)', "which is not finite", {}),
         ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "ROSE_REWARD: maximum recursion", {}),
         ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
@@ -241,6 +241,24 @@ while True:
     except OSError:
         pass
 """, "256 calls of the agent were refused", {"max_turns": 2}),
+        ("""
+import socket, time
+ask("a")
+host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
+half = socket.create_connection((host, int(port)))
+key = os.environ["OPENAI_API_KEY"]
+half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
+             "Content-Length: 1000\\r\\n\\r\\n{".encode())
+time.sleep(600)
+""", "neither called nor ended", {"step_timeout_s": 3.0}),
+        ("""
+import time
+ask("a")
+while True:
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers))
+    time.sleep(0.1)
+""", "neither called nor ended", {"step_timeout_s": 3.0}),
     ],
 )  # fmt: skip
 def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):

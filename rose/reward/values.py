@@ -1,0 +1,94 @@
+"""The one definition of a reward, a number and a truth value, wherever they come from.
+
+Every way to a reward (an environment's step, env.args.reward, reward=function, an agent's function,
+its file or its call, verifiers) reads it here, so the same things are rewards everywhere: numbers
+and bools of Python and NumPy, and arrays and tensors of one element. Texts are none.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+import msgspec
+
+# The largest magnitude of a reward. The trainer holds rewards, and algorithms without a division by
+# the standard deviation sums of squared gradients, in float32, whose largest is 3e38.
+MOST_REWARD = 1e15
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
+_repr.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """`value` in a message: short, and also where its own repr raises."""
+    return _repr.repr(value)
+
+
+def number(value: Any) -> float:
+    """`value` as a float. Raises `ValueError` where it is no number."""
+    if type(value) is float:
+        return value
+    if callable(item := getattr(value, "item", None)):  # NumPy and torch have it
+        try:
+            value = item()
+        except Exception:  # Each library has its own error for several elements.
+            raise ValueError("not one number") from None
+    if isinstance(value, str | bytes | bytearray) or not (
+        hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+    ):
+        raise ValueError("not a number")
+    try:
+        return float(value)
+    except OverflowError:  # an integer of 400 digits
+        return math.inf if value > 0 else -math.inf
+    except Exception as error:  # A stranger's class may raise anything.
+        raise ValueError(f"not a number: {error}") from None
+
+
+def reward(value: Any) -> float:
+    """`value` as a reward. Raises `ValueError` with what was wrong."""
+    try:
+        found = number(value)
+    except ValueError:
+        raise ValueError(f"the reward {shown(value)}, which is no number") from None
+    if not math.isfinite(found):
+        raise ValueError(f"the reward {shown(value)}, which is not finite")
+    if abs(found) > MOST_REWARD:
+        raise ValueError(
+            f"the reward {shown(value)}; rewards lie between -{MOST_REWARD:g} and {MOST_REWARD:g}"
+        )
+    return found
+
+
+def flag(value: Any) -> bool:
+    """`value` as a truth value: a bool, or a number that is 0 or 1. Raises `ValueError`."""
+    if type(value) is bool:
+        return value
+    found = number(value)
+    if found not in (0.0, 1.0):
+        raise ValueError("neither true nor false")
+    return bool(found)
+
+
+def to_json(value: Any) -> Any:
+    """The `default` of `json.dumps`: NumPy's and torch's values as Python's, structs as objects.
+    Raises `TypeError` for what JSON has no word for."""
+    if callable(item := getattr(value, "item", None)):
+        try:
+            value = item()
+        except Exception:
+            raise TypeError(f"{shown(value)} is not one value") from None
+        if isinstance(value, bool | int | float | str):
+            return value
+    if hasattr(type(value), "__float__"):  # decimal.Decimal has it
+        return number(value)
+    return msgspec.to_builtins(value, enc_hook=_unknown)
+
+
+def _unknown(value: Any) -> Any:
+    if callable(getattr(value, "item", None)) or hasattr(type(value), "__float__"):
+        return to_json(value)
+    raise TypeError(f"{shown(value)} is no JSON")

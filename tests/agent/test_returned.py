@@ -1,0 +1,181 @@
+"""Whatever an environment gives, it costs its trajectory at most, and the error names it."""
+
+import asyncio
+import sys
+
+import numpy as np
+import pytest
+
+from rose import config
+from rose.agent import returned
+from rose.agent.envs.base import Start, Step
+from rose.agent.guard import EnvironmentFailure
+from rose.agent.loop import run_trajectory
+from rose.protocol import (
+    FinishReason,
+    Phase,
+    Sampling,
+    StartTrajectory,
+    TurnResult,
+    pack_floats,
+    pack_tokens,
+)
+
+START = StartTrajectory(
+    id="g1.2", group="g1", phase=Phase.TRAIN, domain="odd", env_seed=7, sampling_seed=11
+)
+ASK = {"role": "user", "content": "say"}
+TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
+LIMITS = config.Env(
+    name="odd", args={}, max_turns=2, max_new_tokens=8, step_timeout_s=5.0, max_failures_in_row=1
+)
+
+
+class Odd:
+    """Gives what a test says, of one method or of all."""
+
+    requires_tool = False
+
+    def __init__(self, reset=None, step=None, end=None, stats=None):
+        self._reset = reset or (lambda: Start([ASK]))
+        self._step = step or (lambda: Step("well", done=end is None))
+        if end is not None:
+            self.end = lambda: self._give(end)
+        self.make_stats = stats or dict
+
+    @property
+    def stats(self):
+        return self.make_stats()
+
+    async def _give(self, make):
+        return make()
+
+    async def reset(self, seed):
+        return self._reset()
+
+    async def step(self, action):
+        return self._step()
+
+    async def close(self):
+        pass
+
+
+def play(chats, env):
+    chat = chats["tiny"]
+
+    async def turn(request):
+        tokens = [*chat._encode("up"), min(chat.eos_ids)]
+        return TurnResult(
+            turn=request.turn,
+            tokens=pack_tokens(tokens),
+            logprobs=pack_floats([-0.5] * len(tokens)),
+            versions=pack_tokens([0] * len(tokens)),
+            migrations=0,
+            finish=FinishReason.STOP,
+        )
+
+    sampling = Sampling(max_new_tokens=1)
+    rest = (LIMITS, "env", 500, sampling, lambda: 1.0)
+    return asyncio.run(run_trajectory(START, env, chat, turn, *rest))
+
+
+def raises(error):
+    raise error
+
+
+# (what the environment gives, words of the error)
+WRONG = [
+    (dict(reset=lambda: None), "Odd.reset returned None, not a Start"),
+    (dict(reset=lambda: Start(None)), "Odd.reset gave messages None, not a list"),
+    (dict(reset=lambda: Start([])), "Odd.reset gave no messages"),
+    (dict(reset=lambda: Start("say")), "Odd.reset gave messages 'say'"),
+    (dict(reset=lambda: Start(["say"])), r"Odd.reset gave messages\[0\] 'say', not a dict"),
+    (dict(reset=lambda: Start([{"content": "x"}])), r"messages\[0\] the role None"),
+    (
+        dict(reset=lambda: Start([ASK, {"role": "human", "content": "x"}])),
+        r"\[1\] the role 'human'",
+    ),
+    (dict(reset=lambda: Start([{"role": "user"}])), r"messages\[0\] the content None, not text"),
+    (dict(reset=lambda: Start([{"role": "user", "content": 3}])), "the content 3, not text"),
+    (
+        dict(reset=lambda: Start([{"role": "user", "content": [{"type": "text", "text": "x"}]}])),
+        r"Odd.reset gave messages\[0\] the content \[.*parts can't be given",
+    ),
+    (dict(reset=lambda: Start([{"role": "assistant", "content": None}])), "the content None"),
+    (dict(reset=lambda: Start([ASK | {"extra": object()}])), "messages with more than plain JSON"),
+    (dict(reset=lambda: Start([ASK], None)), "tools None, not a list"),
+    (dict(reset=lambda: Start([ASK], ["go"])), r"tools\[0\] 'go', not an OpenAI function schema"),
+    (dict(reset=lambda: Start([ASK], [{"name": "go"}])), r"tools\[0\] {'name': 'go'}"),
+    (
+        dict(reset=lambda: Start([ASK], [{"function": {"name": "go", "parameters": "none"}}])),
+        r"tools\[0\] the parameters 'none'",
+    ),
+    (dict(reset=lambda: Start([ASK], [], None)), "the task None, not a dict"),
+    (dict(reset=lambda: Start([ASK], [], {"a": object()})), "a task with more than plain JSON"),
+    (dict(step=lambda: None), "Odd.step returned None, not a Step"),
+    (dict(step=lambda: {"reward": 1}), "Odd.step returned {'reward': 1}, not a Step"),
+    (dict(step=lambda: Step(None)), "Odd.step gave the observation None, not text"),
+    (dict(step=lambda: Step(b"x")), "Odd.step gave the observation b'x', not text"),
+    (dict(step=lambda: Step(["x"])), r"the observation \['x'\], not text"),
+    (dict(step=lambda: Step({"a": 1}, done=True)), "the observation {'a': 1}, not text"),
+    (dict(step=lambda: Step("x", reward=float("nan"))), "the reward nan, which is not finite"),
+    (dict(step=lambda: Step("x", reward=1e300)), r"the reward 1e\+300; rewards lie between"),
+    (dict(step=lambda: Step("x", reward=None)), "the reward None, which is no number"),
+    (dict(step=lambda: Step("x", success=None)), "success None, not true or false"),
+    (dict(step=lambda: Step("x", success="no")), "success 'no', not true or false"),
+    (dict(step=lambda: Step("x", done=0.5)), "done 0.5, not true or false"),
+    (dict(step=lambda: Step("x", invalid=[])), r"invalid \[\], not true or false"),
+    (dict(step=lambda: Step("x", observations="ab")), "observations 'ab', not a list"),
+    (dict(step=lambda: Step("x", observations=("a", 2))), r"observations\[1\] 2, not text"),
+    (dict(step=lambda: sys.exit(3)), "Odd.step raised .*SystemExit"),
+    (dict(step=lambda: raises(ValueError("\ud800" * 10**5))), "Odd.step raised ValueError"),
+    (dict(end=lambda: Step("x", reward=float("nan"))), "Odd.end gave the reward nan"),
+    (dict(end=lambda: 1.0), "Odd.end returned 1.0, not a Step"),
+    (dict(stats=lambda: None), "Odd.stats gave None, not a dict"),
+    (dict(stats=lambda: {"a": "b"}), "Odd.stats gave 'a': 'b', not a text with a finite number"),
+    (dict(stats=lambda: {1: 2.0}), "Odd.stats gave 1: 2.0, not a text"),
+    (dict(stats=lambda: {"a": float("inf")}), "Odd.stats gave 'a': inf"),
+    (dict(stats=lambda: raises(RuntimeError("no"))), r"Odd.stats raised RuntimeError\('no'\)"),
+]
+
+
+@pytest.mark.parametrize("given, words", WRONG)
+def test_what_is_wrong_fails_the_trajectory_and_names_class_method_and_value(chats, given, words):
+    with pytest.raises(EnvironmentFailure, match=words) as failure:
+        play(chats, Odd(**given))
+    str(failure.value).encode()  # a message carries it
+    assert len(str(failure.value)) < 5000
+
+
+def test_numpy_s_values_are_taken_and_become_python_s(chats):
+    def step():
+        return Step(
+            np.str_("well"),
+            reward=np.float32(0.5),
+            done=np.bool_(True),
+            success=np.bool_(True),
+            invalid=np.bool_(False),
+        )
+
+    def reset():
+        return Start((ASK,), [TOOL], {"answer": np.int64(4), "parts": [np.float64(0.5)]})
+
+    made = play(chats, Odd(reset, step, stats=lambda: {"moves": np.int64(3)}))
+    assert made.reward == 0.5 and type(made.reward) is float and made.success is True
+    assert made.stats["moves"] == 3.0
+    task = returned.start(reset()).task
+    assert task == {"answer": 4, "parts": [0.5]} and type(task["answer"]) is int
+
+
+def test_an_observation_that_nobody_reads_may_be_missing(chats):
+    assert play(chats, Odd(step=lambda: Step(None, done=True, reward=1))).reward == 1.0
+
+
+def test_messages_that_the_template_refuses_are_the_environment_s_failure(chats, monkeypatch):
+    def refuse(*_, **__):
+        raise AttributeError("roles must alternate")
+
+    monkeypatch.setattr(type(chats["tiny"]), "_render", refuse)
+    odd = Odd(reset=lambda: Start([ASK | {"content": "refused by this test"}]))
+    with pytest.raises(EnvironmentFailure, match=r"Odd\.reset gave .*roles must alternate"):
+        play(chats, odd)

@@ -1,0 +1,182 @@
+"""The same things are rewards by every way that leads to one, and the same are refused."""
+
+import asyncio
+import json
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from rose.agent.envs import _workers
+from rose.agent.envs.base import Action, Step
+from rose.agent.gateway import call
+from rose.agent.gateway.server import reward_of
+from rose.agent.guard import EnvironmentFailure, Guard
+from rose.reward import values
+from rose.reward.episode import Score, ScoringFailed, score_of
+
+# (what a function returns, the reward, the success; None: no word on it)
+TAKEN = [
+    ("1", 1.0, None),
+    ("-0.5", -0.5, None),
+    ("True", 1.0, None),
+    ("False", 0.0, None),
+    ("numpy.float32(0.25)", 0.25, None),
+    ("numpy.int64(3)", 3.0, None),
+    ("numpy.bool_(True)", 1.0, None),
+    ("numpy.array(0.5)", 0.5, None),
+    ("numpy.array([0.5])", 0.5, None),
+    ("torch.tensor(0.5)", 0.5, None),
+    ("Decimal('0.5')", 0.5, None),
+    ("(1, True)", 1.0, True),
+    ("(numpy.float32(1), numpy.bool_(False))", 1.0, False),
+    ("[0.5, 1]", 0.5, True),
+    ("{'reward': numpy.float64(2), 'success': numpy.bool_(True)}", 2.0, True),
+    ("{'reward': True}", 1.0, None),
+    ("Score(reward=numpy.float32(0.5), success=numpy.bool_(True))", 0.5, True),
+    ("1e15", 1e15, None),
+]
+REFUSED = [
+    "'1'",
+    "''",
+    "numpy.str_('1')",
+    "math.nan",
+    "-math.inf",
+    "numpy.float32('inf')",
+    "1e16",
+    "10**400",
+    "numpy.float64(1e300)",
+    "numpy.array([1.0, 1.0])",
+    "1j",
+    "[1]",
+    "(1, 0.5)",
+    "(1, 'yes')",
+    "(True, True, True)",
+    "{'reward': '1'}",
+    "{'score': 1}",
+    "{'reward': 1, 'success': 'no'}",
+    "Score(reward=math.nan)",
+]
+SOURCE = """
+import math
+from decimal import Decimal
+import numpy
+from rose.reward.episode import Score
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None
+
+def of(text):
+    return eval(text)
+
+def of_agent(task):
+    return eval(task["text"])
+"""
+
+
+def value_of(text):
+    torch = pytest.importorskip("torch") if "torch" in text else None
+    names = {"numpy": np, "math": math, "Decimal": Decimal, "Score": Score, "torch": torch}
+    return eval(text, names)
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def by_function(text, functions, monkeypatch, tmp_path):
+    """reward=function, and a reward worker's own check."""
+    return score_of(value_of(text), "it")
+
+
+def by_worker(text, functions, monkeypatch, tmp_path):
+    """env.args.reward of prompts."""
+    value_of(text)
+    return score_of(asyncio.run(_workers.call(f"{functions}:of", text=text)), "it")
+
+
+def by_agent(text, functions, monkeypatch, tmp_path):
+    """An agent's function, or its reward's, and the file that holds what it returned."""
+    value_of(text)
+    task, reward = tmp_path / "task.json", tmp_path / "reward.json"
+    task.write_text(json.dumps({"text": text}))
+    monkeypatch.setenv("ROSE_TASK", str(task))
+    monkeypatch.setenv("ROSE_REWARD", str(reward))
+    call.call(f"{functions}:of_agent", [])
+    return score_of(json.loads(reward.read_text()), "it")
+
+
+DOORS = [by_function, by_worker, by_agent]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("text, reward, success", TAKEN)
+def test_the_same_things_are_rewards_everywhere(
+    door, text, reward, success, functions, monkeypatch, tmp_path
+):
+    score = door(text, functions, monkeypatch, tmp_path)
+    assert (score.reward, score.success) == (reward, success)
+    assert type(score.reward) is float and type(score.success) in (bool, type(None))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_reward_is_refused_everywhere(door, text, functions, monkeypatch, tmp_path):
+    with pytest.raises((ScoringFailed, _workers.FunctionFailed, TypeError)):
+        door(text, functions, monkeypatch, tmp_path)
+
+
+def test_a_refusal_names_the_function_and_the_value():
+    for given, words in (
+        (1e300, "rewards.py:of returned 1e+300: the reward 1e+300; rewards lie between -1e+15"),
+        (math.nan, "the reward nan, which is not finite"),
+        ("1", "the reward '1', which is no number"),
+        ((1, "yes"), "returned (1, 'yes'): a success"),
+    ):
+        with pytest.raises(ScoringFailed) as refused:
+            score_of(given, "rewards.py:of")
+        assert words in str(refused.value)
+
+
+def test_an_agent_s_success_is_a_reward_of_one_where_it_says_nothing():
+    assert reward_of(True, "the agent") == (1.0, True)
+    assert reward_of(0.5, "the agent") == (0.5, False)
+    assert reward_of([0.5, True], "the agent") == (0.5, True)
+    with pytest.raises(ValueError, match="the agent returned '1'"):
+        reward_of("1", "the agent")
+
+
+@pytest.mark.parametrize("text, reward", [(t, r) for t, r, _ in TAKEN if t[0] not in "([{S"])
+def test_an_environment_s_step_takes_the_same_rewards(text, reward):
+    class Pays:
+        async def step(self, action):
+            return Step("well", reward=value_of(text), done=np.bool_(True), success=1)
+
+    step = asyncio.run(Guard(Pays(), "g0.0", 5.0, "env").step(Action("")))
+    assert step == Step("well", reward=reward, done=True, success=True)
+    assert type(step.reward) is float and type(step.done) is bool and type(step.success) is bool
+
+
+@pytest.mark.parametrize("text", [t for t in REFUSED if t[0] not in "([{S"])
+def test_an_environment_s_step_refuses_the_same(text):
+    class Pays:
+        async def step(self, action):
+            return Step("well", reward=value_of(text))
+
+    with pytest.raises(EnvironmentFailure, match=r"g0\.0: Pays\.step gave the reward"):
+        asyncio.run(Guard(Pays(), "g0.0", 5.0, "env").step(Action("")))
+
+
+def test_a_value_whose_repr_raises_or_is_endless_is_shown_all_the_same():
+    class Bad:
+        def __repr__(self):
+            raise RuntimeError("no")
+
+    assert "Bad" in values.shown(Bad())
+    assert len(values.shown("x" * 10**7)) < 100
+    assert len(values.shown(list(range(10**6)))) < 200
