@@ -120,7 +120,8 @@ class Environment:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=within_s)
         except subprocess.TimeoutExpired:
             return False
-        _, _, versions = asked.stdout.partition("Available versions:")
+        lines = asked.stdout.splitlines()
+        [versions] = [line for line in lines if line.startswith("Available versions:")] or [""]
         return version in versions.replace(",", " ").split()
 
     def has(self, distribution: str) -> bool:
