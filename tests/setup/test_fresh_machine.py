@@ -61,7 +61,7 @@ def test_make_train_sets_up_and_trains(start):
 
 
 def test_an_interrupted_one_leaves_nothing(start):
-    """It is interrupted while mmdebstrap works, and its folder goes with it."""
+    """SIGTERM comes while mmdebstrap fills the folder, which is removed."""
     before = set(Path("/tmp").glob("fresh-*"))
     made = start("trixie", "true")
     [folder] = processes.until(
