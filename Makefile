@@ -28,7 +28,7 @@ test: packages lint
 	$(SLOW) $(ARGS) || [ $$? -eq $(NONE) ]
 
 packages:
-	scripts/install_test_packages.sh
+	VENV="$(VENV)" scripts/install_test_packages.sh
 
 unit: lint
 	$(UNIT) $(ARGS)
@@ -69,6 +69,8 @@ $(VENV)/.stamp-gpu: requirements/gpu.txt pyproject.toml
 	@scripts/set_up.sh $(VENV) gpu
 	@touch $@
 
-$(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run
+# A package of the tests is compiled; `make test` installs the compiler beside the packages of a run.
+$(VENV)/.stamp-test: requirements/test.txt $(VENV)/.stamp-run $(if $(filter test,$(MAKECMDGOALS)),| packages)
+	@VENV="$(VENV)" scripts/install_test_packages.sh compiler
 	@scripts/set_up.sh $(VENV) test
 	@touch $@

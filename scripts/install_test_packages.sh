@@ -1,33 +1,58 @@
 #!/bin/sh
-# Makes sure that the programs which only the tests need are there: a Chromium, which opens report.html, and the Slurm
-# that slurm/dev_cluster.sh starts, iproute2, and CRIU and gVisor, which have folders of their own. Installs Debian's packages where it may (root); else says what is missing and fails.
+# Make sure that what only the tests need is there. As root on Debian and Ubuntu it installs what is missing; else it
+# says what is missing, with the command that brings it, and fails:
+#   a compiler and Python's headers    pycosat comes as source, and torch compiles in some tests
+#   libnuma                            of vLLM's kernels, also in the environments that tests make
+#   a Chromium                         opens report.html
+#   iproute2, procps                   make the hosts of tests/comm/test_address.py; end processes
+#   Slurm, munge and MariaDB           slurm/dev_cluster.sh
+#   CRIU and gVisor                    tests/sandbox/test_capture.py; they have folders of their own
+# With the argument `compiler` it looks after the first of these alone.
 set -eu
 
-find_browser() {
-    for browser in chromium chromium-browser google-chrome; do
-        command -v "$browser" >/dev/null 2>&1 && return 0
+has() {
+    for program in "$@"; do
+        command -v "$program" >/dev/null 2>&1 && return 0
     done
     return 1
 }
 
-if ! find_browser; then
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-        echo "make test: no Chromium found, and the tests of report.html need one." >&2
-        echo "           Install it (Debian: sudo apt-get install chromium) and run make test again." >&2
+has_headers() { # of the Python that `make` takes: the environment's, or the system's
+    for python in "${VENV:-.venv}/bin/python" python3; do
+        has "$python" || continue
+        "$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null
+        return
+    done
+}
+
+PATH=$PATH:/usr/sbin:/sbin
+missing=""
+need() { # PACKAGES COMMAND...: the packages are needed where the command fails
+    packages=$1
+    shift
+    "$@" || missing="$missing $packages"
+}
+need gcc has gcc
+need g++ has g++
+need python3-dev has_headers
+if [ "${1:-}" != compiler ]; then
+    need chromium has chromium chromium-browser google-chrome
+    need iproute2 has ip
+    need procps has ps
+    need libnuma1 sh -c 'ldconfig -p | grep -q "libnuma\.so\.1 "'
+fi
+
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" != 0 ] || ! has apt-get; then
+        echo "make test: missing here:$missing. Debian, Ubuntu: sudo apt-get install$missing" >&2
         exit 2
     fi
-    echo "installing chromium, which the tests of report.html need"
+    echo "installing$missing, which the tests need"
     apt-get -qq update
-    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null
+    # shellcheck disable=SC2086
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $missing >/dev/null
 fi
-if ! command -v ip >/dev/null 2>&1 && [ ! -x /usr/sbin/ip ]; then
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-        echo "make test: no ip found (iproute2), which makes the hosts of tests/comm/test_address.py." >&2
-        exit 2
-    fi
-    apt-get -qq update
-    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends iproute2 >/dev/null
-fi
+[ "${1:-}" != compiler ] || exit 0
 for program in criu runsc; do # without them everything else can be tested
     "$(dirname "$0")/get_$program.sh" || echo "make test: no $program: tests/sandbox/test_capture.py will fail" >&2
 done

@@ -28,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 # Packages that come as source are built with these.
 BUILD_TOOLS = ("setuptools==78.1.1", "wheel==0.48.0")
-PROBE_S = 15  # longest wait for the list of torch's versions at TORCH_INDEX
-CONNECT_S = 4  # of it, longest wait for one connection
-QUOTED_LINES = 15  # of pip's output, when it fails
+# Seconds that asking TORCH_INDEX for torch's versions may take.
+PROBE_S = 15
+CONNECT_S = 4  # seconds that one of its connections may take
+QUOTED_LINES = 15  # last lines of pip's output, shown when it fails
 NUMA = "libnuma.so.1"
 # Loads a library of the environment in each of its Pythons, so that vLLM's kernels find it loaded.
 PRELOAD = 'import ctypes, sys; ctypes.CDLL(f"{{sys.prefix}}/{path}")\n'
@@ -92,10 +93,7 @@ class Environment:
             raise Failed(f"pip failed; its output ends so ({self.log} has all of it):\n{quoted}")
 
     def install_lock(self, name: str, what: str) -> None:
-        pins = [
-            line for line in (LOCKS / name).read_text(encoding="utf-8").splitlines() if "==" in line
-        ]
-        self.say(f"{len(pins)} locked packages, {what}")
+        self.say(f"the packages of requirements/{name}, {what}")
         self.install("-r", str(LOCKS / name))
 
     def install_rose(self) -> None:
@@ -117,18 +115,19 @@ class Environment:
             raise Failed(f"rose/transfer/codec.py can't be compiled: {error}")
 
     def offers(self, pin: str, *options: str, within_s: float | None = None) -> bool:
-        """Whether pip, with these options, finds `pin` (NAME==VERSION) for this Python."""
+        """True if pip, with these options, finds `pin` (NAME==VERSION) for this Python."""
         name, _, version = pin.partition("==")
         command = self._pip("index", "versions", name, *options)
         try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=within_s)
         except subprocess.TimeoutExpired:
             return False
-        _, _, versions = asked.stdout.partition("Available versions:")
+        lines = asked.stdout.splitlines()
+        [versions] = [line for line in lines if line.startswith("Available versions:")] or [""]
         return version in versions.replace(",", " ").split()
 
     def has(self, distribution: str) -> bool:
-        """Whether a distribution (NAME-VERSION) is installed."""
+        """True if a distribution (NAME-VERSION) is installed."""
         return any(self.folder.glob(f"lib/python*/site-packages/{distribution}.dist-info"))
 
     def error_of(self, program: str) -> str:
@@ -171,7 +170,7 @@ def install_torch(env: Environment, index: str) -> None:
         env.say(f"torch: {taken}")
         env.install("--index-url", index, for_cpus)
     else:
-        where = f"{index} can't be reached, or has none" if index else "TORCH_INDEX is empty"
+        where = f"{index} can't be reached or has none" if index else "TORCH_INDEX is empty"
         taken = "the package index's CUDA build with CUDA's libraries, which computes on CPUs too"
         env.say(f"torch: pip's settings offer no build for CPUs, and {where}")
         env.say(f"torch: {taken} (about 2 GB to download)")
@@ -225,12 +224,12 @@ def set_up(env: Environment, kind: str, index: str) -> None:
     env.make()
     if kind == "cpu":
         install_torch(env, index)
-        env.install_lock("cpu.txt", "1.9 GB on disk")
+        env.install_lock("cpu.txt", "about 2 GB on disk (a minute or two)")
         env.install_rose()
         env.compile()
         check(env, CHECK_CPU)
     elif kind == "gpu":
-        env.install_lock("gpu.txt", "about 12 GB on disk, with CUDA's libraries")
+        env.install_lock("gpu.txt", "about 12 GB on disk (some minutes)")
         env.install_rose()
         env.compile()
         check(env, CHECK_GPU)

@@ -58,7 +58,7 @@ install() {
         fail "apt-get could not install $PACKAGES"
 }
 
-runs() { grep -qs '^State:[[:space:]]*[^ZX]' "/proc/$1/status"; }  # PID; one that ended, and that nobody waited for, does not
+runs() { grep -qsE '^State:[[:space:]]+[^ZX[:space:]]' "/proc/$1/status"; }  # PID; one that ended, and that nobody waited for, does not
 
 alive() { [ -s "$1" ] && runs "$(cat "$1")"; }
 

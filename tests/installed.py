@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -27,7 +28,8 @@ class Installed:
         self._run("-c", sdist, cwd=source)
         shutil.rmtree(source)
         (made,) = folder.glob("*.tar.gz")
-        shutil.unpack_archive(made, folder / "unpacked", filter="data")
+        with tarfile.open(made) as sdist:  # Python 3.11.2 knows no filter; the file is our own
+            sdist.extractall(folder / "unpacked")
         (source,) = (folder / "unpacked").iterdir()
         wheel = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
         self._run("-c", wheel, cwd=source)

@@ -60,6 +60,13 @@ def test_tests_on_cpus_and_runs_on_gpus_have_the_same_versions():
     assert differ.keys() <= {"apache-tvm-ffi"}, differ  # vLLM for CUDA asks for an older one
 
 
+def test_the_cuda_libraries_of_a_torch_on_cpus_are_those_of_gpus():
+    """The package index's build, which is taken where no build for CPUs can be had."""
+    cuda, gpu = lock("torch-cuda.txt"), lock("gpu.txt")
+    assert cuda.items() <= gpu.items() and all(name.startswith("nvidia-") for name in cuda)
+    assert lock("cpu.txt")["torch"] == gpu["torch"]
+
+
 def test_what_tests_add_changes_no_version_of_a_run():
     assert not lock("test.txt").keys() & lock("cpu.txt").keys()
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][

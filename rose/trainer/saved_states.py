@@ -158,5 +158,12 @@ def _states(path: Path) -> dict[str, Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+    def member(kind: type, name: str) -> ZeroStageEnum:
+        """Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name)."""
+        if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+            raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) is not allowed here")
+        return ZeroStageEnum[name]
+
+    allowed = [LossScaler, ZeroStageEnum, fragment_address, (member, "builtins.getattr")]
+    with torch.serialization.safe_globals(allowed):
         return mapped(path)["optimizer_state_dict"]

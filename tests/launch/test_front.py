@@ -288,7 +288,8 @@ def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_c
     [doubt] = doubts.narrowed(make_config("rollout.top_p=0.9", *bare), corrects=False)
     assert "no weight corrects (algorithm.importance_cap=null); 1 is exact" in doubt
     code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7")
-    assert code == 0 and "warning" not in out
+    # Where the model isn't in the cache yet, there is one of its memory.
+    assert code == 0 and "warning: rollout" not in out
 
 
 def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):

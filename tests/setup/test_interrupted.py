@@ -1,4 +1,4 @@
-"""What a test run has started ends with it, however it ends: the dev cluster's daemons and jobs."""
+"""The dev cluster's daemons and jobs end with the test run that started them, however it ends."""
 
 import contextlib
 import os

@@ -1,0 +1,155 @@
+"""scripts/set_up.sh and set_up.py without an installation: which Python and which torch they take."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "scripts"
+spec = importlib.util.spec_from_file_location("set_up", SCRIPTS / "set_up.py")
+set_up = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(set_up)
+
+PIN = set_up.torch_pin()
+# A port of this machine at which nobody listens.
+UNREACHABLE = "http://127.0.0.1:9/whl/cpu"
+
+
+def wheel(folder: Path, local: str) -> None:
+    """A wheel of torch without any code, as a folder of pip or as an index has it."""
+    version = PIN.partition("==")[2] + local
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as file:
+        info = f"torch-{version}.dist-info"
+        file.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        )
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+
+
+def index(folder: Path, local: str) -> str:
+    """A package index in a folder, with a torch; its address."""
+    wheel(folder / "torch", local)
+    [made] = (folder / "torch").iterdir()
+    (folder / "torch" / "index.html").write_text(f'<a href="{made.name}">{made.name}</a>')
+    return folder.as_uri()
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """pip(find_links): pip's own settings, which name an empty package index, and this folder."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "nothing").mkdir()
+
+    def configure(find_links: Path | None = None) -> None:
+        lines = ["[global]", f"index-url = {(tmp_path / 'nothing').as_uri()}"]
+        lines += [f"find-links = {find_links}"] * bool(find_links)
+        (tmp_path / "pip.conf").write_text("\n".join(lines) + "\n")
+
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    configure()
+    return configure
+
+
+class Recorded(set_up.Environment):
+    """An environment into which nothing is installed, with the pip of the tests' own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.python, self.installed = Path(sys.executable), []
+
+    def install(self, *arguments: str) -> None:
+        self.installed.append(arguments)
+
+
+def taken(tmp_path, address: str) -> tuple[str, ...]:
+    env = Recorded(tmp_path / "env")
+    set_up.install_torch(env, address)
+    [arguments] = env.installed
+    return arguments
+
+
+def test_pips_own_settings_come_first(pip, tmp_path, capsys):
+    wheel(tmp_path / "wheels", "+cpu")
+    pip(find_links=tmp_path / "wheels")
+    assert taken(tmp_path, index(tmp_path / "index", "+cpu")) == (f"{PIN}+cpu",)
+    assert "pip's own settings offer" in capsys.readouterr().out
+
+
+def test_then_torchs_index_of_builds_for_cpus(pip, tmp_path, capsys):
+    address = index(tmp_path / "index", "+cpu")
+    assert taken(tmp_path, address) == ("--index-url", address, f"{PIN}+cpu")
+    assert f"the build for CPUs from {address}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["unreachable", "another", "none"])
+def test_then_the_package_indexs_build_with_its_libraries(pip, tmp_path, capsys, kind):
+    addresses = {"unreachable": UNREACHABLE, "another": index(tmp_path / "index", ""), "none": ""}
+    libraries = str(REPOSITORY / "requirements" / "torch-cuda.txt")
+    assert taken(tmp_path, addresses[kind]) == (PIN, "-r", libraries)
+    said = capsys.readouterr().out
+    assert "CUDA build with CUDA's libraries" in said and (addresses[kind] or "empty") in said
+
+
+@pytest.mark.parametrize("local, what", [("+cpu", None), ("", "the libraries")])
+def test_one_that_is_installed_stays(tmp_path, capsys, local, what):
+    packages = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    (packages / f"{PIN.replace('==', '-')}{local}.dist-info").mkdir(parents=True)
+    env = Recorded(tmp_path / "env")
+    set_up.install_torch(env, UNREACHABLE)
+    assert len(env.installed) == (0 if what is None else 1)
+
+
+def test_a_pip_that_fails_is_quoted(tmp_path):
+    env = set_up.Environment(tmp_path)
+    env.python = Path(sys.executable)
+    with pytest.raises(set_up.Failed, match=r"set-up\.log has all of it.*(.|\n)*no-such-wheel"):
+        env.install("--no-index", "no-such-wheel")
+
+
+def python(folder: Path, version: str, has_venv: bool = True) -> str:
+    """A program that answers set_up.sh's questions, and prints what it is asked to run."""
+    file = folder / f"python-{version}"
+    file.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        f"*version_info*) echo {version} ;;\n*ensurepip*) exit {int(not has_venv)} ;;\n"
+        '*) echo "ran $0 $*" ;;\nesac\n'
+    )
+    file.chmod(0o755)
+    return str(file)
+
+
+def run(tmp_path, candidates: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(SCRIPTS / "set_up.sh"), str(tmp_path / "env"), "cpu"],
+        env=os.environ | {"PYTHON": candidates}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_each_locked_python_sets_up(tmp_path, version):
+    done = run(tmp_path, f"/nowhere/python {python(tmp_path, '3.10')} {python(tmp_path, version)}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"ran {tmp_path}/python-{version} {SCRIPTS}/set_up.py")
+
+
+def test_a_python_that_is_not_locked_is_refused_with_its_version(tmp_path):
+    old = python(tmp_path, "3.10")
+    done = run(tmp_path, f"{old} /nowhere/python")
+    assert done.returncode == 2
+    assert "one of Python 3.11 3.12 3.13 is needed" in done.stderr
+    assert f"'{old}' is 3.10, '/nowhere/python' is none" in done.stderr
+
+
+def test_a_python_without_venv_is_refused_with_the_package_that_has_it(tmp_path):
+    done = run(tmp_path, python(tmp_path, "3.13", has_venv=False))
+    assert done.returncode == 2 and "sudo apt-get install python3.13-venv" in done.stderr
