@@ -128,7 +128,7 @@ class Quota:
         """After the end of its processes."""
         if self._folder is None:
             return
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while time.monotonic() < end:
             try:
                 self._folder.rmdir()

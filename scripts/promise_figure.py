@@ -61,7 +61,7 @@ def figure(runs: Sequence[dict], title: str) -> str:
     of = by_side(runs)
     seeds = len(of["borrowed"])
     found = ratios(pairs(of))
-    strip = PANEL_TOP + PLOT_H + ROW * seeds + 108
+    strip = PANEL_TOP + PLOT_H + ROW * seeds + 122
     height = strip + STRIP_ROW * len(found) + 30
     parts = [
         _text(MARGIN, 26, f"The promise, measured: {title}", "big"),
@@ -200,8 +200,9 @@ def _strip(found: Sequence[Ratio], top: float) -> list[str]:
     parts = [
         _text(
             MARGIN,
-            top - 24,
-            "Online users' latency beside rollouts, as a multiple of serving alone under the same traffic, 95% interval",
+            top - 38,
+            "Online users' latency beside rollouts, as a multiple of serving alone under the same "
+            "traffic, 95% interval",
         )
     ]
     for tick in range(int(most * 2) + 1):
@@ -210,7 +211,7 @@ def _strip(found: Sequence[Ratio], top: float) -> list[str]:
     parts.append(_line(x(1), top - 6, x(1), bottom, "line", ' stroke-width="1.5"'))
     more = ' stroke-width="1.5" stroke-dasharray="3 3"'
     parts.append(_line(x(SLACK), top - 6, x(SLACK), bottom, "line", more))
-    parts.append(_text(x(SLACK), bottom + 16, f"target {SLACK:g}", "", "middle"))
+    parts.append(_text(x(SLACK), top - 10, f"target {SLACK:g}", "", "middle"))
     for number, one in enumerate(found):
         y = top + STRIP_ROW * (number + 0.5)
         parts.append(
