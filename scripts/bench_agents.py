@@ -10,11 +10,11 @@ process for each trajectory, as env.args.function has it. Printed: medians of tu
 what a call takes beside its turn, of one agent alone and of all at once, from the request's first
 byte to the answer's last. The model plays freely, so turns differ a little from round to round.
 
-bodies: `--agents` agents call the gateway over HTTP on the tiny model, alone and beside one more
-that sends a call of 10 MB each second, by turns. Printed: P50 and P99 of the calls of the others,
-and the ratio of the P99s in the same round, at most 2; what becomes of the large calls. Then the
-same with a context of a million tokens, of which the body fits by its characters: it is made tokens
-of in a thread, and the model doesn't get it.
+bodies: `--agents` agents call the gateway over HTTP, in place of an engine turns that take
+`TURN_S`; first alone, then beside one more agent that sends calls of 10 MB, by turns. Printed: P50
+and P99 of the calls of the others, the ratio of the P99s in the same round (2 at most is wanted),
+and what becomes of the large calls. In the last round the context holds a million tokens, so that
+the body may fit by its characters: it becomes tokens in a thread, and is refused after that.
 
 rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
 each trajectory's end inside the environment, in asyncio's own threads (`asyncio.to_thread`); with 2
@@ -36,6 +36,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -70,8 +71,9 @@ SIZES = {"tiny": (10, 256, 0.25), "smollm2": (3, 64, 1.5)}
 DELAY_S = 2.0
 STEPS = 4
 BODY = "x y " * 2_500_000  # 10 MB, as a log that an agent read
-MILLION = 1_000_000  # tokens of a context that a body may fit by its characters
-PAUSE_S = 1.0  # between two large bodies
+MILLION = 1_000_000  # tokens of a context that the body may fit by its characters
+PAUSE_S = 1.0  # seconds between two large bodies
+TURN_S = 0.05  # seconds of a turn without an engine
 DEADLINE_S = 600.0
 Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
 
@@ -98,6 +100,20 @@ class Engine:
             p.pack_tokens(versions),
             chunk.finish,
         )
+
+
+class Idle:
+    """An engine that answers after `TURN_S`, so that a call's time is the gateway's and the event
+    loop's."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._chunk = SimpleNamespace(
+            tokens=tokens, logprobs=[-0.5] * len(tokens), version=0, finish=p.FinishReason.STOP
+        )
+
+    async def generate(self, *request: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(TURN_S)
+        yield self._chunk
 
 
 class SlowLake(FrozenLake):
@@ -241,27 +257,41 @@ def send(url: str, key: str) -> None:
             return
 
 
-async def bodies(bench: Bench, episodes: int, args: argparse.Namespace) -> None:
-    table = Table("bodies", "P50 (ms)", "P99 (ms)", "P99 by alone", "bodies, their seconds")
-
-    def percentiles() -> tuple[float, float]:
-        cuts = statistics.quantiles(bench.calls, n=100)
-        return 1e3 * cuts[49], 1e3 * cuts[98]
-
-    for context in (bench.context, MILLION):
-        for number in range(args.rounds):
-            tag = f"{context}.{number}"
-            await bench.run(bench.over_http, f"quiet{tag}", episodes, args.agents)
-            half, most = percentiles()
-            table.add_row("alone", f"{half:.0f}", f"{most:.0f}", "", "")
+async def bodies(args: argparse.Namespace) -> None:
+    model = msgspec.convert(
+        yaml.safe_load((REPOSITORY / "conf/model/tiny.yaml").read_text()), config.Model
+    )
+    folder = models.resolve(model)
+    chat, gateway = ChatFormat.of(folder, model), Gateway("bench")
+    turns, episodes, _ = SIZES["tiny"]
+    await gateway.open("127.0.0.1")
+    table = Table("bodies", "P50 (ms)", "P99 (ms)", "P99 by alone", "large calls, seconds of one")
+    idle = Idle([*chat._encode("up"), min(chat.eos_ids)])
+    try:
+        warm = Bench(idle, chat, model.max_context, gateway, turns)
+        await warm.run(warm.over_http, "warm", args.agents, args.agents)
+        for number in range(args.rounds + 1):
+            context = MILLION if number == args.rounds else model.max_context
+            bench = Bench(idle, chat, context, gateway, turns)
+            await bench.run(bench.over_http, f"alone{number}", episodes, args.agents)
+            half, alone = percentiles(bench.calls)
+            table.add_row("alone", f"{half:.0f}", f"{alone:.0f}", "", "")
             async with large_bodies(bench, context) as answers:
-                await bench.run(bench.over_http, f"loud{tag}", episodes, args.agents)
-                half, beside = percentiles()
+                await bench.run(bench.over_http, f"beside{number}", episodes, args.agents)
+                half, most = percentiles(bench.calls)
             took = statistics.median(float(answer.split()[2]) for answer in answers)
             said = f"{len(answers)} ({answers[0].rpartition(' ')[0]}), {took:.2f}"
-            ratio = f"{beside / most:.2f}"
-            table.add_row(f"context {context:,}", f"{half:.0f}", f"{beside:.0f}", ratio, said)
+            ratio = f"{most / alone:.2f}"
+            table.add_row(f"context {context:,}", f"{half:.0f}", f"{most:.0f}", ratio, said)
+    finally:
+        await gateway.close()
     Console().print(table)
+
+
+def percentiles(seconds: list[float]) -> tuple[float, float]:
+    """P50 and P99 in milliseconds."""
+    cuts = statistics.quantiles(seconds, n=100)
+    return 1e3 * cuts[49], 1e3 * cuts[98]
 
 
 async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -272,7 +302,6 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
             yaml.safe_load((REPOSITORY / "conf" / name).read_text(encoding="utf-8")), kind
         )
 
-    only_bodies, name = name == "bodies", "tiny" if name == "bodies" else name
     turns, episodes, kv_gib = SIZES[name]
     model = read(f"model/{name}.yaml", config.Model)
     rollout = msgspec.structs.replace(
@@ -288,9 +317,6 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
         ways = {"loop": bench.own_loop, "http": bench.over_http, "process": bench.by_process}
         for way, play in ways.items():  # caches and imports
             await bench.run(play, f"warm-{way}", 8, 8)
-        if only_bodies:
-            await bodies(bench, episodes, args)
-            return {}
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
             for way, play in ways.items():
@@ -374,10 +400,10 @@ def main() -> int:
         for part in args.parts:
             if part == "rewards":
                 rewards(scratch)
+            elif part == "bodies":
+                asyncio.run(bodies(args))
             else:
-                found = asyncio.run(measure(part, args))
-                if found:
-                    show(part, found)
+                show(part, asyncio.run(measure(part, args)))
     return 0
 
 
