@@ -292,7 +292,8 @@ def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_c
 
 
 def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
-    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300")
+    constant = ("trainer.steps=30", "trainer.optimizer.schedule=constant")
+    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300", *constant)
     words = " ".join(out.split())
     assert (
         code == 0 and "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
