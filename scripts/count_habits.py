@@ -29,29 +29,33 @@ from rich.table import Table
 from rose.agent.envs.frozen_lake import DIRECTIONS
 from rose.observe.trajectories import Shown, Texts, read, saved_steps
 
-WIDTH = 120  # columns, so that no heading is broken, also where the output is a file
+# Columns of text. The widest heading then fits on one line, also where the output is a file.
+WIDTH = 132
 OPEN = ("F", "G")
 FORWARD = ("down", "right")
 BESIDE = " ".join(rf"{direction} (\w+)" for direction in DIRECTIONS)
 LAKE_OR_MOVE = re.compile(
     rf'(?P<lake>(?:[PFHG](?: [PFHG])+\n)+){BESIDE}|"direction": "(?P<move>{"|".join(DIRECTIONS)})"'
 )
-# What is counted, and its column: each a share of what could have been so.
+# Each column is a share in percent. `solved`, `fell`, `late` and `dead` are shares of episodes.
+# `equal` is the share of groups that were all solved or all failed, and so have no advantage.
+# `forward` is a share of all moves, `hole` of moves beside a hole, `back` of moves in a dead end,
+# and `fork` of the moves right or down at a fork.
 COLUMNS = {
-    "solved": "solved",  # of episodes
+    "solved": "solved",
     "fell": "fell",
     "late": "no turns left",
-    "equal": "groups all alike",  # all solved or all failed, so without an advantage
-    "forward": "right or down",  # of moves
-    "hole": "into hole",  # of moves beside one
-    "dead": "in dead end",  # of episodes
-    "back": "steps back",  # of moves in a dead end
-    "fork": "shorter way",  # of moves right or down at a fork
+    "equal": "groups all alike",
+    "forward": "right or down",
+    "hole": "into hole",
+    "dead": "in dead end",
+    "back": "steps back",
+    "fork": "shorter way",
 }
 
 
 class Shares:
-    """How often each thing of `COLUMNS` happened, by how often it could have."""
+    """Count how often each thing of `COLUMNS` happened, and how often it could have happened."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
