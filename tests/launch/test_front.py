@@ -298,7 +298,7 @@ def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
     assert (
         code == 0 and "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
     )
-    assert "at a learning rate of 7e-05, not trainer.optimizer.lr=0.0007" in words
+    assert "at a learning rate of 0.00012, not trainer.optimizer.lr=0.0012" in words
 
 
 def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
