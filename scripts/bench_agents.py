@@ -259,7 +259,8 @@ def send(url: str, key: str) -> None:
 
 async def bodies(args: argparse.Namespace) -> None:
     model = msgspec.convert(
-        yaml.safe_load((REPOSITORY / "conf/model/tiny.yaml").read_text()), config.Model
+        yaml.safe_load((REPOSITORY / "conf/model/tiny.yaml").read_text(encoding="utf-8")),
+        config.Model,
     )
     folder = models.resolve(model)
     chat, gateway = ChatFormat.of(folder, model), Gateway("bench")

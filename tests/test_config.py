@@ -56,7 +56,7 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             "trainer.batch_size=63",
             ["trainer.batch_size=63", "multiple of rollout.group_size=8", "64"],
         ),
-        ("trainer.ranks=65", ["trainer.batch_size=64", "trainer.ranks=65"]),
+        ("trainer.ranks=129", ["trainer.batch_size=128", "trainer.ranks=129"]),
         ("trainer.steps=0", ["trainer.steps=0", ">= 1"]),
         ("trainer.sequence_parallel=2", ["trainer.sequence_parallel=2", "trainer.ranks=1"]),
         (
@@ -166,8 +166,8 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["rollout.engine_args.max-num-seqs=4", "from rollout.max_sequences"],
         ),
         (
-            "trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=30",
-            ["trainer.optimizer.warmup_steps=30", "below 30", "trainer.steps=30", "cosine"],
+            "trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=60",
+            ["trainer.optimizer.warmup_steps=60", "below 60", "trainer.steps=60", "cosine"],
         ),
         ("trainer.optimizer.schedule=step", ["schedule='step'", "constant, linear, cosine"]),
         ("trainer.optimizer.final_share=1.5", ["trainer.optimizer.final_share=1.5", "<= 1"]),

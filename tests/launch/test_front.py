@@ -293,12 +293,13 @@ def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_c
 
 
 def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
-    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300")
+    constant = ("trainer.steps=30", "trainer.optimizer.schedule=constant")
+    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300", *constant)
     words = " ".join(out.split())
     assert (
         code == 0 and "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
     )
-    assert "at a learning rate of 7e-05, not trainer.optimizer.lr=0.0007" in words
+    assert "at a learning rate of 0.00012, not trainer.optimizer.lr=0.0012" in words
 
 
 def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
@@ -530,7 +531,7 @@ def test_a_finished_run_prints_its_table_again(launch, tmp_path, make_config):
     resume.mark_finished(c.run_dir, c.trainer.steps)
     (c.run_dir / "metrics.jsonl").touch()
     code, out, _ = launch()
-    assert code == 0 and "is finished (30 steps)" in out
+    assert code == 0 and f"is finished ({c.trainer.steps} steps)" in out
     assert not (c.run_dir / "logs").exists(), "it was started again"
 
 

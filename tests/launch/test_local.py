@@ -202,7 +202,7 @@ def test_a_run_of_before_some_keys_were_there_has_their_defaults(make_config, tm
     tree = configuration.to_dict(make_config())
     del tree["trainer"]["optimizer"]["schedule"], tree["rollout"]["branch"], tree["eval"]["stop"]
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    resume.check(tmp_path / "config.json", make_config())
+    resume.check(tmp_path / "config.json", make_config("trainer.optimizer.schedule=constant"))
     with pytest.raises(ConfigError, match="optimizer.schedule: 'constant' -> 'linear'"):
         resume.check(tmp_path / "config.json", make_config("trainer.optimizer.schedule=linear"))
 

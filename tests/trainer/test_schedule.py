@@ -16,6 +16,7 @@ def rates(make_config):
             f"trainer.steps={steps}",
             f"trainer.updates_per_step={updates}",
             f"trainer.optimizer.lr={LR}",
+            "trainer.optimizer.schedule=constant",
             *(f"trainer.optimizer.{each}" for each in overrides),
         ).trainer
         rate = learning_rates(trainer)
