@@ -74,6 +74,8 @@ class Environment:
         if Path(sys.prefix).resolve() == self.folder.resolve():
             self.say(f"{self.folder}: kept, Python {version}")
         else:
+            if self.folder.is_dir() and any(self.folder.iterdir()) and not self._is_one():
+                raise Failed(f"VENV={self.folder}: has files, and is no virtual environment")
             self.say(f"{self.folder}: a virtual environment of Python {version} ({sys.executable})")
             venv.create(self.folder, clear=True, symlinks=True, with_pip=True)
         self.install(*BUILD_TOOLS)
@@ -139,6 +141,9 @@ class Environment:
 
     def size_gb(self) -> float:
         return sum(f.lstat().st_size for f in self.folder.rglob("*") if not f.is_dir()) / 1e9
+
+    def _is_one(self) -> bool:
+        return (self.folder / "pyvenv.cfg").exists()
 
     def _pip(self, *arguments: str) -> list[str]:
         return [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]

@@ -116,6 +116,13 @@ def test_a_pip_that_fails_is_quoted(tmp_path):
         env.install("--no-index", "no-such-wheel")
 
 
+def test_a_folder_of_something_else_is_not_cleared(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(set_up.Failed, match="has files, and is no virtual environment"):
+        set_up.Environment(tmp_path).make()
+    assert (tmp_path / "thesis.tex").exists()
+
+
 def python(folder: Path, version: str, has_venv: bool = True) -> str:
     """A program that answers set_up.sh's questions, and prints what it is asked to run."""
     file = folder / f"python-{version}"
