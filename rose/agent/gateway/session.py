@@ -65,7 +65,7 @@ class Query:
 
     @property
     def characters(self) -> int:
-        """Of all messages' texts."""
+        """Count the characters of all messages."""
         return sum(len(message.text) for message in self.messages)
 
     def digest(self) -> bytes:
