@@ -129,7 +129,7 @@ def test_a_long_call_and_a_long_observation_go_that_way(chats, tokenizer, monkey
 
     asyncio.run(scene())
     assert sizes[:2] == [len(ASK["content"]) + len("[]"), 100]
-    assert all(size > 30_000 for size in sizes[2:]) and len(sizes) == 4  # its digest, its tokens
+    assert all(size > 30_000 for size in sizes[2:]) and len(sizes) == 4
 
 
 def test_long_tools_and_calls_and_many_messages_take_time_too():
