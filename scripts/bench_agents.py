@@ -145,7 +145,7 @@ class Bench:
         function = f"{REPOSITORY}/scripts/bench_agents_program.py:solve"
         self.agent = Agent(function=function, environment=["BENCH_TURNS"])
         self.beside: list[float] = []  # of each call, seconds beside its turn
-        self.calls: list[float] = []  # of each call, seconds
+        self.calls: list[float] = []  # seconds of each call
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
         await run_trajectory(
@@ -228,7 +228,7 @@ async def large_bodies(bench: Bench, context: int) -> AsyncIterator[list[str]]:
     )  # fmt: skip
     answers: list[str] = []
     try:
-        await client.stdout.readline()  # it is there, and begins
+        await client.stdout.readline()  # The client is there, and begins.
         yield answers
     finally:
         client.stdin.close()

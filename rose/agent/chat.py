@@ -361,7 +361,7 @@ def _longest_token(backend: Any) -> int:
         type(backend.model).__name__ != "BPE"
         or b"ByteLevel" not in pieces
         or normalizer not in ("NoneType", "NFC")
-        or any(token.lstrip or token.rstrip for token in added)  # they take spaces with them
+        or any(token.lstrip or token.rstrip for token in added)  # These take spaces with them.
     ):
         return 0
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))

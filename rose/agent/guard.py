@@ -65,8 +65,8 @@ class Guard:
             raise self._failure("stats", f"raised {_raised(error)}") from error
         try:
             return returned.stats(given)
-        except ValueError as error:
-            raise self._failure("stats", f"gave {error}") from None
+        except Exception as error:
+            raise self._failure("stats", f"gave {_wrong(error)}") from error
 
     async def checkpoint(self) -> bytes | None:
         """None of an environment that saves nothing."""
@@ -113,8 +113,8 @@ class Guard:
             raise self._failure(name, f"returned {given}, not a {expected.__name__}")
         try:
             return check(task.result())
-        except ValueError as error:
-            raise self._failure(name, f"gave {error}") from None
+        except Exception as error:
+            raise self._failure(name, f"gave {_wrong(error)}") from error
 
     def _failure(self, method: str, what: str) -> EnvironmentFailure:
         return EnvironmentFailure(self.trajectory, f"{type(self.env).__name__}.{method} {what}")
@@ -126,6 +126,13 @@ async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> 
         return await make()
     except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the host with it
         raise RuntimeError(f"it tried to end its process by {error!r}") from error
+
+
+def _wrong(error: Exception) -> str:
+    """Word what a check found. A stranger's value may raise anything as it is looked at."""
+    if type(error) is ValueError:
+        return str(error)
+    return f"a value that can't be read: {_raised(error)}"
 
 
 def _raised(error: BaseException) -> str:

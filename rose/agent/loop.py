@@ -9,6 +9,7 @@ loop; these must use `asyncio.to_thread` themselves.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from copy import copy
@@ -184,6 +185,7 @@ class _Episode:
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
             raise self._no_room(f"at least {least}")
+        size += len(json.dumps(first.tools))  # the template may leave them out
         prompt = await self._written("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise self._no_room(str(len(prompt)))

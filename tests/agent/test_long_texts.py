@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from rose.agent import chat as chat_module
 from rose.agent.chat import _longest_token
 from rose.agent.envs.base import Start, Step
-from rose.agent.gateway.history import Message
+from rose.agent.gateway.history import Call, Message
 from rose.agent.gateway.session import ApiError, Query, Session
 from rose.agent.guard import TaskFailure
 from rose.protocol import Sampling
@@ -128,4 +128,17 @@ def test_a_long_call_and_a_long_observation_go_that_way(chats, tokenizer, monkey
         await session.answer(Query((Message("user", "up " * 10_000),)))
 
     asyncio.run(scene())
-    assert sizes == [len(ASK["content"]), 100, 30_000]
+    assert sizes[:2] == [len(ASK["content"]) + len("[]"), 100]
+    assert all(size > 30_000 for size in sizes[2:]) and len(sizes) == 4
+
+
+def test_long_tools_and_calls_and_many_messages_take_time_too():
+    short = Query((Message("user", "up"),)).size
+    tool = {"type": "function", "function": {"name": "go", "description": "x" * 10_000}}
+    call = Message("assistant", "", (Call("c1", "go", {"text": "x" * 10_000}),))
+    for long in (
+        Query((Message("user", "up"),), [tool]),
+        Query((Message("user", "up"), call, Message("tool", "done", call_id="c1"))),
+        Query((Message("user", "up"),) * 1000),
+    ):
+        assert long.size > short + 10_000

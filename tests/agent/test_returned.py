@@ -79,6 +79,11 @@ def play(chats, env):
     return asyncio.run(run_trajectory(START, env, chat, turn, *rest))
 
 
+class Unreadable:
+    def __getattr__(self, name):
+        raise OSError(f"no {name} here")
+
+
 def raises(error):
     raise error
 
@@ -127,6 +132,7 @@ WRONG = [
     (dict(step=lambda: Step("x", invalid=[])), r"invalid \[\], not true or false"),
     (dict(step=lambda: Step("x", observations="ab")), "observations 'ab', not a list"),
     (dict(step=lambda: Step("x", observations=("a", 2))), r"observations\[1\] 2, not text"),
+    (dict(step=lambda: Step("x", reward=Unreadable())), "Odd.step gave a value that can't be read"),
     (dict(step=lambda: sys.exit(3)), "Odd.step raised .*SystemExit"),
     (dict(step=lambda: raises(ValueError("\ud800" * 10**5))), "Odd.step raised ValueError"),
     (dict(end=lambda: Step("x", reward=float("nan"))), "Odd.end gave the reward nan"),

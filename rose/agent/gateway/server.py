@@ -17,11 +17,13 @@ import asyncio
 import hmac
 import json
 from collections import deque
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
+from rose.agent.chat import LOOP_CHARACTERS
 from rose.agent.gateway import (
     anthropic_messages,
     fields,
@@ -31,7 +33,7 @@ from rose.agent.gateway import (
 )
 from rose.agent.gateway.forks import Forks
 from rose.agent.gateway.players import Players
-from rose.agent.gateway.session import Answer, ApiError, Session
+from rose.agent.gateway.session import Answer, ApiError, Query, Session
 from rose.reward.episode import ScoringFailed, score_of
 
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
@@ -111,7 +113,7 @@ class Gateway:
             session = self._session(request)
             with session.counted():
                 body = await _body(request, session.body_s)
-                query = api.read(body)
+                query = await _beside(request, api.read, body)
                 streamed = fields.take(body, "stream", bool, False)
                 model = fields.take(body, "model", str, self._model)
         except ApiError as error:
@@ -204,6 +206,13 @@ async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise fields.bad("the body must be a JSON object")
     return body
+
+
+async def _beside(request: web.Request, read: Callable[[Any], Query], body: Any) -> Query:
+    """`read(body)`, beside the event loop where the body is long. Raises `ApiError`."""
+    if (request.content_length or MAX_BODY) <= LOOP_CHARACTERS:
+        return read(body)
+    return await asyncio.to_thread(read, body)
 
 
 def _refused(api: ModuleType, error: ApiError) -> web.Response:

@@ -39,6 +39,7 @@ MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any fram
 MOST_REFUSED = (
     256  # calls that were refused, or answered again; then the agent is taken to be broken
 )
+MESSAGE_CHARACTERS = 50  # a message takes as long to read as so many characters more
 RATE = 50.0  # calls a second, over any ten seconds; no model answers as fast
 BURST = 500
 
@@ -65,8 +66,15 @@ class Query:
 
     @property
     def characters(self) -> int:
-        """Of all messages' texts."""
+        """Count the characters of all messages."""
         return sum(len(message.text) for message in self.messages)
+
+    @property
+    def size(self) -> int:
+        """Count the characters that take time: of all messages and calls, and of the tools."""
+        calls = [call.arguments for message in self.messages for call in message.calls]
+        frames = MESSAGE_CHARACTERS * len(self.messages)
+        return self.characters + frames + len(json.dumps([self.tools, calls], default=str))
 
     def digest(self) -> bytes:
         history = digests(self.messages, self.tools)[-1]
@@ -131,7 +139,7 @@ class Session:
     async def answer(self, query: Query) -> Answer:
         """Within or behind `counted`. Raises `ApiError`."""
         self._check_length(query)
-        digest = query.digest()
+        digest = await self._chat.in_thread(query.size, query.digest)
         task = self._calls.get(digest)
         if task is None:
             task = self._calls[digest] = asyncio.create_task(self._take_turn(query))
@@ -238,7 +246,7 @@ class Session:
         )
 
     async def _take_turn(self, query: Query) -> Answer:
-        place = await self._chat.in_thread(query.characters, self._place, query)
+        place = await self._chat.in_thread(query.size, self._place, query)
         context = place.context
         room = self._max_context - len(context) // 4
         if room <= 0:
