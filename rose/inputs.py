@@ -55,7 +55,7 @@ def record(c: Config, run_dir: Path) -> None:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """What `record` wrote; without files and packages of a run of earlier releases."""
+    """Return what `record` wrote; without files and packages of a run of earlier releases."""
     path = Path(run_dir) / NAME
     return json.loads(path.read_text("utf-8")) if path.exists() else {"files": {}, "packages": {}}
 
@@ -119,7 +119,7 @@ def named(c: Config) -> dict[str, str]:
 
 
 def _paths(key: str, value: str) -> Iterator[str]:
-    """Of those that a value may mean, those that are there."""
+    """Yield the paths that a value may mean and that are there."""
     words = [value]
     if key.endswith(".command"):
         words = shlex.split(value)
@@ -175,8 +175,8 @@ def packages() -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Of a file's content, or of the names and contents of a folder's files; "" if it is gone. What
-    was read once is not read again until its size, times or inode change."""
+    """Return the digest of a file's content, or of the names and contents of a folder's files; ""
+    if it is gone. A file is read again only when its size, times or inode have changed."""
     if not path.is_dir():
         return _of_file(path)
     found = []

@@ -1,4 +1,4 @@
-"""What a run reads has a fingerprint: what is recorded, what counts as changed, and who refuses."""
+"""Files that a run reads have fingerprints: what is recorded, what counts as changed, and who refuses."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_a_run_with_a_saved_step_refuses_other_files_and_goes_on_once_they_are_a
     )
     run = folder / "run"
     run.mkdir()
-    assert resume.check_inputs(run, "run") == ""  # of a run of an earlier release
+    assert resume.check_inputs(run, "run") == ""  # an earlier release's run
     local.write_config(config, run)
     assert resume.check_inputs(run, "run") == ""
     (folder / "rows.jsonl").write_text('{"prompt": "b", "answer": "2"}\n')

@@ -53,7 +53,7 @@ class Latest:
 
 
 def _short_sockets() -> dict[str, str]:
-    """Where vLLM puts its sockets: TMPDIR, unless its path leaves no room for their names. Raises
+    """Give vLLM's sockets another folder where TMPDIR leaves no room for their names. Raises
     `ConfigError` where /tmp can't be written either."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_FOLDER or "VLLM_RPC_BASE_PATH" in os.environ:

@@ -225,7 +225,7 @@ def _rows(command: list[str]) -> list[JobState]:
 
 
 def own_environment() -> dict[str, str]:
-    """This process's variables without a user's defaults for Slurm's commands, such as
+    """Return this process's variables without a user's defaults for Slurm's commands, such as
     SQUEUE_STATES, which would hide jobs and change how they are printed."""
     theirs = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT")
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}

@@ -103,7 +103,7 @@ def test_a_context_beyond_scaled_positions_is_refused(
 
 
 def test_a_hubs_model_alone_is_planned_by_its_config(folder, make_config, monkeypatch):
-    """Its weights are downloaded once the plan stands."""
+    """The weights are downloaded once the plan stands."""
     asked = []
 
     def download(repository, name, revision=None):
