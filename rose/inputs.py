@@ -21,6 +21,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def _paths(key: str, value: str) -> Iterator[str]:
     """Yield the paths that a value may mean and that are there."""
     words = [value]
     if key.endswith(".command"):
-        words = shlex.split(value)
+        with suppress(ValueError):  # a word of a list, with a quotation mark in it
+            words = shlex.split(value)
     for word in words:
         for place in dict.fromkeys((word, word.partition("#")[0], word.rpartition(":")[0])):
             named = "." in place or "/" in place  # math and random are keywords
@@ -135,8 +137,9 @@ def _paths(key: str, value: str) -> Iterator[str]:
 
 
 def _is_program(path: str) -> bool:
-    with open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:
         return file.read(len(PROGRAM)) == PROGRAM
+    return False  # its reader will say why it can't be read
 
 
 def _origin(module: str) -> str | None:

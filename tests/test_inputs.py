@@ -56,6 +56,8 @@ def test_every_file_that_a_key_names_is_found_and_no_keyword_or_secret(folder, m
     }
     agent = make_config("env=agent", "env.args.command='python judge.py --fast'")
     assert names(agent) == {"judge.py": "env.args.command"}
+    words = make_config("env=agent", """env.args.command=[bash,-c,"python judge.py; echo it's"]""")
+    assert names(words) == {}  # a shell's text, which ROSE doesn't read
     module = make_config("env=agent", "env.args.function=mine:score")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
