@@ -422,8 +422,9 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         plan.show(made, console)
         if words := resume.other_shape(c.run_dir, c):
             echo(console, words)
-        if words := resume.check_inputs(c.run_dir, c.name):
-            echo(console, words, label="[yellow]warning:[/]")
+        for words in (resume.check_inputs(c.run_dir, c.name), resume.other_rates(c.run_dir, c)):
+            if words:
+                echo(console, words, label="[yellow]warning:[/]")
         local_run = c.cluster.kind == "local"
         c = model.prepare(c) if local_run else c
         check_formats(c)

@@ -24,6 +24,9 @@ UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
+MOST_HEADER = 10**8  # bytes: safetensors' own limit
+
+
 def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:
     """The absolute folder of one commit of `repository`, downloaded if it is not in the cache.
 
@@ -74,6 +77,17 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
     return folder
 
 
+def configuration(repository: str, revision: str | None) -> Path:
+    """The folder with the model's config.json alone, which planning needs, downloaded if the cache
+    lacks it. Raises `ConfigError` as `snapshot` does."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+    except Exception:  # `snapshot` has the words for all that can be wrong
+        return snapshot(repository, revision)
+
+
 def cached(repository: str, revision: str | None) -> Path | None:
     """The folder of the commit that the cache has for `revision`, asking nobody; null if none."""
     from huggingface_hub import errors, snapshot_download
@@ -96,6 +110,12 @@ def check_whole(folder: Path, named: str) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{named}: {folder} has no {name}; {_again(folder)}")
+    check_files(folder, named, _again(folder))
+
+
+def check_files(folder: Path, named: str, again: str) -> None:
+    """Raises `ConfigError` when a file of the weights is absent, or not as long as its header says.
+    `again`: what to do about it. PyTorch's own files, without safetensors, are not looked at."""
     index = folder / "model.safetensors.index.json"
     shards = ["model.safetensors"]
     if index.is_file():
@@ -104,17 +124,37 @@ def check_whole(folder: Path, named: str) -> None:
                 set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             )
         except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{named}: {index} is unreadable ({error!r}); {_again(folder)}"
-            ) from None
+            raise ConfigError(f"{named}: {index} is unreadable ({error!r}); {again}") from None
+    elif not (folder / shards[0]).is_file() and any(folder.glob("pytorch_model*.bin")):
+        return
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
             f"{named}: {folder} has no {missing[0]}{more}; if the download broke off: "
-            f"{_again(folder)}; if the model has no safetensors weights, convert them with "
-            "save_pretrained"
+            f"{again}; if the model has no safetensors weights, convert them with save_pretrained"
         )
+    for name in shards:
+        size, whole = (folder / name).stat().st_size, _whole_bytes(folder / name)
+        if not whole or size != whole:
+            raise ConfigError(
+                f"{named}: {folder / name} has {size} bytes, and its header says "
+                f"{whole or 'nothing'}; if the download broke off: {again}"
+            )
+
+
+def _whole_bytes(path: Path) -> int:
+    """The size that a safetensors file must have by its header; 0 if that is none."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length < MOST_HEADER:
+            return 0
+        try:
+            header = json.loads(file.read(length))
+            ends = [t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return 0
+    return 8 + length + max(ends, default=0)
 
 
 def check_trainable(folder: Path, named: str) -> None:

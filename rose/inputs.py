@@ -21,6 +21,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def record(c: Config, run_dir: Path) -> None:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """What `record` wrote; without files and packages of a run of earlier releases."""
+    """Return what `record` wrote; without files and packages of a run of earlier releases."""
     path = Path(run_dir) / NAME
     return json.loads(path.read_text("utf-8")) if path.exists() else {"files": {}, "packages": {}}
 
@@ -119,10 +120,11 @@ def named(c: Config) -> dict[str, str]:
 
 
 def _paths(key: str, value: str) -> Iterator[str]:
-    """Of those that a value may mean, those that are there."""
+    """Yield the paths that a value may mean and that are there."""
     words = [value]
     if key.endswith(".command"):
-        words = shlex.split(value)
+        with suppress(ValueError):  # a word of a list, with a quotation mark in it
+            words = shlex.split(value)
     for word in words:
         for place in dict.fromkeys((word, word.partition("#")[0], word.rpartition(":")[0])):
             named = "." in place or "/" in place  # math and random are keywords
@@ -135,8 +137,9 @@ def _paths(key: str, value: str) -> Iterator[str]:
 
 
 def _is_program(path: str) -> bool:
-    with open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:
         return file.read(len(PROGRAM)) == PROGRAM
+    return False  # its reader will say why it can't be read
 
 
 def _origin(module: str) -> str | None:
@@ -175,8 +178,8 @@ def packages() -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Of a file's content, or of the names and contents of a folder's files; "" if it is gone. What
-    was read once is not read again until its size, times or inode change."""
+    """Return the digest of a file's content, or of the names and contents of a folder's files; ""
+    if it is gone. A file is read again only when its size, times or inode have changed."""
     if not path.is_dir():
         return _of_file(path)
     found = []

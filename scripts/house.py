@@ -68,7 +68,7 @@ def without_encoding(source: str) -> list[ast.Call]:
 
 
 def _opens_text(call: ast.Call) -> bool:
-    """By the names of pathlib's and the built-in functions, whatever they are called on."""
+    """Judge by the names of pathlib's and the built-in functions, whatever they are called on."""
     given = {each.arg: each.value for each in call.keywords}
     if "encoding" in given or None in given:
         return False

@@ -49,7 +49,7 @@ def files(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN))
     (folder / "tokenizer_config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensor
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What a run reads has a fingerprint: what is recorded, what counts as changed, and who refuses."""
+"""Files that a run reads have fingerprints: what is recorded, what counts as changed, and who refuses."""
 
 import json
 import os
@@ -56,6 +56,8 @@ def test_every_file_that_a_key_names_is_found_and_no_keyword_or_secret(folder, m
     }
     agent = make_config("env=agent", "env.args.command='python judge.py --fast'")
     assert names(agent) == {"judge.py": "env.args.command"}
+    words = make_config("env=agent", """env.args.command=[bash,-c,"python judge.py; echo it's"]""")
+    assert names(words) == {}  # a shell's text, which ROSE doesn't read
     module = make_config("env=agent", "env.args.function=mine:score")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
@@ -91,7 +93,7 @@ def test_a_run_with_a_saved_step_refuses_other_files_and_goes_on_once_they_are_a
     )
     run = folder / "run"
     run.mkdir()
-    assert resume.check_inputs(run, "run") == ""  # of a run of an earlier release
+    assert resume.check_inputs(run, "run") == ""  # an earlier release's run
     local.write_config(config, run)
     assert resume.check_inputs(run, "run") == ""
     (folder / "rows.jsonl").write_text('{"prompt": "b", "answer": "2"}\n')

@@ -32,7 +32,7 @@ class Component(Section):
     qos: str | None
     constraint: str | None
     mem: str | Count | None  # per node, as Slurm writes it: 64G, or MiB
-    time: str | Count | None  # as Slurm writes it: 2-00:00:00, or minutes
+    time: str | int | None  # text as Slurm writes it: 2-00:00:00, or minutes
     exclusive: bool  # its nodes are shared with no other job, nor with another component
     sbatch: list[str]  # further options, such as "--mail-type=END"
 

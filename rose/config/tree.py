@@ -40,7 +40,8 @@ class Wandb(Section):
 
     project: str | None
     entity: str | None  # null: the account's own
-    mode: Literal["online", "offline"]  # offline: into the run's folder, for `wandb sync`
+    # offline: into the run's folder, for `wandb sync`; null: what WANDB_MODE says, or online
+    mode: Literal["online", "offline"] | None
     group: str | None
     tags: list[str]
 

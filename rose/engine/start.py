@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
 
 from rose import hub
-from rose.config import Draft, Lora, Model, Online, Rollout
+from rose.config import ConfigError, Draft, Lora, Model, Online, Rollout
 from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
+# bytes of the path of vLLM's folder for sockets: 107 less a slash and a UUID
+LONGEST_FOLDER = 70
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
 # its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
 UNREADABLE = "llvmlite.binding.ffi"
@@ -49,6 +52,21 @@ class Latest:
             self.accepted += drafts.num_accepted_tokens
 
 
+def _short_sockets() -> dict[str, str]:
+    """Give vLLM's sockets another folder where TMPDIR leaves no room for their names. Raises
+    `ConfigError` where /tmp can't be written either."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= LONGEST_FOLDER or "VLLM_RPC_BASE_PATH" in os.environ:
+        return {}
+    if not os.access("/tmp", os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"TMPDIR={folder}: vLLM's sockets have names of 107 characters at most, so this path "
+            f"may have {LONGEST_FOLDER}, and /tmp can't be written: set VLLM_RPC_BASE_PATH to "
+            "a shorter folder of this machine"
+        )
+    return {"VLLM_RPC_BASE_PATH": "/tmp"}
+
+
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
     """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set.
     `shares_device`: with another engine, to which it lends KV memory."""
@@ -58,6 +76,7 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "TOKENIZERS_PARALLELISM": "false",
+        **_short_sockets(),
         **hub.OFFLINE,
     }
     if gpus:

@@ -128,7 +128,21 @@ def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str
             if config.model.chat_template_args
             else []
         ),
-        ("export", f"python -m rose.export {run_dir} --step {done.step} --out {done.out}"),
+        (
+            "export",
+            shlex.join(
+                [
+                    "python",
+                    "-m",
+                    "rose.export",
+                    str(run_dir),
+                    "--step",
+                    str(done.step),
+                    "--out",
+                    str(done.out),
+                ]
+            ),
+        ),
     ]
 
 

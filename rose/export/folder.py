@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rose import config as configuration
 from rose import files, models
-from rose.config import Config, ConfigError, Model
+from rose.config import Config, ConfigError, Model, Rollout
 from rose.export import adapter
 from rose.export.card import Exported, text
 from rose.export.weights import StoreWeights, Weights, places
@@ -72,6 +72,7 @@ def export(
         else:
             copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
             _name_ends(part, config.model)
+            _name_sampling(part, config.rollout)
         size = sum(t.nbytes for t in weights.tensors)
         done = Exported(out, step, weights.where, shards, blocks, size, lora and not merge)
         (part / "README.md").write_text(text(config, run_dir, done), encoding="utf-8")
@@ -240,6 +241,18 @@ def _name_ends(folder: Path, model: Model) -> None:
         ends = models.end_tokens(folder, model.end_of_turn)
         whole = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": ends}
         path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def _name_sampling(folder: Path, rollout: Rollout) -> None:
+    """Servers draw as training did: vLLM's defaults are what this file says, and the base model's
+    temperature would be another policy's."""
+    path = folder / "generation_config.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+    whole = {key: value for key, value in whole.items() if key not in penalties}
+    drawn = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    whole |= {"do_sample": True} | drawn
+    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:

@@ -16,6 +16,9 @@ from rose import hub, models
 from rose.config import Config, ConfigError, ModelShape, read_shape
 from rose.trainer import compilers
 
+# kinds of rotary positions to whose max_position_embeddings vLLM applies no factor
+SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
 
 def shape(c: Config) -> ModelShape | None:
     """The model's shape: from its folder, else model.shape; None if only making the model will
@@ -23,6 +26,10 @@ def shape(c: Config) -> ModelShape | None:
     dry run with model.shape does without it)."""
     if c.model.source == "hub":
         if folder := _in_cache(c):
+            hub.check_trainable(folder, f"model.path={c.model.path!r}")
+            return _shape_of(folder, c)
+        if c.model.shape is None and not c.cluster.dry_run:
+            folder = hub.configuration(models.hub_id(c.model), c.model.revision)
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
             return _shape_of(folder, c)
         if c.model.shape is None:
@@ -35,7 +42,9 @@ def shape(c: Config) -> ModelShape | None:
         return c.model.shape
     if c.model.path is not None:
         folder = models.check_folder(Path(c.model.path).expanduser())
-        hub.check_weights(folder, f"model.path={c.model.path!r}")
+        named = f"model.path={c.model.path!r}"
+        hub.check_weights(folder, named)
+        hub.check_files(folder, named, "copy the folder again")
         return _shape_of(folder, c)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
@@ -104,11 +113,14 @@ def _shape_of(folder: Path, c: Config) -> ModelShape:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     positions = raw.get("max_position_embeddings", c.model.max_context)
-    if kind == "default" and c.model.max_context > positions:
+    # as vLLM 0.32 does: these kinds have max_position_embeddings scaled already
+    factor = 1.0 if kind in SCALED else rope.get("factor") or 1.0
+    if c.model.max_context > positions * factor:
         raise ConfigError(
-            f"model.max_context={c.model.max_context}: model {c.model.name} has {positions} "
-            "positions (max_position_embeddings in its config.json); lower it, or give a model "
-            "for longer contexts"
+            f"model.max_context={c.model.max_context}: model {c.model.name} has "
+            f"{positions * factor:g} positions (max_position_embeddings={positions} in its "
+            f"config.json, rotary positions of the kind {kind}); lower it, give a model for longer "
+            "contexts, or write the scaled number there"
         )
     compilers.check_type(c.trainer, raw.get("model_type", "unknown"))
     parts, found = c.trainer.sequence_parallel, _unshareable(raw, kind)

@@ -127,6 +127,27 @@ def check(stored: Path, new: Config) -> None:
     check_inputs(Path(stored).parent, new.name)
 
 
+def other_rates(run_dir: Path, c: Config) -> str:
+    """Return how the learning rate jumps where the run goes on with another trainer.steps, by which
+    its schedule falls; "" where it doesn't."""
+    latest, stored = checkpoint.latest(run_dir), run_dir / "config.json"
+    if latest is None or not stored.exists() or c.trainer.optimizer.schedule == "constant":
+        return ""
+    before = configuration.load(stored, checked=False).trainer
+    if before.steps == c.trainer.steps:
+        return ""
+    from rose.trainer.schedule import learning_rates  # imports torch
+
+    step = checkpoint.step_of(latest)
+    last = learning_rates(before)(step * before.updates_per_step - 1)
+    now = learning_rates(c.trainer)(step * c.trainer.updates_per_step)
+    return (
+        f"trainer.steps={c.trainer.steps}, and {before.steps} before: the learning rate of "
+        f"trainer.optimizer.schedule={c.trainer.optimizer.schedule} is {last:.3g} at step {step} "
+        f"and {now:.3g} at step {step + 1}; a constant schedule has no such jump"
+    )
+
+
 def check_inputs(run_dir: Path, name: str) -> str:
     """Return what has changed of the files that keys name and of installed packages since the
     run's last attempt, in words; "" if nothing. Raises `ConfigError` for a file that alters the

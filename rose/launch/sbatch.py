@@ -48,7 +48,7 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
         time=None,
         additional_parameters=_options(c, first)
         | {
-            "output": str(Path(run_dir) / "logs" / "slurm-%j.out"),
+            "output": f"{_escaped(run_dir)}/logs/slurm-%j.out",
             "requeue": True,
             "signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}",
         },
@@ -76,11 +76,16 @@ def helper_script(c: Config, component: Component, gpus: int, run_dir: Path, nam
         time=None,
         additional_parameters=options
         | {
-            "output": str(Path(run_dir) / "logs" / f"{name}-%j.out"),
+            "output": f"{_escaped(run_dir)}/logs/{name}-%j.out",
             "requeue": True,
             "open-mode": "append",
         },
     )
+
+
+def _escaped(path: Path) -> str:
+    """Return a path as it stands in a file name pattern of Slurm's, where %x is the job's name."""
+    return str(path).replace("%", "%%")
 
 
 def _submitted(python: Sequence[str], run_dir: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,6 +57,17 @@ OF_ONE_COMPONENT = (
 )
 
 
+# a user's defaults for sbatch's options that the configuration may leave out
+DEFAULTS = {
+    f"SBATCH_{name}": option
+    for name, option in {
+        "ACCOUNT": "account", "CLUSTERS": "clusters", "CONSTRAINT": "constraint",
+        "PARTITION": "partition", "QOS": "qos", "RESERVATION": "reservation",
+        "TIMELIMIT": "time", "WCKEY": "wckey",
+    }.items()
+}  # fmt: skip
+
+
 def check_programs() -> None:
     """Raises `ConfigError` when this machine cannot submit."""
     missing = [
@@ -81,7 +93,7 @@ class Executor(submitit.SlurmExecutor):
         return self._text
 
     def _submit_command(self, command: str) -> submitit.SlurmJob:
-        with _as_outside_a_job():
+        with _as_outside_a_job(), _without(_overruling(self._text)):
             return super()._submit_command(command)
 
 
@@ -91,17 +103,30 @@ def _as_outside_a_job() -> Iterator[None]:
     somebody submits, would there bind the ranks to the CPUs and GPUs of that one. Outside a job
     they are the user's or the site's own."""
     inside = "SLURM_JOB_ID" in os.environ
-    theirs = {
-        name: value
-        for name, value in os.environ.items()
-        if inside and name.startswith(OF_A_JOB) and name not in OF_THE_SITE
-    }
-    for name in theirs:
-        del os.environ[name]
+    with _without(
+        [n for n in os.environ if inside and n.startswith(OF_A_JOB) and n not in OF_THE_SITE]
+    ):
+        yield
+
+
+@contextmanager
+def _without(names: Sequence[str]) -> Iterator[None]:
+    theirs = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:
         os.environ.update(theirs)
+
+
+def _overruling(text: str) -> list[str]:
+    """Return the variables of sbatch's that would overrule what the script says. Those by which a
+    user names an account, a partition and the like hold where the script names none."""
+    return [
+        name
+        for name in os.environ
+        if name.startswith("SBATCH_")
+        and (name not in DEFAULTS or f"#SBATCH --{DEFAULTS[name]}=" in text)
+    ]
 
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
@@ -127,9 +152,12 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     echo(console, f"submitted {c.name} as job {job.job_id}")
     log = run_dir / "logs" / f"slurm-{job.job_id}.out"
     for what, command in (
-        ("log", f"tail -F {log}"),
-        ("ranks' logs", f"ls {run_dir}/logs/latest/"),
-        ("state of every component and rank", f"python -m rose.launch.state {run_dir}"),
+        ("log", f"tail -F {shlex.quote(str(log))}"),
+        ("ranks' logs", f"ls {shlex.quote(str(run_dir))}/logs/latest/"),
+        (
+            "state of every component and rank",
+            f"python -m rose.launch.state {shlex.quote(str(run_dir))}",
+        ),
         ("queue", f"squeue --job {job.job_id}"),
         ("end it", f"scancel {job.job_id}"),
     ):
@@ -274,7 +302,7 @@ def _end_time() -> float | None:
     try:
         asked = subprocess.run(
             ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
-            env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
+            env=state.own_environment() | {"SLURM_TIME_FORMAT": "standard"},
             capture_output=True,
             text=True,
             timeout=ANSWER_S,
@@ -338,6 +366,7 @@ def _numbered_steps(jobs: Sequence[str]) -> list[str]:
     """Ids of the steps that some srun started, as 12.0; not 12.batch, which this process is."""
     asked = subprocess.run(
         ["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)],
+        env=state.own_environment(),
         capture_output=True,
         text=True,
         timeout=COMMAND_DEADLINE_S,

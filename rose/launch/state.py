@@ -224,6 +224,13 @@ def _rows(command: list[str]) -> list[JobState]:
     return [row._replace(state=row.state.split(" by ")[0]) for row in found]
 
 
+def own_environment() -> dict[str, str]:
+    """Return this process's variables without a user's defaults for Slurm's commands, such as
+    SQUEUE_STATES, which would hide jobs and change how they are printed."""
+    theirs = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+
+
 def _ask(command: list[str]) -> str | None:
     """What it prints; None if it is absent, if it is of a service that this cluster doesn't have
     (sacct), or if the job is unknown."""
@@ -231,7 +238,9 @@ def _ask(command: list[str]) -> str | None:
     if shutil.which(name) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, timeout=COMMAND_DEADLINE_S)
+        done = subprocess.run(
+            command, env=own_environment(), capture_output=True, timeout=COMMAND_DEADLINE_S
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{name} did not answer within {COMMAND_DEADLINE_S:g} s") from None
     except OSError as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.config import Lora
+from rose.config import ConfigError, Lora
 from rose.config.checks import engines
 from rose.engine import arguments
 from rose.engine.start import engine_args, environment
@@ -59,3 +59,18 @@ def test_the_longest_draft_is_vllms():
     folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     source = (folder / "v1/sample/rejection_sampler.py").read_text()
     assert f"\nMAX_SPEC_LEN = {engines.MOST_DRAFTED}\n" in source
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_vllms_sockets_have_room_for_their_names(monkeypatch, gpus):
+    """A Unix socket's path has 107 bytes, of which vLLM takes 37 for a slash and a UUID."""
+    name = "VLLM_RPC_BASE_PATH"
+    monkeypatch.delenv(name, raising=False)
+    for folder, base in (("/scratch", None), ("/" + "x" * 69, None), ("/" + "x" * 70, "/tmp")):
+        monkeypatch.setattr("tempfile.gettempdir", lambda folder=folder: folder)
+        assert environment(gpus, 1).get(name) == base
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="TMPDIR=/xxx.*VLLM_RPC_BASE_PATH"):
+        environment(gpus, 1)
+    monkeypatch.setenv(name, "/short")
+    assert name not in environment(gpus, 1)

@@ -52,6 +52,23 @@ def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".home")] == []
 
 
+def test_servers_draw_as_training_did(run, tmp_path):
+    """vLLM's defaults are those of generation_config.json."""
+    config = configuration.load(run.run / "config.json")
+    done = export(run.run, None, tmp_path / "home", MIB)
+    made = json.loads((done.out / "generation_config.json").read_text())
+    rollout = config.rollout
+    assert (made["temperature"], made["top_p"], made["top_k"], made["do_sample"]) == (
+        rollout.temperature, rollout.top_p, rollout.top_k, True
+    )  # fmt: skip
+    theirs = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [1, 2]}
+    (done.out / "generation_config.json").write_text(json.dumps(theirs))
+    folder._name_sampling(done.out, rollout)
+    made = json.loads((done.out / "generation_config.json").read_text())
+    assert made["temperature"] == rollout.temperature and made["eos_token_id"] == [1, 2]
+    assert "repetition_penalty" not in made
+
+
 def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_path):
     done = export(run.run, None, tmp_path / "home", MIB)
     assert done.step == 3 and same(loaded(done.out), run.weights_of[3])

@@ -403,6 +403,7 @@ def test_held_out_tasks_that_a_replay_leaves_out_are_a_doubt(make_config):
 def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     (tmp_path / "m" / "config.json").write_text(
         json.dumps(
             {

@@ -347,9 +347,10 @@ def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
         "sliding_window": 4096,
         "use_sliding_window": False,
         "max_position_embeddings": 256,
-        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     }
     (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     shared = ("trainer.ranks=2", "trainer.sequence_parallel=2", f"model.path={tmp_path}")
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert model.shape(make_config(*shared)).heads == 2

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rose.config import ConfigError, from_dict
-from rose.launch import plan, sbatch
+from rose.launch import plan, sbatch, slurm, state
 from rose.launch.layout import layout
 from rose.places import REPOSITORY
 from rose.protocol import Role
@@ -320,10 +321,47 @@ def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
         )
 
 
-def test_times_and_memory_may_be_plain_numbers_as_on_sbatchs_command_line(make_config):
-    c = make_config(*SEVEN_B, "cluster.slurm.trainer.time=90", "cluster.slurm.rollout.mem=64000")
+def test_memory_may_be_a_plain_number_and_a_time_is_text(make_config):
+    c = make_config(
+        *SEVEN_B, "cluster.slurm.trainer.time='90'", "cluster.slurm.rollout.mem=64000",
+        "cluster.slurm.rollout.time='1:30:00'",
+    )  # fmt: skip
     text = sbatch.script(c, layout(c), Path("/runs/x"))
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
+    assert "#SBATCH --time=1:30:00\n" in text
+
+
+@pytest.mark.parametrize("component", ["trainer", "rollout", "borrowed", "reward"])
+def test_a_time_that_yaml_has_read_as_a_number_is_refused(make_config, component):
+    number = yaml.safe_load("12:00:00")
+    with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.time=43200: .*quotes"):
+        make_config(*SEVEN_B, f"cluster.slurm.{component}.time={number}")
+
+
+def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
+    c = make_config(*SEVEN_B)
+    text = sbatch.script(c, layout(c), Path("/runs 50%x/%j"))
+    assert "/runs 50%%x/%%j/logs/slurm-%j.out" in text
+    text = sbatch.lend_script(c, Path("/runs/100%"), "lend")
+    assert "/runs/100%%/logs/lend-%j.out" in text
+    with pytest.raises(ConfigError, match="output_dir=.*backslashes"):
+        make_config(*SEVEN_B, "output_dir='/runs\\\\x'")
+
+
+def test_a_users_defaults_for_slurms_commands_overrule_nothing(monkeypatch):
+    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT"):
+        monkeypatch.setenv(name, "theirs")
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
+    text = "#SBATCH --partition=gpu\n#SBATCH --time=1:00:00\n"
+    found = set(slurm._overruling(text))
+    assert found == {
+        "SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE"
+    }  # fmt: skip
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    monkeypatch.setenv("SACCT_FORMAT", "jobid")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    own = state.own_environment()
+    assert "SLURM_CONF" in own and not {"SQUEUE_STATES", "SACCT_FORMAT"} & own.keys()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,6 +99,23 @@ def offline_rows(folder: Path) -> list[dict]:
             items = record.history.item
             rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
     return rows
+
+
+@pytest.mark.parametrize(
+    "given, passed", [((), None), (("observe.wandb.mode=offline",), "offline")]
+)
+def test_wandbs_own_variable_holds_unless_the_configuration_says_otherwise(
+    make_config, tmp_path, monkeypatch, given, passed
+):
+    """wandb.init(mode=None) takes WANDB_MODE."""
+    asked = {}
+    fake = SimpleNamespace(
+        init=lambda **options: asked.update(options) or SimpleNamespace(define_metric=lambda *_, **__: 0),
+        teardown=lambda: None, Settings=lambda **_: None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    trackers.WandbTracker(make_config("observe.wandb.project=lakes", *given), tmp_path)
+    assert asked["mode"] == passed
 
 
 @pytest.mark.slow

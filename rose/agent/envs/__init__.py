@@ -110,7 +110,7 @@ def check(
 
 
 def doubts(env: config.Env | config.Mixture) -> tuple[str, ...]:
-    """What members say of themselves that a user should know before the run."""
+    """Return what members say of themselves that a user should know before the run."""
     said = ((env.key_of(n), getattr(build(m), "doubt", "")) for n, m in env.members.items())
     return tuple(f"{key}.{words.removeprefix('env.')}" for key, words in said if words)
 

@@ -1,5 +1,5 @@
-r"""Whether a text's final answer is the right one in mathematics: math-verify's judgement, within
-what a strict reader would take for an answer.
+r"""Judge whether a text's final answer is the right one in mathematics: by math-verify, within what
+a strict reader would take for an answer.
 
 1/2, 0.5 and \frac{1}{2} are one answer. Words, dates, times and ratios are compared as texts, since
 SymPy reads east and seat as one product of letters, and 2021-03-04 as 2014. Runs in a worker
@@ -35,6 +35,11 @@ DATE = re.compile(
     re.I,
 )
 COLON = re.compile(r"[^:]*\d\s*:\s*\d.*")  # a time or a ratio
+# 1e-05, as JSON's numbers are written; math-verify takes its e for Euler's number
+SCIENTIFIC, POWER = (
+    re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"),
+    r"\1 \\times 10^{\2}",
+)
 FORMULA = re.compile(r"(?<!\\)\$.+?(?<!\\)\$", re.S)
 SAID = re.compile(r"(?:answer|result)(?:\s+is|\s*:)\s*(.+)", re.I)
 
@@ -44,8 +49,8 @@ def reward(text: str, row: dict) -> float:
     else 0. It stands in \boxed{}, or behind ####, or is else the last formula or number."""
     said, gold = outside_thoughts(text), str(row["answer"]).strip()
     boxed = _marked(gold)
-    right = (gold if boxed is None else boxed).strip().removesuffix(".")
-    answer = _marked(said)
+    right = SCIENTIFIC.sub(POWER, (gold if boxed is None else boxed).strip().removesuffix("."))
+    answer = None if (marked := _marked(said)) is None else SCIENTIFIC.sub(POWER, marked)
     if _textual(right):
         given = _last_sentence(said) if answer is None else answer
         return float(_normal(given) == _normal(right))

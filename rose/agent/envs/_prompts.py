@@ -207,7 +207,7 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
 
 
 def _wrong_roles(prompt: Any) -> str:
-    """What is wrong with who says what in a list of messages; "" if nothing, or no such list."""
+    """Return what is wrong with the roles of a list of messages; "" if nothing, or no list."""
     if not isinstance(prompt, list) or not _is_prompt(prompt):
         return ""
     roles = [message["role"] for message in prompt]

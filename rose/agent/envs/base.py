@@ -45,7 +45,7 @@ class Action:
 
 
 def outside_thoughts(text: str) -> str:
-    """What stands behind the last ``</think>`` and before a ``<think>`` that has no end."""
+    """Return what stands behind the last ``</think>`` and before a ``<think>`` that has no end."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 

@@ -170,7 +170,9 @@ class Mcp:
             headers["Authorization"] = (
                 f"Bearer {Path(self.token_file).read_text(encoding='utf-8').strip()}"
             )
-        http = httpx2.AsyncClient(headers=headers, timeout=None)  # deadlines are the loop's
+        # deadlines are the loop's; a server on this machine is behind no proxy
+        here = httpx2.URL(self.url).host in ("localhost", "127.0.0.1", "::1")
+        http = httpx2.AsyncClient(headers=headers, timeout=None, trust_env=not here)
         return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
 
     async def _schemas(self, client: Client) -> list[dict[str, Any]]:

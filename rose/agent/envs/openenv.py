@@ -176,8 +176,10 @@ def _text(observation: Any) -> str:
 def _schema(url: str, headers: tuple) -> dict[str, Any]:
     """The JSON schema of the environment's actions. Raises `ConfigError` if no server answers."""
     request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
+    # episodes' own connections (aiohttp) go to no proxy of the environment's, either
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+        with direct.open(request, timeout=ASK_S) as answer:
             return json.loads(answer.read(MOST_BYTES))["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -94,8 +94,8 @@ class Reasoning:
 
 
 def final_answer(text: str, fallback: re.Pattern[str]) -> str:
-    r"""What stands in the last ``\boxed{}``, else the last match of `fallback`, else ''. Thoughts
-    are left out."""
+    r"""Return what stands in the last ``\boxed{}``, else the last match of `fallback`, else ''.
+    Thoughts are left out."""
     text = outside_thoughts(text)
     boxed = last_boxed(text)
     if boxed is not None:
@@ -105,8 +105,8 @@ def final_answer(text: str, fallback: re.Pattern[str]) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last box that is complete and not empty; None without one."""
-    begun: list[int | None] = []  # where each open brace's content begins; None: no box
+    """Return what stands in the last box that is complete and not empty; None without one."""
+    begun: list[int | None] = []  # starts of open braces' content; None: no box
     last, found = 0, None
     for brace in BRACES.finditer(text):
         if brace[0] == "{" or len(brace[0]) > 2:

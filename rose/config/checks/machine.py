@@ -354,7 +354,20 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         "cluster.slurm.reward.nodes",
         "such a job has one node: 1; reward.max_jobs says how many there may be",
     )
+    need(
+        "\\" not in c.output_dir,
+        "output_dir",
+        "without backslashes, at which Slurm leaves the %j in the log's name as it is",
+    )
     for name in ("trainer", "rollout", "borrowed", "reward"):
+        time = getattr(c.cluster.slurm, name).time
+        need(
+            not isinstance(time, int),
+            f"cluster.slurm.{name}.time",
+            "must be text: without quotes 12:00:00 is read as the number 43200, which are minutes "
+            f'to Slurm; write "12:00:00" with its quotes, or "{time}" for {time} minutes (on a '
+            "command line '\"12:00:00\"')",
+        )
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             need(
                 option.startswith("--"),

@@ -1,4 +1,4 @@
-"""What a strict reader takes for the right answer: pairs in the forms of public benchmarks (GSM8K,
+"""Answers that a strict reader takes for right, and others: pairs in the forms of public benchmarks (GSM8K,
 MATH, AIME, multiple choice, BIG-bench's words and dates), each with its verdict."""
 
 import pytest
@@ -38,6 +38,7 @@ PAIRS = [
     (12, r"\boxed{12}", 1), (0.5, r"\boxed{1/2}", 1), ("42.", r"\boxed{42}", 1), (r"so \boxed{12}", r"\boxed{12}", 1),
     (r"thus $x = \frac{3}{4}$", r"\boxed{0.75}", 1), (r"\$18", r"\boxed{18}", 1), ("18", r"\boxed{\$18}", 1),
     ("18", r"\boxed{18 \text{ dollars}}", 1), ("x", r"\boxed{x}", 1), ("x", r"\boxed{y}", 0),
+    ("1e3", r"\boxed{1000}", 1), (1e-05, r"\boxed{0.00001}", 1), ("listen", r"\boxed{silent}", 0), ("apple, pear", r"\boxed{\text{apple},\text{pear}}", 1),
     ("B", "Answer: B) 12 km", 1), ("18", r"\boxed{18 \text{ marbles}}", 1), ("$18", r"\boxed{18}", 1), ("B, D", r"\boxed{\text{B},\text{D}}", 1),
     ("12/25", r"\boxed{0.48}", 1), ("5", r"\boxed{10-3-2}", 1), ("31.12.1999", r"\boxed{12/31/1999}", 0), ("7 May", r"\boxed{7}", 0),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", 1),

@@ -13,6 +13,7 @@ import yaml
 
 from rose import config
 from rose.agent import envs
+from rose.agent.envs import openenv
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 from tests.foreign import python_of
@@ -95,6 +96,15 @@ def test_a_malformed_action_is_told_and_a_broken_environment_fails(url):
     told = asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
     assert all(step.invalid and not step.done for step in told)
     assert "number" in told[1].observation and "Call one of act" in told[2].observation
+
+
+def test_the_look_at_launch_goes_to_no_proxy_as_episodes_do(url, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    openenv._schema.cache_clear()
+    envs.check(env_of(url=url))
 
 
 def test_no_server_is_refused_before_anything_starts(tmp_path):

@@ -111,6 +111,18 @@ def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run
 
 
 @pytest.mark.slow
+def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is_one(run):
+    source = """
+        ask("a")
+        reward(1.0)
+    """
+    assert not run(source).truncated
+    assert run(source, max_new_tokens=1).truncated
+    with pytest.raises(EnvironmentFailure, match="ended with code 3"):
+        run(f"{source}    raise SystemExit(3)", max_new_tokens=1)
+
+
+@pytest.mark.slow
 def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
     source = """
         import random

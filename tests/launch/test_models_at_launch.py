@@ -1,0 +1,144 @@
+"""Models that users bring: what can't be loaded, or not as asked, is refused by the launcher."""
+
+import json
+import shutil
+import struct
+
+import pytest
+
+from rose import hub
+from rose.config import ConfigError
+from rose.launch import model, resume
+
+RAW = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_attention_heads": 2,
+    "hidden_size": 8, "intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def safetensors(path, size=8, kept=None):
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    whole = struct.pack("<Q", len(header)) + header + bytes(size)
+    path.write_bytes(whole[:kept])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(RAW))
+    (made / "tokenizer_config.json").write_text("{}")
+    safetensors(made / "model.safetensors")
+    return made
+
+
+@pytest.fixture
+def shape(make_config, folder):
+    return lambda *more: model.shape(
+        make_config(f"model.path={folder}", "model.source=folder", *more)
+    )
+
+
+def sharded(folder, there):
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    for name, kept in zip(names, there, strict=True):
+        if kept:
+            safetensors(folder / name)
+    weights = {f"w{n}": name for n, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+        (lambda f: safetensors(f / "model.safetensors", kept=-1), "its header says"),
+        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), "its header says nothing"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "has 0 bytes"),
+        (lambda f: sharded(f, (1, 0, 1)), "has no model-00002-of-00003.safetensors"),
+        (lambda f: sharded(f, (1, 0, 0)), "has no model-00002-of-00003.safetensors and 1 more"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is unreadable"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry", ["false", "true"])
+def test_a_folder_whose_weights_are_not_all_there_is_refused(folder, shape, damage, words, dry):
+    assert shape(f"cluster.dry_run={dry}").heads == 2
+    damage(folder)
+    with pytest.raises(ConfigError, match=f"model.path='.*{words}"):
+        shape(f"cluster.dry_run={dry}")
+
+
+def test_pytorchs_own_files_are_taken(folder, shape):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert shape().heads == 2
+
+
+@pytest.mark.parametrize(
+    "kind, factor, positions, fits",
+    [
+        ("default", None, 512, True),
+        ("default", None, 511, False),
+        ("yarn", 4.0, 128, False),
+        ("yarn", 4.0, 512, True),
+        ("llama3", 8.0, 128, False),
+        ("longrope", 4.0, 511, False),
+        ("linear", 4.0, 128, True),
+        ("linear", 2.0, 128, False),
+        ("dynamic", 4.0, 128, True),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_context_beyond_scaled_positions_is_refused(
+    folder, shape, kind, factor, positions, fits, key
+):
+    rope = {"rope_type": kind} | ({"factor": factor} if factor else {})
+    raw = RAW | {"max_position_embeddings": positions, key: rope}
+    (folder / "config.json").write_text(json.dumps(raw))
+    if fits:
+        assert shape("model.max_context=512").heads == 2
+    else:
+        with pytest.raises(ConfigError, match=f"max_context=512: .*embeddings={positions}"):
+            shape("model.max_context=512")
+
+
+def test_a_hubs_model_alone_is_planned_by_its_config(folder, make_config, monkeypatch):
+    """The weights are downloaded once the plan stands."""
+    asked = []
+
+    def download(repository, name, revision=None):
+        asked.append((repository, name, revision))
+        return str(folder / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(hub, "cached", lambda *_: None)
+    hub_model = (
+        "model.source=hub",
+        "model.path=acme/tiny",
+        "model.revision=v2",
+        "model.shape=null",
+    )
+    assert model.shape(make_config(*hub_model)).heads == 2
+    assert asked == [("acme/tiny", "config.json", "v2")]
+    with pytest.raises(ConfigError, match="model.shape=None"):
+        model.shape(make_config(*hub_model, "cluster.dry_run=true"))
+    shutil.rmtree(folder)
+    monkeypatch.setattr(hub, "snapshot", lambda *_: (_ for _ in ()).throw(ConfigError("no hub")))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(ConfigError, match="no hub"):
+        model.shape(make_config(*hub_model))
+
+
+def test_a_rate_that_jumps_as_a_run_goes_on_is_said(tmp_path, make_config, monkeypatch):
+    def run(steps, schedule):
+        return make_config(f"trainer.steps={steps}", f"trainer.optimizer.schedule={schedule}")
+
+    def words(before, now, schedule):
+        resume.configuration.save(run(before, schedule), tmp_path / "config.json")
+        return resume.other_rates(tmp_path, run(now, schedule))
+
+    assert words(4, 8, "cosine") == ""  # nothing is trained yet
+    monkeypatch.setattr(resume.checkpoint, "latest", lambda _: tmp_path / "step-000004")
+    found = words(4, 8, "cosine")
+    assert "trainer.steps=8, and 4 before" in found and "at step 4 and 0.000" in found
+    assert words(4, 8, "linear") and not words(4, 4, "cosine") and not words(4, 8, "constant")
