@@ -3,7 +3,7 @@
 #
 #     scripts/get_runsc.sh [PREFIX]     PREFIX/runsc; $XDG_CACHE_HOME/rose/runsc or ~/.cache/rose/runsc
 #
-# Debian has it in the backports of its stable release (12: 20240729).
+# Debian 12 has it in its backports (20240729), whose package, a program without libraries, does for Debian 13 too.
 set -euo pipefail
 
 PREFIX=$(realpath -m "${1:-${XDG_CACHE_HOME:-$HOME/.cache}/rose/runsc}")
@@ -19,8 +19,11 @@ fail() {
 . "$(dirname "$0")/other_suite.sh"
 
 if ! "$PREFIX/runsc" --version >/dev/null 2>&1; then
-    suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")-backports
-    unpack "$suite" runsc "$WORK/made" || fail "$suite has no runsc here"
+    release=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    for suite in "$release-backports" "$release" bookworm-backports testing unstable ""; do
+        [ -n "$suite" ] || fail "none of this machine's suites of Debian has runsc"
+        unpack "$suite" runsc "$WORK/made" 2>/dev/null && break
+    done
     mkdir -p "$PREFIX"
     mv "$WORK/made/root/usr/bin/runsc" "$PREFIX/.runsc"
     mv "$PREFIX/.runsc" "$PREFIX/runsc"
