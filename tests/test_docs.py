@@ -158,6 +158,8 @@ def make(folder: Path, path: str) -> None:
     (folder / path).mkdir()
     (folder / path / "config.json").write_text(json.dumps(MODEL))
     (folder / path / "tokenizer_config.json").write_text("{}")
+    # A file of weights without tensors: 8 bytes say how long its header is, which is {}.
+    (folder / path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
 
 
 def test_the_printed_server_has_a_tool(reader, monkeypatch):

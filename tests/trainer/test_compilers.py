@@ -44,6 +44,7 @@ def test_a_model_without_fused_operations_is_refused_by_its_config(make_config, 
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
     raw = dict.fromkeys((*names, "vocab_size"), 8) | {"max_position_embeddings": 2**20}
     (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
     c = make_config(*LIGER, "trainer.kernels=liger", f"model.path={tmp_path}")
     for kind in ("qwen3", "gpt2"):
         (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind}))
