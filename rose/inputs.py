@@ -139,7 +139,8 @@ def _paths(key: str, value: str) -> Iterator[str]:
 def _is_program(path: str) -> bool:
     with suppress(OSError), open(path, "rb") as file:
         return file.read(len(PROGRAM)) == PROGRAM
-    return False  # its reader will say why it can't be read
+    # The process that reads the file says why it can't be read.
+    return False
 
 
 def _origin(module: str) -> str | None:
