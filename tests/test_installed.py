@@ -96,12 +96,12 @@ def complete(lines, cwd, install, path):
 
 
 def test_bash_completes_options_of_both_front_doors(installed, tmp_path):
-    lines = ("rose train env=", "rose pl", "rose train", "rose train env=frozen_lake ")
+    lines = ("rose train env=", "rose pla", "rose train", "rose train env=frozen_lake ")
     of_env, commands, whole, keys = complete(
         lines, tmp_path, "rose -sc install=bash", installed.environ
     )
     assert {"env=frozen_lake", "env=games", "env=prompts"} <= set(of_env)
-    assert commands == ["plan"] and whole == ["train"]
+    assert commands == ["plan", "play"] and whole == ["train"]
     assert "trainer." in keys and "env=frozen_lake" not in keys
     here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     install = "python launch.py -sc install=bash"
