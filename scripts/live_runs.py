@@ -2,8 +2,9 @@
 
 What validate_sim.py and bench_live.py share. Not a command.
 
-A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), 10 ms
-periods so that a step of a few milliseconds is stretched and not stopped. It holds vLLM's engine
+A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), with periods
+as short as the kernel allows, so that a step of a few milliseconds is stretched and not stopped. It
+has the greatest weight: what else the CPUs do would not slow a GPU down. It holds vLLM's engine
 processes, which stand for GPUs, and not the ranks and servers in front of them, which would have
 cores of their host. It is set when the engines have started. Without a writable controller there
 are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
@@ -33,7 +34,8 @@ from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
-PERIOD_US = 10_000
+PERIOD_US, LEAST_US = 10_000, 1_500  # the least period, and the least quota of a period
+FAVOURED = -10  # the nice value of servers in front of engines
 LOOK_S = 0.5  # a look at all processes takes 10 ms
 CORES = os.cpu_count() or 1
 CALM = 0.05
@@ -96,6 +98,18 @@ class Quota:
                         (self._folder / "cgroup.procs").write_text(str(one.pid), encoding="utf-8")
                         self._bind(one)
 
+    @staticmethod
+    def favour(pid: int) -> None:
+        """Let what serves in front of an engine run before other work: it has cores of its own
+        where the engine is a GPU."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    if one.cmdline()[:1] != [ENGINE]:
+                        for thread in one.threads():
+                            os.setpriority(os.PRIO_PROCESS, thread.id, FAVOURED)
+
     def _bind(self, process: psutil.Process) -> None:
         """Bind all threads of the process to the quota's core; later threads inherit that."""
         if self._core is None:
@@ -114,14 +128,18 @@ class Quota:
                 f"no process called {ENGINE} came up to be confined; vLLM calls its engines "
                 "otherwise now"
             )
+        period = max(PERIOD_US, int(LEAST_US / self._cores)) if self._cores else PERIOD_US
+        if self._folder is not None:
+            name, weight = ("cpu.weight", 10_000) if self._v2 else ("cpu.shares", 262_144)
+            (self._folder / name).write_text(str(weight), encoding="utf-8")
         if self._folder is not None and self._v2:
             (self._folder / "cpu.max").write_text(
-                f"{int(self._cores * PERIOD_US)} {PERIOD_US}", encoding="utf-8"
+                f"{int(self._cores * period)} {period}", encoding="utf-8"
             )
         elif self._folder is not None:
-            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="utf-8")
+            (self._folder / "cpu.cfs_period_us").write_text(str(period), encoding="utf-8")
             (self._folder / "cpu.cfs_quota_us").write_text(
-                str(int(self._cores * PERIOD_US)), encoding="utf-8"
+                str(int(self._cores * period)), encoding="utf-8"
             )
 
     def close(self) -> None:

@@ -226,6 +226,7 @@ class Serving(Job):
         for process in filter(None, (self.member, server)):
             if process.pid not in self._confined and has_engine(process.pid):
                 self._quota.add(process.pid)
+                self._quota.favour(process.pid)
                 self._confined.add(process.pid)
                 if not self._limited:
                     self._quota.limit()

@@ -3,11 +3,20 @@
 `Sandbox` is what others use; behind it are backends (`namespaces`, `gvisor`, `apptainer`), chosen
 by `probe`. Imports the standard library only: a keeper process of it stays small, and any Python
 can run it. Must know nothing of environments, models or configuration.
+
+`Sandbox` and the names of `probe` are imported at their first use. A keeper needs neither, and
+without them it starts in a third of the processor time; an agent that is a program of its own
+starts a keeper for each trajectory.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from rose.sandbox.backend import Limits, Mount, Result, SandboxError, Spec
-from rose.sandbox.probe import Found, choose, describe
-from rose.sandbox.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from rose.sandbox.probe import Found, choose, describe
+    from rose.sandbox.sandbox import Sandbox
 
 __all__ = [
     "Found",
@@ -20,3 +29,17 @@ __all__ = [
     "choose",
     "describe",
 ]
+
+MODULES = {
+    "Found": "rose.sandbox.probe",
+    "choose": "rose.sandbox.probe",
+    "describe": "rose.sandbox.probe",
+    "Sandbox": "rose.sandbox.sandbox",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is named in `MODULES` (PEP 562)."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)

@@ -14,6 +14,7 @@ import contextlib
 import os
 import secrets
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ LOG_BYTES = 2000  # of a program's last words in an error
 MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
 LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # appending: it may be cut
 END_S = 5.0  # for killed processes to be gone
+UNCLAIMED_S = 10.0  # until an ended process is taken for one that nobody waits for
+_unclaimed: dict[int, float] = {}  # pid of an ended process -> when it was first seen
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
@@ -104,8 +107,26 @@ def _family(pid: int, name: str) -> list[psutil.Process]:
     found = []
     with contextlib.suppress(psutil.Error):
         found += psutil.Process(pid).children(recursive=True)
+    ended = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.pid != pid and process.environ().get(MARK) == name:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                ended.add(process.pid)
+            elif process.pid != pid and process.environ().get(MARK) == name:
                 found.append(process)
+    _reap(ended)
     return found
+
+
+def _reap(ended: set[int]) -> None:
+    """Reap those of the `ended` processes for which nobody has waited for `UNCLAIMED_S`.
+
+    They are the host's by adoption: what started them has ended, as the keeper of an agent's own
+    sandboxes. A process that the host started itself is waited for at once."""
+    now = time.monotonic()
+    for pid in _unclaimed.keys() - ended:
+        _unclaimed.pop(pid, None)
+    for pid in ended:
+        if _unclaimed.setdefault(pid, now) + UNCLAIMED_S <= now:
+            with contextlib.suppress(ChildProcessError):  # its parent is another process
+                os.waitpid(pid, os.WNOHANG)

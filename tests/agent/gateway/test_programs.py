@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from rose import front
@@ -349,6 +350,31 @@ def test_nothing_of_a_program_stays_behind(run, tmp_path):
     assert run(source).reward == 1.0
     pids = json.loads((tmp_path / "pids").read_text())
     assert not processes.left(lambda: filter(processes.alive, pids))
+
+
+@pytest.mark.slow
+def test_what_an_ended_program_started_in_another_session_is_reaped(run, monkeypatch):
+    monkeypatch.setattr(program, "UNCLAIMED_S", 0.0)
+    source = """
+        import subprocess, sys
+        # Ends with its input, which this program holds; its child, in its session, ends with it.
+        leaves = (
+            "import ctypes, os, sys, time\\n"
+            "if os.fork() == 0: ctypes.CDLL(None).prctl(1, 9); time.sleep(600)\\n"
+            "sys.stdin.read()"
+        )
+        words = [sys.executable, "-c", leaves]
+        subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env={})
+        ask("a")
+        reward(1.0)
+    """
+    before = {child.pid for child in psutil.Process().children()}
+    assert run(source).reward == 1.0
+    deadline = time.monotonic() + 30
+    while left := [c for c in psutil.Process().children() if c.pid not in before]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+        program._family(os.getpid(), "another")  # as at the end of the next program
 
 
 def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
