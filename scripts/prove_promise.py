@@ -181,7 +181,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=64, help="trajectories of a step")
-    parser.add_argument("--quota", type=float, default=0.075, help="cores of each engine and device")
+    parser.add_argument(
+        "--quota", type=float, default=0.075, help="cores of each engine and device"
+    )
     parser.add_argument("--rate", type=float, default=0.15, help="online requests/s of a device")
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
     parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
