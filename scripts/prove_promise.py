@@ -7,7 +7,8 @@
 
 An agent that knows no trainer (promise_agent.py) learns in sandboxes, over the gateway, as a job of
 a real Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine, and each
-serving device, has the same CPU quota; trainer, environment hosts and clients have none.
+serving device, has the same CPU quota, which it gets before any other process; trainer, environment
+hosts and clients have what is left.
 
     dedicated  four dedicated engines; two devices serve users beside, and lend nothing
     alone      one dedicated engine and the same devices, which lend nothing; 3 of 5 steps
