@@ -34,7 +34,7 @@ from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
 
 ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
-PERIOD_US, LEAST_US = 10_000, 1_500  # the least period, and the least quota of a period
+PERIOD_US, LEAST_US = 10_000, 1_000  # the least period, and Linux's least quota of a period
 FAVOURED = -10  # the nice value of servers in front of engines
 LOOK_S = 0.5  # a look at all processes takes 10 ms
 CORES = os.cpu_count() or 1

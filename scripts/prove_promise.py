@@ -11,7 +11,7 @@ serving device, has the same CPU quota, which it gets before any other process; 
 hosts and clients have what is left.
 
     dedicated  four dedicated engines; two devices serve users beside, and lend nothing
-    alone      one dedicated engine and the same devices, which lend nothing; 3 of 5 steps
+    alone      one dedicated engine and the same devices, which lend nothing; 2 of 5 steps
     borrowed   one dedicated engine; the devices lend what serving leaves idle, a spare engine joins.
                Every --every seconds the next of them is killed or preempted, or an environment
                host is killed; at half of the steps Slurm requeues the training job
@@ -180,12 +180,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64, help="trajectories of a step")
-    parser.add_argument(
-        "--quota", type=float, default=0.075, help="cores of each engine and device"
-    )
-    parser.add_argument("--rate", type=float, default=0.15, help="online requests/s of a device")
+    parser.add_argument("--quota", type=float, default=0.1, help="cores of each engine and device")
+    parser.add_argument("--rate", type=float, default=0.2, help="online requests/s of a device")
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
     parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
     parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
