@@ -158,7 +158,7 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         trees.append(tree)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting
-    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    program, sys.argv = sys.argv, [sys.argv[0], *errors.options_first(arguments)]
     with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
         os.environ["ROSE_HYDRA_SCRATCH"] = (
             scratch  # where conf/config.yaml lets Hydra write its multirun.yaml

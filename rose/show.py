@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     add("trajectory", metavar="TRAJECTORY", nargs="?", help="as the list has it; default: the list")
     add("--step", metavar="N", type=int, help="default: the newest, or the one that has TRAJECTORY")
     add("--tokens", action="store_true", help="each token on a line of its own")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     steps = saved_steps(args.run)
     if not steps:
         parser.error(f"{args.run}: no rollouts/step-N.msgpack there; give the folder of a run")

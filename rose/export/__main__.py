@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="of a LoRA run: the whole model with the adapter in it, rather than the adapter",
     )
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     if not 0 < args.shard_gib <= MOST_GIB:
         most = f"at most {MOST_GIB:g}"
         parser.error(f"--shard-gib {args.shard_gib:g}: must be greater than 0, and {most}")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rose.config import Config
+from rose.export import serve
 from rose.observe import series
 from rose.observe.metrics import read_metrics, rows_of
 
@@ -23,19 +24,19 @@ class Exported(NamedTuple):
     shards: int
     blocks: int  # that were compared
     nbytes: int  # of the weights
+    base: Path  # folder of the model that the run began with
     adapter: bool = False  # alone, without the model
 
 
 def text(config: Config, run_dir: Path, done: Exported) -> str:
     """README.md, with the hub's header."""
     rows = [row for row in read_metrics(run_dir) if row["step"] <= done.step]
-    out = shlex.quote(str(done.out))
     sections = (
         f"# {config.name}, step {done.step}\n\n{base_of(config)} trained by reinforcement learning "
         f"({config.algorithm.name}) on {' + '.join(config.env.members)} with ROSE.",
         "## Results\n\n" + _results(rows),
         "## Made of\n\n" + _table(_facts(config, run_dir, done), ("", "")),
-        f"## Use\n\n```sh\n{_use(config, out, done.adapter)}\n```",
+        f"## Use\n\n```sh\n{_use(config, done)}\n```",
         f"## Trained by\n\n```sh\n{_command(run_dir)}\n```\n\n"
         "The run's folder has its whole configuration in `config.yaml`.",
     )
@@ -60,19 +61,14 @@ def _command(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "python launch.py"
 
 
-def _use(config: Config, out: str, adapter: bool) -> str:
-    """vLLM would serve float32 as bfloat16, with a warning for each weight."""
-    exact = " --dtype float32" if config.model.dtype == "float32" else ""
-    if not adapter:
-        on = f"python launch.py model.source=folder model.path={out} name=NAME   # train on from it"
-        return f"vllm serve {out}{exact}\n{on}"
-    rank = config.trainer.lora.slot_rank
-    base = shlex.quote(str(config.model.path))
-    return (
-        f"vllm serve {base}{exact} --enable-lora --max-lora-rank {rank} --lora-modules "
-        f"policy={out}\n"
-        "# PEFT: PeftModel.from_pretrained(base, folder); to train on, export it with --merge"
-    )
+def _use(config: Config, done: Exported) -> str:
+    served = serve.commands(config, done.base, done.out, done.adapter)
+    if done.adapter:
+        on = "# PEFT: PeftModel.from_pretrained(base, folder); to train on, export it with --merge"
+    else:
+        path = shlex.quote(str(done.out))
+        on = f"python launch.py model.source=folder model.path={path} name=NAME   # train on"
+    return f"{served}\n{on}"
 
 
 def _header(config: Config, adapter: bool = False) -> dict[str, Any]:

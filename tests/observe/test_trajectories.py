@@ -135,6 +135,12 @@ def test_the_list_and_the_conversation_as_the_command_prints_them(run):
     assert out.index("go go") < out.index("left <b>") < out.index("wall") < out.index("right goal")
 
 
+def test_a_trajectory_may_stand_behind_options(run, capsys):
+    for arguments in (["g0.1", "--step", "1"], ["--step", "1", "g0.1"]):
+        assert show.main([str(run), *arguments]) == 0
+        assert "step 1, group g0" in capsys.readouterr().out
+
+
 def test_each_token_with_mask_version_and_probability(run):
     code, out, _ = shown(run, "g1.0", "--tokens")
     lines = [line.split() for line in out.splitlines()]

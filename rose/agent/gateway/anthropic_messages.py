@@ -20,6 +20,8 @@ TEXT = ("text",)
 
 def read(body: dict[str, Any]) -> Query:
     """Raises `ApiError`."""
+    fields.free_text(take(body, "output_config", dict, {}).get("format"), "output_config.format")
+    fields.free_text(body.get("output_format"), "output_format")
     messages: list[Message] = []
     if system := fields.text(body.get("system"), TEXT, "system"):
         messages.append(Message("system", system))

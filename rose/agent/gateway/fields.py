@@ -89,6 +89,13 @@ def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
     }
 
 
+def free_text(form: Any, name: str) -> None:
+    """Raises `ApiError` for an answer in JSON: the policy's tokens must be its own."""
+    kind = form.get("type", "text") if isinstance(form, dict) else form
+    if kind not in (None, "text"):
+        raise bad(f"{name}: {json.dumps(kind)[:80]}; only text is supported")
+
+
 def rest(body: dict[str, Any], *read: str) -> dict[str, Any]:
     """What else tells two calls apart: not how the answer travels, nor who asks."""
     ignored = {*read, "stream", "stream_options", "user", "metadata", "store", "service_tier"}

@@ -26,8 +26,8 @@ def read(body: dict[str, Any]) -> Query:
         raise bad(f"n: {body['n']}; only 1 is supported: a trajectory is one conversation")
     if take(body, "logprobs", bool, False):
         raise bad("logprobs: not supported; the run records them by itself")
-    if take(body, "response_format", dict, {}).get("type", "text") != "text":
-        raise bad("response_format: only text is supported")
+    fields.free_text(body.get("response_format"), "response_format")
+    take(take(body, "stream_options", dict, {}), "include_usage", bool, False)
     if body.get("functions"):
         raise bad("functions: the API of 2023; send tools")
     listed = fields.items(take(body, "messages", list), "messages")

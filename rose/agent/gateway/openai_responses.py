@@ -23,6 +23,7 @@ def read(body: dict[str, Any]) -> Query:
     """Raises `ApiError`."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad("previous_response_id, conversation: not supported; send the history in input")
+    fields.free_text(take(body, "text", dict, {}).get("format"), "text.format")
     messages: list[Message] = []
     if instructions := take(body, "instructions", str, ""):
         messages.append(Message("system", instructions))

