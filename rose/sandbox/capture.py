@@ -25,7 +25,6 @@ from typing import Any
 
 from rose.sandbox import criu, gvisor, replay
 from rose.sandbox.backend import Limits, Mount, SandboxError, Spec
-from rose.sandbox.keeper import FIRST_USER
 from rose.sandbox.namespaces import NAME, Keeper, Namespaces
 from rose.sandbox.piped import Piped
 
@@ -91,7 +90,7 @@ async def _take(
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
         if shell.keeper.root:  # who writes it is the sandbox's root
-            os.chown(folder / name, FIRST_USER, FIRST_USER)
+            os.chown(folder / name, shell.user, shell.user)
     with contextlib.ExitStack() as held:
         fds = [await shell.upper()]
         held.callback(os.close, fds[0])
@@ -131,15 +130,17 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _own(folder: Path, root: bool) -> None:
-    """Files that a sandbox wrote, or is to read: this user's, readable by the sandbox's group."""
+    """Files that a sandbox wrote, or is to read: this user's, readable by all who get into
+    `folder`, which is private."""
     if not root:
         return
+    os.chmod(folder, 0o700)
     for name in ("data", "image"):
         for path in (folder / name, *(folder / name).iterdir()):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise SandboxError(f"{path}: neither a file nor a folder")
-            os.chown(path, os.geteuid(), FIRST_USER)
-            os.chmod(path, 0o750 if path.is_dir() else 0o640)
+            os.chown(path, os.geteuid(), os.getegid())
+            os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
 async def bring(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Piped:

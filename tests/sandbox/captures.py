@@ -113,6 +113,33 @@ async def everything_comes_back_several_times_and_again(folder):
         assert (await second.run("unshare -U true; mount -t tmpfs x /mnt", LONG_S)).code != 0
 
 
+SOCKET = """
+import socket
+with socket.create_server("/app/sock", family=socket.AF_UNIX) as server:
+    while True:
+        server.accept()[0].sendall(b"here")
+"""
+CONNECT = """
+import socket, sys
+client = socket.socket(socket.AF_UNIX)
+client.connect("/app/sock")
+sys.stdout.write(client.recv(9).decode())
+"""
+
+
+async def what_the_agent_has_built_and_where_it_listens_come_back(folder):
+    """Programs and sockets that lie on the overlay, also as a copy of what the root has."""
+    box = await start()
+    for name, text in (("server.py", SOCKET), ("client.py", CONNECT)):
+        await box.write_file(f"/app/{name}", text.encode())
+    await output(box, "cp $(readlink -f $(which sleep)) own; ./own 1000 & python3 server.py &")
+    await output(box, "until pgrep -fx './own 1000' && python3 client.py 2>/dev/null; do :; done")
+    await box.capture("process", folder / "c")
+    async with box, await Sandbox.restore(folder / "c") as other:
+        for each in (box, other):
+            assert await output(each, "pgrep -cfx './own 1000'; python3 client.py") == "1\nhere"
+
+
 async def pipes_and_removed_files_keep_what_is_in_them(folder):
     box = await start()
     await output(
@@ -428,6 +455,7 @@ async def gvisor_brings_all_back(folder):
 GVISOR = [gvisor_brings_all_back]
 SCENARIOS = [
     everything_comes_back_several_times_and_again,
+    what_the_agent_has_built_and_where_it_listens_come_back,
     pipes_and_removed_files_keep_what_is_in_them,
     files_and_memory_are_of_one_moment,
     what_can_not_be_captured_is_named_and_goes_on,

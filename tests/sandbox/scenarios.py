@@ -13,6 +13,7 @@ import tempfile
 import time
 
 from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
+from rose.sandbox.inspector import Inspector
 
 LONG_S = 300.0  # a deadline that no test waits for
 VERDICT = "/logs/verifier/reward.txt"
@@ -145,6 +146,50 @@ async def two_sandboxes_share_nothing(box):
         assert killed.restarted and "the shell ended" in killed.note, killed
         left = await box.run("pgrep -cfx 'sleep 1000'", LONG_S)
         assert left.output == "1\n", left
+
+
+HOARD = """
+import ctypes, os, resource, socket, sys, time
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+kept, libc = [], ctypes.CDLL(None)
+if sys.argv[1] == "watch":
+    while (fd := libc.inotify_init()) >= 0:
+        kept.append(fd)
+else:
+    try:
+        while True:
+            kept.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
+            kept[-1][0].setblocking(False)
+            try:
+                while True:
+                    socket.send_fds(kept[-1][0], [b"x"], [0] * 250)
+            except BlockingIOError:
+                pass
+    except OSError:
+        pass
+open("/tmp/full", "w").close()
+time.sleep(1000)
+"""
+
+
+async def what_one_hoards_the_others_have(box):
+    """Descriptors in flight and notifications, which the kernel counts per user."""
+    await box.write_file("/tmp/hoard.py", HOARD.encode())
+    async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
+        for what in ("send", "watch"):
+            begun = f"python3 /tmp/hoard.py {what} & until test -e /tmp/full; do sleep .01; done"
+            assert (await box.run(begun, LONG_S)).code == 0
+            for each in (box, other):
+                await each.write_file("/app/file", b"1")
+                assert await each.read_file("/app/file") == b"1"
+            async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as third:
+                look = Inspector(third)
+                await look.look()
+                await third.run(":", LONG_S)
+                change = await look.look()
+                assert change.kind == "none", change
+            await box.run("kill %1; rm /tmp/full", LONG_S)
 
 
 async def a_check_is_beyond_reach(box):
