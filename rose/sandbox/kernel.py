@@ -96,6 +96,7 @@ REFUSED = [
     "open_tree",
     "perf_event_open",
     "pivot_root",
+    "process_vm_writev",  # changes a process that has slept, which no look would see
     "quotactl",
     "reboot",
     "request_key",
@@ -111,7 +112,10 @@ REFUSED = [
     "vhangup",
 ]
 ACT_ALLOW, ACT_ERRNO = 0x7FFF0000, 0x00050000
-CMP_MASKED_EQ = 7
+CMP_EQ, CMP_GT, CMP_MASKED_EQ = 4, 6, 7
+# Families of sockets that a network namespace holds in, and no others: AF_VSOCK leads from a
+# virtual machine to its hypervisor, AF_ALG and the like are seldom used parts of the kernel.
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put keys into a terminal's input
 
 
@@ -299,12 +303,12 @@ def _filter() -> Iterator[ctypes.c_void_p]:
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
 
-    def refuse(name: str, code: int = errno.EPERM, *compare: tuple[int, int]) -> None:
+    def refuse(name: str, code: int = errno.EPERM, *compare: tuple[int, int, int]) -> None:
         number = SECCOMP.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this machine has no such call
             return
         rules = (_Compare * len(compare))(
-            *(_Compare(arg, CMP_MASKED_EQ, mask, mask) for arg, mask in compare)
+            *(_Compare(arg, how, value, value) for arg, how, value in compare)
         )
         done = SECCOMP.seccomp_rule_add_array(
             context, ctypes.c_uint32(ACT_ERRNO | code), number, len(compare), rules
@@ -314,10 +318,14 @@ def _filter() -> Iterator[ctypes.c_void_p]:
 
     for name in REFUSED:
         refuse(name)
-    refuse("clone", errno.EPERM, (0, NEWUSER))
+    refuse("clone", errno.EPERM, (0, CMP_MASKED_EQ, NEWUSER))
     refuse("clone3", errno.ENOSYS)
     for request in (TIOCSTI, TIOCLINUX):
-        refuse("ioctl", errno.EPERM, (1, request))
+        refuse("ioctl", errno.EPERM, (1, CMP_MASKED_EQ, request))
+    for name in ("socket", "socketpair"):
+        for family in set(range(max(FAMILIES))) - set(FAMILIES):
+            refuse(name, errno.EAFNOSUPPORT, (0, CMP_EQ, family))
+        refuse(name, errno.EAFNOSUPPORT, (0, CMP_GT, max(FAMILIES)))
     try:
         yield context
     finally:

@@ -118,6 +118,13 @@ async def there_is_no_network_but_loopback(box):
         result = await box.run(f'python3 -c "{open_it.format(host, at)}"', LONG_S)
         assert result.code == 1 and ("refused" in result.output or "unreach" in result.output)
     with_server.close()
+    families = (
+        "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')\n"
+    )
+    families += "    except OSError: pass\n    for kind in (1, 2, 3, 5):\n"
+    families += "        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
+    made = await box.run(f'python3 -c "{families}"', LONG_S)
+    assert {int(x) for x in made.output.split()} == {1, 2, 10, 16}, made
     listening = "import socket; s = socket.create_server(('127.0.0.1', 80)); print(s.getsockname())"
     assert "80" in (await box.run(f'python3 -c "{listening}"', LONG_S)).output
 
