@@ -332,7 +332,7 @@ class _Account(_Turn):
         *ended, left = data.split(b"\0")
         for text in ended:
             self._take(text)
-            if self.output.startswith(b"\1") and self.code is None:
+            if (self.output.startswith(b"\1") or not text) and self.code is None:
                 self.code = 0
                 self.coded.set_result(None)
                 if not self.done.done():

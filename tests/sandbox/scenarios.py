@@ -58,6 +58,30 @@ async def an_ended_shell_is_replaced(box):
         assert (await box.run("cat /app/file", LONG_S)).output == "kept\n"
 
 
+async def what_disables_the_shells_own_commands_hangs_nothing(box):
+    """Each is answered at once, and the next command runs, in this session or a new one."""
+    for command in (
+        "enable -n printf",
+        "enable -n echo",
+        "enable -n printf echo",
+        "enable -n read eval",
+        "enable -n builtin",
+        "eval() { :; }; printf() { :; }; read() { :; }",
+        "continue",
+        "continue 9",
+        "break",
+        "unset __rose",
+        "readonly __rose",
+        "ulimit -n 3",
+        "set -r",
+        "exec bash",
+    ):
+        await box.run(command, LONG_S)
+        result = await box.run("(exit 7)", LONG_S)
+        assert result.code == 7 and not result.note, (command, result)
+        assert (await box.account(LONG_S)).endswith(b"\1end"), command
+
+
 async def late(run):
     """(deadline in seconds, what `run(deadline)` gave) of the first one by which it had begun to
     print: a busy machine may be slow to begin anything."""
