@@ -54,6 +54,18 @@ def advice(refused: OSError | None, words: str = "") -> str:
     return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
 
 
+# What a terminal would obey rather than print, as its picture: ESC as ␛. Newline and tab are text.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
+    code: 0xFFFD for code in range(0x7F, 0xA0)
+}
+
+
+def printable(text: object) -> str:
+    """Return `text` for a terminal, without the control characters that an agent's program, an
+    environment or a model may have put into it."""
+    return str(text).translate(PICTURES)
+
+
 def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
     """Make the folder `path` for this user alone, or take one of this user's that is there. Without
     `follow` a symbolic link is refused: where other users can make files, as in TMPDIR, it may be

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from rose import processes
 from rose.sandbox.backend import Fresh, SandboxError, Spec
+from rose.sandbox.check import SETTINGS
 
 START_S = 60.0
 FILE_S = 30.0
@@ -188,7 +189,8 @@ class Piped:
         folders = " ".join(shlex.quote(os.path.dirname(path)) for path in collect)
         script = (
             f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
-            f"done 2>/dev/null; rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
+            f"done 2>/dev/null; (cd / && rm -rf -- {' '.join(SETTINGS)}); "
+            f"rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
             f"{folders} && tar x -C {shlex.quote(at)} && cd {shlex.quote(self.spec.workdir)} && "
             f"echo {BEGUN} >&2 && HOME=$(mktemp -d) PYTHONNOUSERSITE=1 exec {shlex.join(argv)} "
             "</dev/null 2>&1"

@@ -271,6 +271,21 @@ async def what_a_check_stands_on_can_not_be_replaced(box):
     assert done.code == 0 and done.output.split() == ["check.sh"] * 20 + ["42"], done
 
 
+async def a_check_has_none_of_the_agents_settings_in_the_root(box):
+    """The programs of tests read them in every folder above; what a task asks for is there."""
+    settings = "/pytest.ini /conftest.py /package.json /.coveragerc /jest.config.js"
+    plant = f"touch {settings}; mkdir -p /node_modules/x /asked; echo right > /answer"
+    plant += "; ln -s answer /link; echo deep > /asked/deep"
+    await box.run(f"{plant}; (while :; do touch {settings}; done) 2>/dev/null &", LONG_S)
+    look = f"cat /answer /link /asked/deep; echo new > /asked/new; pwd; ls -d {settings}"
+    look += " /node_modules /.* 2>/dev/null; ls /usr > /dev/null; echo $?; echo x > /dev/null"
+    done = await check(box, look)
+    assert done.output.split() == ["right", "right", "deep", "/app", "0"], done
+    assert (await box.run("cat /asked/new", LONG_S)).output == "new\n", "the state is the agent's"
+    await box.run("for i in {1..3000}; do echo > /a$i; done", LONG_S)
+    assert (await check(box, "cat /asked/deep")).output == "deep\n"
+
+
 async def a_check_outlives_what_fills_the_sandbox(box):
     fill = """
 import os, time

@@ -109,6 +109,7 @@ QUICK = [
     "files_are_read_and_written",
     "what_one_hoards_the_others_have",
     "what_a_check_stands_on_can_not_be_replaced",
+    "a_check_has_none_of_the_agents_settings_in_the_root",
     "a_check_outlives_what_fills_the_sandbox",
     "a_check_that_floods_is_stopped",
     "strange_orders_leave_the_sandbox_as_it_is",
