@@ -3,6 +3,7 @@
     about.json    backend, kind, spec and what ran; written last: without it a capture is none
     listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
     image/        the processes, as CRIU wrote them (kind "process"); with gvisor the files, too
+    last_pid      the newest number of a process, after which those of a restored sandbox come
     shell         the session's state as a script (replay.py), for where these can't be brought back
 
 Files and processes are those of one moment, at which all processes are held. It lasts some
@@ -31,7 +32,7 @@ from rose.sandbox.piped import Piped
 FORMAT = 1
 FILES, PROCESS = "files", "process"
 WAIT_S = 60.0  # of CRIU; it takes a tenth of a second
-ABOUT, LISTING, SHELL = "about.json", "listing.json", "shell"
+ABOUT, LISTING, SHELL, LAST_PID = "about.json", "listing.json", "shell", "last_pid"
 
 Listing = list[dict[str, Any]]
 
@@ -106,6 +107,8 @@ async def _take(
             os.lseek(fds[-1], 0, os.SEEK_SET)
         order = {"criu": program, "session": shell.session}
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
+    # A file of its own: about.json stays that of the newest image in the store.
+    (folder / LAST_PID).write_text(str(answer.pop("last_pid")), encoding="utf-8")
     version = program["version"] if program else ""
     await asyncio.to_thread(_own, folder, shell.keeper.root)
     return {"session": shell.session, "criu": version, "images": _sizes(folder), **answer}
@@ -170,6 +173,7 @@ async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
                 order = {"criu": program}
                 answer = await made.beside("revive", order, fds[2], wait_s=WAIT_S)
                 await made.adopt(answer["pid"])
+            await made.number_after(saved.last_pid)
         except BaseException:
             await made.close()
             raise
@@ -207,6 +211,7 @@ class Saved:
     spec: Spec
     running: list[str] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)  # name -> bytes
+    lost: list[str] = field(default_factory=list)  # what no capture keeps
 
     def check_images(self) -> None:
         """CRIU waits for ever for pages that are not in its images. Raises `SandboxError`."""
@@ -215,6 +220,12 @@ class Saved:
             found = path.stat().st_size if path.is_file() else 0
             if found != size:
                 raise SandboxError(f"{path}: {found} bytes of {size}: not a whole capture")
+
+    @property
+    def last_pid(self) -> int:
+        """The newest number of a process; 0 where that was not captured yet."""
+        path = self.folder / LAST_PID
+        return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
 
     @property
     def script(self) -> str:
@@ -239,7 +250,8 @@ def read(folder: Path, kind: str | None) -> Saved:
         given["mounts"] = tuple(Mount(**each) for each in given["mounts"])
         spec = Spec(**given)
         running, images = list(about["running"]), dict(about["images"])
-        saved = Saved(folder, about["backend"], about["kind"], spec, running, images)
+        lost = list(about.get("lost", []))
+        saved = Saved(folder, about["backend"], about["kind"], spec, running, images, lost)
         if saved.kind not in (FILES, PROCESS) or not (folder / SHELL).is_file():
             raise ValueError(f"kind={saved.kind!r}, or no {SHELL}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -236,6 +236,9 @@ class Init:
                     self.session = order["pid"]
                     leave_low_numbers()
                     answer = {}
+                case "number":
+                    leave_low_numbers(order["last"])
+                    answer = {}
                 case "upper":
                     answer, fds = {}, (self.upper,)
                 case "open":
@@ -334,17 +337,17 @@ class Init:
             os._exit(not answered)
 
 
-def leave_low_numbers() -> None:
-    """The next process gets a number above `LOW_NUMBERS`, unless they do already. Linux gives the
+def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
+    """The next process gets a number above `last`, unless they do already. Linux gives the
     low ones once only: so they are free for what brings captured processes back, which must have
     the numbers that they had."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,
     ):
-        if int(file.read()) < LOW_NUMBERS:
+        if int(file.read()) < last:
             file.seek(0)
-            file.write(str(LOW_NUMBERS))
+            file.write(str(last))
 
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:

@@ -387,6 +387,10 @@ class Namespaces:
             raise SandboxError(f"the captured shell ended at once: {error}") from None
         self.session = session
 
+    async def number_after(self, last_pid: int) -> None:
+        """Give the next process a number above `last_pid`."""
+        await self._order(do="number", last=last_pid)
+
     async def close(self) -> None:
         """Process 1 ends when its line does, and every other process with it."""
         self.line.close()

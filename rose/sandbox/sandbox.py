@@ -73,6 +73,9 @@ class Sandbox:
             words = [f"of the shell were not brought back: {', '.join(failed)}"] if failed else []
             words += [LOST + ", ".join(saved.running)] if saved.running else []
             box.lost = "; ".join(words)
+        if saved.lost:
+            words = f"were not brought back: {', '.join(saved.lost)}"
+            box.lost = "; ".join(filter(None, (box.lost, words)))
         return box
 
     async def capture(

@@ -27,6 +27,7 @@ from typing import Any
 
 from rose.sandbox import kernel, unread
 from rose.sandbox.layer import SHARED
+from rose.sandbox.unread import SYSTEM_V, TERMINALS
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
 UNSURE_BYTES = 32 << 10  # of paths as JSON, and more are all: an answer of process 1 is bounded
@@ -34,10 +35,8 @@ SETTLE_S = 2.0  # for the session's bash to wait for its next command: it does w
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")
 # Of /proc/PID/status: what else a shell takes along when it is begun anew
 ATTRIBUTES = ("Umask", "Uid", "Gid", "Groups", "SigIgn", "SigCgt", "Cpus_allowed:", "Mems_allowed:")
-TERMINALS = ("/dev/pts/", "/dev/ptmx")
 OWN_PIPES = "/run/rose/"  # the session's, by which commands come and output goes
 PENDING = ("SigPnd", "ShdPnd")
-SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 
 
 # --------------------------------------------------------------------------- files

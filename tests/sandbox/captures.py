@@ -140,6 +140,60 @@ async def what_the_agent_has_built_and_where_it_listens_come_back(folder):
             assert await output(each, "pgrep -cfx './own 1000'; python3 client.py") == "1\nhere"
 
 
+async def numbers_of_processes_go_on(folder):
+    """So that one of a job that has ended, or in a file, is not given out again."""
+    box = await start()
+    ended = "for i in {1..60}; do /bin/true; done; (exit 9) & until test -z $(jobs -r); do :; done"
+    await output(box, ended)
+    used = "bash -c 'echo $$'"
+    for kind in ("process", "files"):
+        await box.capture(kind, folder / kind)
+    newest = int(await output(box, used))
+    async with box, await Sandbox.restore(folder / "process") as other:
+        await output(other, "for i in {1..300}; do /bin/true; done")
+        assert (await other.run("wait $!", LONG_S)).code == 9
+    async with await Sandbox.restore(folder / "files") as other:
+        assert int(await output(other, used)) >= newest - 20 > 340
+
+
+UNREAD = """
+import fcntl, os, pty, socket, sys, time
+if sys.argv[1] == "datagram":
+    kept = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    kept.bind(("127.0.0.1", 0))
+    kept.sendto(b"x", kept.getsockname())
+else:
+    kept = pty.openpty()
+    fcntl.fcntl(kept[0], fcntl.F_SETFL, os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(kept[0], bytes(500))
+    except BlockingIOError:
+        pass
+open("/app/full", "w").close()
+time.sleep(1000)
+"""
+
+
+async def what_is_not_captured_is_said(folder):
+    async with await start() as box:
+        await box.write_file("/app/unread.py", UNREAD.encode())
+        until = "until test -e full; do sleep .01; done; rm full"
+        await output(box, f"python3 unread.py datagram & {until}; ipcmk -Q")
+        await box.capture("process", folder / "c")
+        async with await Sandbox.restore(folder / "c") as other:
+            for part in ("were not brought back: System V's", "datagrams that nobody had read"):
+                assert part in other.lost, other.lost
+        await output(box, f"python3 unread.py terminal & {until}")
+        try:
+            await box.capture("process", folder / "d")
+            raise AssertionError("captured what can't be restored")
+        except SandboxError as error:
+            assert "a terminal has more unread" in str(error), error
+        await box.capture("files", folder / "e")
+        await output(box, "kill -0 $!")
+
+
 async def pipes_and_removed_files_keep_what_is_in_them(folder):
     box = await start()
     await output(
@@ -456,6 +510,8 @@ GVISOR = [gvisor_brings_all_back]
 SCENARIOS = [
     everything_comes_back_several_times_and_again,
     what_the_agent_has_built_and_where_it_listens_come_back,
+    numbers_of_processes_go_on,
+    what_is_not_captured_is_said,
     pipes_and_removed_files_keep_what_is_in_them,
     files_and_memory_are_of_one_moment,
     what_can_not_be_captured_is_named_and_goes_on,
