@@ -211,7 +211,7 @@ class Saved:
     spec: Spec
     running: list[str] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)  # name -> bytes
-    lost: list[str] = field(default_factory=list)  # what no capture keeps
+    lost: list[str] = field(default_factory=list)  # parts of the state, in words
 
     def check_images(self) -> None:
         """CRIU waits for ever for pages that are not in its images. Raises `SandboxError`."""
@@ -254,7 +254,7 @@ def read(folder: Path, kind: str | None) -> Saved:
         saved = Saved(folder, about["backend"], about["kind"], spec, running, images, lost)
         if saved.kind not in (FILES, PROCESS) or not (folder / SHELL).is_file():
             raise ValueError(f"kind={saved.kind!r}, or no {SHELL}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         words = f"{type(error).__name__}: {error}"
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
     if saved.backend not in (NAME, gvisor.NAME):

@@ -32,7 +32,7 @@ SETTINGS = (
     *("jsconfig.json", "*.config.*", "go.mod", "go.work", "Cargo.toml", "pom.xml", "*.gradle*"),
     *("Gemfile", "Rakefile", ".[!.]*"),
 )
-MOST_ENTRIES = 1000  # of the root that a check sees: the kernel bounds mounts
+MOST_ENTRIES = 1000  # mounts of a check's root; the kernel bounds those of a sandbox at 100,000
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 

@@ -39,11 +39,11 @@ def waiting(pid: int, number: int) -> int:
 
 
 def terminals(spare: set[int]) -> bool:
-    """Whether a terminal that a process outside of `spare` has open has more than `TERMINAL_BYTES`
-    unread."""
+    """Return whether a terminal of a process outside of `spare` has more unread than
+    `TERMINAL_BYTES`."""
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         _, _, pid, _, fd = path.split("/")
-        with contextlib.suppress(OSError):  # it has ended or closed it just now
+        with contextlib.suppress(OSError):  # a process that has just ended, a terminal just closed
             terminal = int(pid) not in spare and os.readlink(path).startswith(TERMINALS)
             if terminal and waiting(int(pid), int(fd)) > TERMINAL_BYTES:
                 return True
@@ -51,7 +51,7 @@ def terminals(spare: set[int]) -> bool:
 
 
 def not_captured() -> list[str]:
-    """What a sandbox has that no capture keeps."""
+    """Name what this sandbox has that no capture keeps."""
     found = []
     for path in SYSTEM_V:
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:

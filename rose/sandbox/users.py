@@ -14,7 +14,7 @@ import socket
 
 from rose.sandbox import kernel
 
-FIRST = 1_593_835_520  # of the users 524288 to 1879048191 that systemd leaves to containers
+FIRST = 1_593_835_520  # systemd leaves the users 524288 to 1879048191 to containers
 COUNT = 65_536
 RANGES = 4_352  # up to 1879048191
 
@@ -61,7 +61,7 @@ def mapping(first: int) -> str:
 
 
 def has_ranges() -> bool:
-    """Whether this process's user namespace has the users of all ranges: a container's may not."""
+    """Return whether this user namespace has the users of all ranges: a container's may not."""
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         maps = [tuple(map(int, line.split())) for line in file]
     last = FIRST + RANGES * COUNT

@@ -141,7 +141,7 @@ async def what_the_agent_has_built_and_where_it_listens_come_back(folder):
 
 
 async def numbers_of_processes_go_on(folder):
-    """So that one of a job that has ended, or in a file, is not given out again."""
+    """The number of a job that has ended, or in a file, is not given out again."""
     box = await start()
     ended = "for i in {1..60}; do /bin/true; done; (exit 9) & until test -z $(jobs -r); do :; done"
     await output(box, ended)
@@ -439,6 +439,8 @@ async def damage_is_named(folder):
         "0 bytes of": lambda at: shutil.rmtree(at / "image"),
         "not a whole capture:": lambda at: shutil.rmtree(at / "data"),
         "the listing is damaged": cut("listing.json"),
+        "not a whole capture: Recursion": lambda at: (at / "about.json").write_text("[" * 99_999),
+        "the listing is damaged: max": lambda at: (at / "listing.json").write_text("[" * 99_999),
         "below a folder of the listing": listing(link_out),
         "twice in it": listing(lambda e: e.append(e[-1] | {"path": "../out"})),
         "No such file": lambda at: shutil.rmtree(at / "data") or (at / "data").mkdir(),
