@@ -12,6 +12,7 @@ import errno
 import fcntl
 import io
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -51,6 +52,34 @@ def advice(refused: OSError | None, words: str = "") -> str:
         return f"{refused.filename}: {refused.strerror}; {remedy}; {CONTINUE}"
     found = next((number for number in REMEDIES if os.strerror(number) in words), None)
     return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
+
+
+# What a terminal would obey rather than print, as its picture: ESC as ␛. Newline and tab are text.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
+    code: 0xFFFD for code in range(0x7F, 0xA0)
+}
+
+
+def printable(text: object) -> str:
+    """Return `text` for a terminal, without the control characters that an agent's program, an
+    environment or a model may have put into it."""
+    return str(text).translate(PICTURES)
+
+
+def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
+    """Make the folder `path` for this user alone, or take one of this user's that is there. Without
+    `follow` a symbolic link is refused: where other users can make files, as in TMPDIR, it may be
+    one of theirs that leads to another folder of this user's. Raises OSError that names `path`."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=parents)
+    found = path.stat() if follow else path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        words = "is a symbolic link, maybe of another user; name the folder that it leads to"
+        raise PermissionError(errno.EPERM, words, str(path))
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
 
 
 def text_lines(path: Path) -> list[str]:

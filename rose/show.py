@@ -21,17 +21,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rose.files import printable
 from rose.observe.trajectories import Part, Shown, Texts, read, saved_steps
-
-# What a terminal would obey rather than print, as its picture: ESC as ␛. Newline and tab are text.
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
-    code: 0xFFFD for code in range(0x7F, 0xA0)
-}
 
 
 def plain(text: object, style: str = "") -> Text:
     """As it is: no escape sequence or markup in it is obeyed."""
-    return Text(str(text).translate(PICTURES), style=style)
+    return Text(printable(text), style=style)
 
 
 def main(arguments: list[str]) -> int:

@@ -84,3 +84,22 @@ def test_a_lock_is_for_one_and_waiting_for_it_has_a_deadline(tmp_path):
             pass
     with files.held(path, 0.0):
         pass
+
+
+def test_a_folder_beside_those_of_other_users_is_no_link_and_nobody_elses(tmp_path, monkeypatch):
+    files.own_folder(tmp_path / "new/one")
+    assert (tmp_path / "new/one").stat().st_mode & 0o777 == 0o700
+    files.own_folder(tmp_path / "new/one")
+    (tmp_path / "link").symlink_to(tmp_path / "new/one")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for link in ("link", "dangling"):
+        with pytest.raises(PermissionError, match=f"is a symbolic link.*{link}'"):
+            files.own_folder(tmp_path / link)
+    assert not (tmp_path / "nowhere").exists()
+    files.own_folder(tmp_path / "link", follow=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        files.own_folder(tmp_path / "file")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="belongs to user "):
+        files.own_folder(tmp_path / "new/one")

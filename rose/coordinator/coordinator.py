@@ -40,7 +40,7 @@ from rose.coordinator.training import Training
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
-from rose.files import close_all
+from rose.files import close_all, printable
 from rose.launch import resume
 from rose.launch.layout import hybrid_ranks, layout
 from rose.observe import cost, trackers
@@ -692,6 +692,7 @@ class Coordinator:
         print(f"{what}: {detail}", flush=True)
 
     def _fault(self, what: str, detail: str) -> None:
+        detail = printable(detail)  # it may quote what an agent's program has printed
         self.recorder.instant("fault", what=what, detail=detail)
         self.metrics.write(self.step, {"kind": "fault", "what": what, "detail": detail})
         print(f"{what}: {detail}", flush=True)

@@ -23,6 +23,7 @@ from rose import front
 from rose.config import Config, ConfigError, from_dict
 from rose.doctor import join, machine, slurm
 from rose.doctor.finding import Finding
+from rose.files import printable
 from rose.launch import container, errors
 from rose.places import CONF
 
@@ -51,7 +52,7 @@ def main() -> int:
         colour = {"ok": "green", "warning": "yellow", "failed": "red"}[finding.state]
         console.print(f"[{colour}]{finding.state:8}[/] {finding.part}: ", end="")
         remedy = f"; {finding.remedy}" if finding.remedy else ""
-        console.print(finding.words.removesuffix(".") + remedy, markup=False)
+        console.print(printable(finding.words.removesuffix(".") + remedy), markup=False)
         failed += finding.state == "failed"
     return int(failed > 0)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rose.config import Cluster
+from rose.files import own_folder
 
 FOLDERS = {
     "VLLM_CACHE_ROOT": "vllm",
@@ -33,12 +34,7 @@ def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
     else:
         return {}
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ours = home.stat().st_uid == os.getuid()
+        own_folder(home, follow=cluster.cache_dir is not None)
     except OSError:
-        ours = False
-    return (
-        {name: str(home / folder) for name, folder in FOLDERS.items() if name not in given}
-        if ours
-        else {}
-    )
+        return {}
+    return {name: str(home / folder) for name, folder in FOLDERS.items() if name not in given}

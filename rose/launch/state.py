@@ -166,7 +166,7 @@ def show_run(run_dir: Path, console: Console) -> bool:
     except (OSError, msgspec.MsgspecError) as error:
         raise RuntimeError(f"its status can't be read: {error}") from None
     if status is not None:
-        console.print(progress(run_dir, status), soft_wrap=True, markup=False, highlight=False)
+        terminal.echo(console, progress(run_dir, status))
     return terminal.show_cost(run_dir, console) or status is not None
 
 
@@ -206,11 +206,10 @@ def _show_ranks(run_dir: Path, found: list[JobState], console: Console) -> None:
     )
     for status in ranks.values():
         if status.state == "failed":
-            console.print(
+            terminal.echo(
+                console,
                 f"  rank {status.rank} ({status.role.value} {status.index}) on {status.host} "
                 f"{status.how_it_ended()}",
-                markup=False,
-                soft_wrap=True,
             )
 
 

@@ -227,6 +227,7 @@ class Job:
                 f"{logs.attempt_folder(self.run_dir, self.attempt)}"
             )
         text = "\n".join(filter(None, [files.advice(refused, failure), failure]))
+        text = files.printable(text)  # it may quote what an agent's program has printed
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:

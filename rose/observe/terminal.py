@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rose import places
+from rose.files import printable
 from rose.observe import cost, report, series
 from rose.observe.metrics import EVENTS, read_metrics, rows_of
 from rose.observe.status import Status, read_status
@@ -42,10 +43,12 @@ def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> N
 
 
 def echo(console: Console, text: str, label: str = "", style: str | None = None) -> None:
-    """Print `text` as it stands, whatever brackets and lines it has, after `label` (markup)."""
+    """Print `text` as it stands, whatever brackets and lines it has, after `label` (markup). What a
+    terminal would obey is shown as pictures."""
     if label:
         console.print(label, end=" ")
-    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+    words = printable(text)
+    console.print(words, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
 def show(console: Console, table: Table) -> None:
@@ -83,7 +86,8 @@ def describe(row: dict[str, Any], steps: int) -> str:
     """One row of the metrics as one line of text."""
     if row["kind"] in EVENTS:
         fault = "fault: " if row["kind"] == "fault" else ""
-        return f"step {row['step']}: {fault}{row.get('what', '')}: {row.get('detail', '')}"
+        found = f"{row.get('what', '')}: {row.get('detail', '')}"
+        return f"step {row['step']}: {fault}{printable(found)}"
     if row["kind"] == "eval":
         found = series.evaluations([row])
         held_out = f"success {_rate(found[0])}" if found else "set is empty"
@@ -160,7 +164,7 @@ def _now(status: Status) -> Text:
     if status.total:
         text.append(f"  {status.finished}/{status.total} trajectories", style="default")
     if status.waiting_for:
-        text.append(f"  waiting for {status.waiting_for}", style="bright_black")
+        text.append(f"  waiting for {printable(status.waiting_for)}", style="bright_black")
     return text
 
 

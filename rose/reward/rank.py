@@ -20,7 +20,7 @@ from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
 from rose.comm.wire import COORDINATOR
 from rose.config import Config
-from rose.files import Lossy
+from rose.files import Lossy, own_folder
 from rose.observe.recorder import NullRecorder
 from rose.reward import joiner
 from rose.reward.episode import ScoringFailed
@@ -54,7 +54,7 @@ def _scratch() -> Path:
         pid = other.name.removeprefix(SCRATCH)
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(other, ignore_errors=True)  # another user's stays
-    own.mkdir(mode=0o700, exist_ok=True)
+    own_folder(own)
     return own
 
 

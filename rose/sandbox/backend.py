@@ -12,22 +12,35 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Runs inside of the sandbox: commands end with NUL on standard input, their output goes to standard
 # output, and each one's exit code, ended by NUL, to standard error. Commands get none of the three.
 # Instead of a command, `ACCOUNT` asks for the shell's state: a text in parts, ended by NUL, where
-# exit codes go. A child tells it, since `declare` draws a random number; the jobs' table, which no
-# child has, is listed in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
+# exit codes go. A child tells it, since `declare` draws a random number. The shell itself lists the
+# options, some of which bash switches off in children (errexit, monitor), and the jobs' table,
+# which no child has, in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
+# The exit code is written where the loop begins again, which `continue` in a command can't skip.
+# Where a command has disabled printf, echo writes; where both are disabled, the shell ends.
 ACCOUNT = "\1"
 SESSION = """\
 exec 3<&0 4>&2 5>&1 0</dev/null 2>&1
-while IFS= builtin read -r -d '' __rose <&3; do
+__rose=$'\\1'
+while
+  case ${__rose-} in
+    $'\\1') ;;
+    *) { __rose=$?; builtin printf '%s\\0' "$__rose" >&4 || builtin echo -ne "$__rose\\0" >&4 \\
+         || ${__rose_nothing_writes:?}; builtin enable eval read; } 2>&0 ;;
+  esac
+  IFS= builtin read -r -d '' __rose <&3
+do
   if [[ $__rose == $'\\1' ]]; then
     {
-      builtin printf '\\1jobs\\n%s\\n' "${!-}"; builtin jobs -p; builtin jobs -rl; builtin jobs -sl
-      builtin printf '\\1traps\\n'; builtin trap -p
-      builtin printf '%s' "$(
+      builtin printf '\\1jobs\\n%s\\n' "${!-}" || builtin echo -E $'\\1jobs\\n'"${!-}"
+      builtin jobs -p; builtin jobs -rl; builtin jobs -sl
+      builtin printf '\\1traps\\n' || builtin echo $'\\1traps'; builtin trap -p
+      builtin printf '\\1options\\n' || builtin echo $'\\1options'; builtin shopt -p; builtin set +o
+      __rose=$(
+        builtin printf '\\1builtins\\n' || builtin echo $'\\1builtins'
+        builtin enable -a; builtin enable printf
         builtin printf '\\1variables\\n'; builtin declare -p
         builtin printf '\\1functions\\n'; builtin declare -f; builtin declare -F
         builtin printf '\\1aliases\\n'; builtin alias -p
-        builtin printf '\\1options\\n'; builtin shopt -p; builtin set +o
-        builtin printf '\\1builtins\\n'; builtin enable -a
         builtin printf '\\1folder and umask\\n'
         builtin printf 'builtin cd -- %q\\n' "$PWD"; builtin umask -p
         builtin printf '\\1limits\\n'; builtin ulimit -a; builtin ulimit -Ha
@@ -36,12 +49,13 @@ while IFS= builtin read -r -d '' __rose <&3; do
         builtin printf '\\1arguments\\n%s' "$#"; builtin printf ' %q' "$@"
         builtin printf '\\1history\\n'; builtin history; builtin complete -p
         builtin printf '\\1end\\n'
-      )"
-    } >&4 2>/dev/null || builtin :
-    builtin printf '\\0' >&4
+      )
+      builtin printf '%s' "$__rose" || builtin echo -nE "$__rose"
+    } >&4 2>&0 || builtin :
+    __rose=$'\\1'
+    { builtin printf '\\0' || builtin echo -ne '\\0'; } >&4 2>&0
   else
-    eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
-    builtin printf '%s\\0' "$?" >&4
+    builtin eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
   fi
 done
 """

@@ -3,6 +3,7 @@
     about.json    backend, kind, spec and what ran; written last: without it a capture is none
     listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
     image/        the processes, as CRIU wrote them (kind "process"); with gvisor the files, too
+    last_pid      the newest number of a process, after which those of a restored sandbox come
     shell         the session's state as a script (replay.py), for where these can't be brought back
 
 Files and processes are those of one moment, at which all processes are held. It lasts some
@@ -25,14 +26,13 @@ from typing import Any
 
 from rose.sandbox import criu, gvisor, replay
 from rose.sandbox.backend import Limits, Mount, SandboxError, Spec
-from rose.sandbox.keeper import FIRST_USER
 from rose.sandbox.namespaces import NAME, Keeper, Namespaces
 from rose.sandbox.piped import Piped
 
 FORMAT = 1
 FILES, PROCESS = "files", "process"
 WAIT_S = 60.0  # of CRIU; it takes a tenth of a second
-ABOUT, LISTING, SHELL = "about.json", "listing.json", "shell"
+ABOUT, LISTING, SHELL, LAST_PID = "about.json", "listing.json", "shell", "last_pid"
 
 Listing = list[dict[str, Any]]
 
@@ -91,7 +91,7 @@ async def _take(
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
         if shell.keeper.root:  # who writes it is the sandbox's root
-            os.chown(folder / name, FIRST_USER, FIRST_USER)
+            os.chown(folder / name, shell.user, shell.user)
     with contextlib.ExitStack() as held:
         fds = [await shell.upper()]
         held.callback(os.close, fds[0])
@@ -107,6 +107,8 @@ async def _take(
             os.lseek(fds[-1], 0, os.SEEK_SET)
         order = {"criu": program, "session": shell.session}
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
+    # A file of its own: about.json stays that of the newest image in the store.
+    (folder / LAST_PID).write_text(str(answer.pop("last_pid")), encoding="utf-8")
     version = program["version"] if program else ""
     await asyncio.to_thread(_own, folder, shell.keeper.root)
     return {"session": shell.session, "criu": version, "images": _sizes(folder), **answer}
@@ -131,15 +133,17 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _own(folder: Path, root: bool) -> None:
-    """Files that a sandbox wrote, or is to read: this user's, readable by the sandbox's group."""
+    """Files that a sandbox wrote, or is to read: this user's, readable by all who get into
+    `folder`, which is private."""
     if not root:
         return
+    os.chmod(folder, 0o700)
     for name in ("data", "image"):
         for path in (folder / name, *(folder / name).iterdir()):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise SandboxError(f"{path}: neither a file nor a folder")
-            os.chown(path, os.geteuid(), FIRST_USER)
-            os.chmod(path, 0o750 if path.is_dir() else 0o640)
+            os.chown(path, os.geteuid(), os.getegid())
+            os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
 async def bring(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Piped:
@@ -169,6 +173,7 @@ async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
                 order = {"criu": program}
                 answer = await made.beside("revive", order, fds[2], wait_s=WAIT_S)
                 await made.adopt(answer["pid"])
+            await made.number_after(saved.last_pid)
         except BaseException:
             await made.close()
             raise
@@ -206,6 +211,7 @@ class Saved:
     spec: Spec
     running: list[str] = field(default_factory=list)
     images: dict[str, int] = field(default_factory=dict)  # name -> bytes
+    lost: list[str] = field(default_factory=list)  # parts of the state, in words
 
     def check_images(self) -> None:
         """CRIU waits for ever for pages that are not in its images. Raises `SandboxError`."""
@@ -214,6 +220,12 @@ class Saved:
             found = path.stat().st_size if path.is_file() else 0
             if found != size:
                 raise SandboxError(f"{path}: {found} bytes of {size}: not a whole capture")
+
+    @property
+    def last_pid(self) -> int:
+        """The newest number of a process; 0 where that was not captured yet."""
+        path = self.folder / LAST_PID
+        return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
 
     @property
     def script(self) -> str:
@@ -238,10 +250,11 @@ def read(folder: Path, kind: str | None) -> Saved:
         given["mounts"] = tuple(Mount(**each) for each in given["mounts"])
         spec = Spec(**given)
         running, images = list(about["running"]), dict(about["images"])
-        saved = Saved(folder, about["backend"], about["kind"], spec, running, images)
+        lost = list(about.get("lost", []))
+        saved = Saved(folder, about["backend"], about["kind"], spec, running, images, lost)
         if saved.kind not in (FILES, PROCESS) or not (folder / SHELL).is_file():
             raise ValueError(f"kind={saved.kind!r}, or no {SHELL}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         words = f"{type(error).__name__}: {error}"
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
     if saved.backend not in (NAME, gvisor.NAME):

@@ -2,8 +2,9 @@
 
 It runs in the sandbox's root, network and limits, but in process and mount namespaces beside the
 agent's, not below them: they can't see, trace or end it, and see neither its files nor where it
-writes its verdict. Servers that the agent started go on. Left out: what the agent changed in the
-root itself, as its Python: a root without an image has these read-only, an image has not.
+writes its verdict. Nor does it see the agent's settings for test programs in the root. Servers that
+the agent started go on. Left out: what the agent changed in the root itself, as its Python: a root
+without an image has these read-only, an image has not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import tarfile
+from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -22,6 +24,15 @@ from rose.sandbox.backend import GUARDED
 from rose.sandbox.init import begin_program
 
 HOME = "/logs/home"  # the program's, empty
+# What test programs and build tools take for their settings where it lies in a folder above the
+# tests, as patterns of names: an agent that writes /pytest.ini could make any test pass.
+SETTINGS = (
+    *("pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg", "setup.py"),
+    *("conftest.py", "__init__.py", "package.json", "node_modules", "tsconfig*.json"),
+    *("jsconfig.json", "*.config.*", "go.mod", "go.work", "Cargo.toml", "pom.xml", "*.gradle*"),
+    *("Gemfile", "Rakefile", ".[!.]*"),
+)
+MOST_ENTRIES = 1000  # mounts of a check's root; the kernel bounds those of a sandbox at 100,000
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
@@ -40,7 +51,7 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
     """Process 1 of the check's namespace."""
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+        enclose(f"/{GUARDED[0]}")
         options = kernel.MS_NOSUID | kernel.MS_NODEV
         for name in GUARDED:
             kernel.mount("tmpfs", f"/{name}", "tmpfs", options, "mode=755,size=64m")
@@ -74,6 +85,27 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
     os._exit(0)
+
+
+def enclose(at: str) -> None:
+    """Change to a root, mounted at `at` meanwhile, that has what the present one has in itself, but
+    for `SETTINGS`. What the agent's processes add to theirs from now on is not in it."""
+    kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+    shown = [e for e in os.scandir("/") if not any(fnmatch(e.name, one) for one in SETTINGS)]
+    for entry in sorted(shown, key=lambda e: e.is_file(follow_symlinks=False))[:MOST_ENTRIES]:
+        target = f"{at}/{entry.name}"
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), target)
+            continue
+        if entry.is_dir():
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL))
+        if entry.name == "proc":  # the kernel mounts one only where another is seen whole
+            kernel.mount("proc", target, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+        elif entry.name not in GUARDED:
+            kernel.bind(entry.path, target)
+    kernel.change_root(at)
 
 
 def pack(folder: str) -> bytes:

@@ -94,6 +94,9 @@ class Checkpointer:
 
     async def begin(self) -> None:
         """What the sandbox is now is known: a fresh one, with files. Raises `SandboxError`."""
+        # The clock may have stepped back since an earlier episode of this name was stored.
+        stored = await asyncio.to_thread(self.engine.store.newest_life, self.name)
+        self.life = max(self.life, stored + 1)
         if self.policy == CLASSIFIED:
             await self._inspector.look()
 

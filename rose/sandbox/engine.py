@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rose.files import REMEDIES, held
+from rose.files import REMEDIES, held, own_folder
 from rose.sandbox import left
 from rose.sandbox.backend import MIB, SandboxError
 from rose.sandbox.packer import PackerProcess
@@ -98,6 +98,7 @@ class Engine:
         self._shared, self._keep, self._count = Path(store).absolute(), keep, count
         self._wanted, self.say = wanted, say
         self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
+        self._named = local is not None
         self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
         self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
         self._at_work: dict[str, list[Ticket]] = {"save": [], "copy": []}
@@ -121,9 +122,7 @@ class Engine:
         return self
 
     def _make_folders(self) -> None:
-        self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._home.stat().st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "is another user's", str(self._home))
+        own_folder(self._home, follow=self._named)
         try:
             self._take_over()
         except OSError as error:  # such as a disk that is full

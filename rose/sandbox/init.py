@@ -31,6 +31,10 @@ SESSION_FILES = "/run/rose"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 KILL_ROUNDS = 200  # of 5 ms: a fork bomb takes some until its last process is gone
 LOW_NUMBERS = 300  # RESERVED_PIDS of the kernel
+# Open files of a program of the agent's: below half of what process 1 and the host may have, as
+# the kernel refuses to pass descriptors on (SCM_RIGHTS) where the user has more in flight than the
+# sender may have open.
+MOST_FILES = 16_384
 BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since boot
 
 
@@ -84,7 +88,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
         filler = layer.Filler(saved[0], saved[1])
         filler.fill(f"{work}/upper", ".")
     root = f"{work}/root"
-    layers = f"lowerdir={lower},upperdir={work}/upper,workdir={work}/changes,userxattr"
+    layers = f"lowerdir={lower},upperdir={work}/upper,workdir={work}/changes,userxattr,xino=on"
     kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, layers)
     if spec["image"] is None:
         for name in os.listdir(f"{base}/host"):
@@ -112,6 +116,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
     for name in GUARDED:
         guard(f"{root}/{name}")
     kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+    kernel.share(f"{root}/proc")
     session_files(root + SESSION_FILES)
     kernel.raise_loopback()
     socket.sethostname("sandbox")
@@ -231,6 +236,9 @@ class Init:
                     self.session = order["pid"]
                     leave_low_numbers()
                     answer = {}
+                case "number":
+                    leave_low_numbers(order["last"])
+                    answer = {}
                 case "upper":
                     answer, fds = {}, (self.upper,)
                 case "open":
@@ -255,7 +263,13 @@ class Init:
                 return
             if pid == 0:
                 return
-            self.opening.discard(pid)
+            if pid in self.opening:
+                self.opening.discard(pid)
+                # A status other than 0: the child was killed before it answered, as by the kernel
+                # where the sandbox's memory was full.
+                if status:
+                    words = os.strerror(errno.ENOMEM)
+                    send(self.control, {"answer": {"error": errno.ENOMEM, "words": words}})
             if pid == self.session:
                 self.session = 0
                 code = os.waitstatus_to_exitcode(status)
@@ -300,6 +314,7 @@ class Init:
         if pid := self.child():
             self.opening.add(pid)
             return
+        answered = False
         try:
             kernel.confine(False)
             flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -312,25 +327,27 @@ class Init:
             if not stat.S_ISREG(found.st_mode) or found.st_dev == os.stat("/proc").st_dev:
                 raise OSError(22, f"not a regular file: {path!r}")
             send(self.control, {"answer": {}}, (fd,))
+            answered = True
         except Exception as error:  # as RecursionError, of a path with a thousand folders
             code = getattr(error, "errno", None) or 22
             words = getattr(error, "strerror", None) or str(error)
             send(self.control, {"answer": {"error": code, "words": words}})
+            answered = True
         finally:
-            os._exit(0)
+            os._exit(not answered)
 
 
-def leave_low_numbers() -> None:
-    """The next process gets a number above `LOW_NUMBERS`, unless they do already. Linux gives the
+def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
+    """The next process gets a number above `last`, unless they do already. Linux gives the
     low ones once only: so they are free for what brings captured processes back, which must have
     the numbers that they had."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,
     ):
-        if int(file.read()) < LOW_NUMBERS:
+        if int(file.read()) < last:
             file.seek(0)
-            file.write(str(LOW_NUMBERS))
+            file.write(str(last))
 
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
@@ -347,7 +364,7 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     except OSError:
         os.chdir("/")
     os.umask(0o022)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2, MOST_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, files), files))
     processes = spec["limits"]["processes"]
     resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))

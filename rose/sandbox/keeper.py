@@ -6,8 +6,8 @@ It is small and has one thread, so that it can fork each sandbox in a millisecon
 made in its own and the sandboxes' mount namespaces: they vanish with the processes, whatever kills
 them. When the host is gone, its socket ends, and so do the sandboxes; when the keeper is killed,
 so are they, by the parent-death signal. What could stay behind, control groups, the next keeper
-removes. With root, a sandbox's users are mapped to a range of host users that nobody else has;
-without, its only user is this one, in a user namespace of the keeper's.
+removes. With root, a sandbox's users are mapped to a range of host users that no other sandbox has
+(users.py); without, its only user is this one, in a user namespace of the keeper's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ import socket
 import sys
 from typing import Any
 
-from rose.sandbox import check, kernel, within
+from rose.sandbox import check, kernel, users, within
 from rose.sandbox.backend import HOST_FOLDERS, Limits
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.init import WORK, receive, run, send
 
-FIRST_USER = 1_593_835_520  # of the range 524288 to 1879048191 that systemd leaves to containers
-USERS = 65_536
 PLACES = ("/media", "/mnt", "/srv", "/opt")  # the first empty one gets a tmpfs, seen here only
 NEW = (
     kernel.NEWUSER
@@ -85,41 +83,36 @@ class Keeper:
         self.host = host
         self.groups = Groups()
         self.removed = self.groups.remove_stale()
-        self.map = self._own_namespaces()
+        self.root = self._own_namespaces()
+        self.ranges = users.Ranges()
         self.base = self._own_files()
         self.name = f"rose-{os.getpid()}-{began(os.getpid())}"
         self.made = 0
-        self.images: dict[str, str] = {}
-        self.sandboxes: dict[int, tuple[int, list[int], dict[str, Any]]] = {}  # pid of process 1:
-        # number, its namespaces (file descriptors), spec
+        # by the host's number of process 1: the sandbox's number, its namespaces (file
+        # descriptors), its spec, and its root as a host user
+        self.sandboxes: dict[int, tuple[int, list[int], dict[str, Any], int]] = {}
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
-    def _own_namespaces(self) -> str:
-        """Mounts of its own, by root's rights or in a user namespace; how sandboxes map users."""
+    def _own_namespaces(self) -> bool:
+        """Mounts of its own, by root's rights or in a user namespace; whether each sandbox can have
+        a range of users."""
         try:
             kernel.unshare(kernel.NEWNS)
+            root = users.has_ranges()
         except PermissionError:
             user, group = os.geteuid(), os.getegid()
             kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
-            write_maps("self", f"0 {user} 1", f"0 {group} 1", groups=False)
-            users = "0 0 1"
-        else:
-            users = f"0 {FIRST_USER} {USERS}"
+            users.write_maps("self", f"0 {user} 1", f"0 {group} 1", groups=False)
+            root = False
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-        return users
-
-    @property
-    def root(self) -> bool:
-        return self.map != "0 0 1"
+        return root
 
     def _own_files(self) -> str:
         """A tmpfs with the lower layer of sandboxes without an image, seen by nobody else."""
         place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
         kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
-        for name in (WORK, "images", "criu", "host", "host/etc"):
+        for name in (WORK, "image", "criu", "host", "host/etc"):
             os.mkdir(f"{place}/{name}", 0o755)
-        if self.root:
-            os.chown(f"{place}/criu", FIRST_USER, FIRST_USER)
         host = f"{place}/host"
         for name in HOST_FOLDERS:
             if os.path.isdir(f"/{name}"):  # of a merged system links, which an agent could replace
@@ -161,7 +154,7 @@ class Keeper:
                 self.handle(order, fds)
         for pid in self.sandboxes:
             os.kill(pid, signal.SIGKILL)
-        for number, _, _ in self.sandboxes.values():
+        for number, *_ in self.sandboxes.values():
             self.groups.remove(f"{self.name}-{number}")
 
     def handle(self, order: dict[str, Any], fds: list[int]) -> None:
@@ -170,9 +163,13 @@ class Keeper:
         else:
             control = socket.socket(fileno=fds.pop(0))
             order["lacking"] = list(self.groups.lacking)
+            user = 0
             try:
-                said = {"pid": self.begin(order, control, fds)}
+                user = self.ranges.take() if self.root else 0
+                said = {"pid": self.begin(order, control, fds, user), "user": user}
             except (OSError, ValueError, TypeError) as error:
+                if user:
+                    self.ranges.release(user)
                 hint = switched_off() if "unshare" in str(error) else ""
                 said = {"failed": f"{error}{hint}"}
             with contextlib.suppress(OSError):  # the host has given it up already
@@ -181,16 +178,21 @@ class Keeper:
         for fd in fds:
             os.close(fd)
 
-    def begin(self, spec: dict[str, Any], control: socket.socket, saved: list[int]) -> int:
+    def begin(
+        self, spec: dict[str, Any], control: socket.socket, saved: list[int], user: int
+    ) -> int:
         """A sandbox's process 1, which waits until its group and its new parent are in place.
-        `saved`: the listing and the contents of the files that it begins with, if any."""
-        lower = self.lower(spec["image"])
+        `saved`: the listing and the contents of the files that it begins with, if any; `user`: the
+        first of its range of host users, 0 without root."""
+        lower = self.lower(spec["image"], user)
         go, mapped = os.pipe(), os.pipe()
         ours, said = socket.socketpair()
         first = os.fork()
         if first == 0:
             try:
                 new_child()
+                if user:  # the kernel counts what a namespace's users have for its maker, too
+                    kernel.become(user)
                 kernel.unshare(NEW)
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
@@ -216,14 +218,15 @@ class Keeper:
         try:
             words, spaces, _, _ = socket.recv_fds(ours, 4096, len(check.JOINED))
             if words == b"u":
-                write_maps(str(first), self.map, self.map, groups=self.root)
+                mapped_users = users.mapping(user) if user else "0 0 1"
+                users.write_maps(str(first), mapped_users, mapped_users, groups=self.root)
                 os.write(mapped[1], b"m")
                 words = ours.recv(4096)
             os.close(mapped[1])
             os.waitpid(first, 0)  # process 1 dies with its parent, which is this one from here on
             if not words.isdigit():
                 raise OSError(words.decode() or "its first process ended")
-            return self.admit(int(words), spaces, spec, go[1])
+            return self.admit(int(words), spaces, spec, go[1], user)
         except (OSError, ValueError, TypeError):
             for fd in spaces:
                 os.close(fd)
@@ -232,8 +235,10 @@ class Keeper:
             ours.close()
             for fd in (*go, mapped[0]):
                 os.close(fd)
+            if user and spec["image"] is not None:  # the sandbox has a copy of this mount
+                kernel.unmount(lower)
 
-    def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int) -> int:
+    def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int, user: int) -> int:
         self.made += 1
         try:
             spaces += [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "cgroup")]
@@ -247,31 +252,33 @@ class Keeper:
             open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
         ):
             file.write("-900")  # the agent's processes go first; rootless may not lower it
-        self.sandboxes[pid] = (self.made, spaces, spec)
+        self.sandboxes[pid] = (self.made, spaces, spec, user)
         os.write(go, b"g")
         return pid
 
-    def lower(self, image: str | None) -> str:
+    def lower(self, image: str | None, user: int) -> str:
         """The lower layer: with root, an image's files seem to be owned by the sandbox's users."""
         if image is None:
             return f"{self.base}/host"
-        if not self.root:
+        if not user:
             return image
-        if image not in self.images:
-            target = f"{self.base}/images/{len(self.images)}"
-            os.mkdir(target)
-            namespace = user_namespace(self.map)
-            try:
-                kernel.mount_shifted(image, target, namespace)
-            finally:
-                os.close(namespace)
-            self.images[image] = target
-        return self.images[image]
+        kernel.mount_shifted(image, f"{self.base}/image", self.ranges.space(user))
+        return f"{self.base}/image"
+
+    def criu_cache(self, user: int) -> str:
+        """A folder for what CRIU finds out about this kernel, which each range's CRIU must own."""
+        own, known = f"{self.base}/criu/{user}", glob.glob(f"{self.base}/criu/*/*")
+        if not os.path.isdir(own):
+            os.mkdir(own, 0o700)
+            made = [shutil.copy(path, own) for path in known[:1]]
+            for path in (own, *made):
+                os.chown(path, user, user)
+        return own
 
     def begin_beside(self, order: dict[str, Any], fds: list[int]) -> None:
         """A check, a capture or a revival in a sandbox, by a child; its words go to the last of
         `fds`."""
-        number, spaces, spec = self.sandboxes.get(order["sandbox"], (0, [], {}))
+        number, spaces, spec, user = self.sandboxes.get(order["sandbox"], (0, [], {}, 0))
         if number == 0:
             with contextlib.suppress(OSError):
                 os.write(fds[-1], json.dumps({"failed": "the sandbox is gone"}).encode())
@@ -286,9 +293,8 @@ class Keeper:
                 os.read(held, 1)
                 if order["do"] == "check":
                     check.run(spec, order, spaces[: len(check.JOINED)], fds)
-                cache = f"{self.base}/criu"
                 (within.capture if order["do"] == "capture" else within.revive)(
-                    order, cache, spaces, fds
+                    order, self.criu_cache(user), spaces, fds
                 )
             finally:
                 os._exit(1)
@@ -312,10 +318,12 @@ class Keeper:
             if pid == 0:
                 return
             if pid in self.sandboxes:
-                number, spaces, _ = self.sandboxes.pop(pid)
+                number, spaces, _, user = self.sandboxes.pop(pid)
                 for fd in spaces:
                     os.close(fd)
                 self.groups.remove(f"{self.name}-{number}")
+                if user:
+                    self.ranges.release(user)
 
 
 def new_child() -> None:
@@ -329,36 +337,6 @@ def close_but(*kept: int) -> None:
         if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):  # the listing's own
                 os.close(int(name))
-
-
-def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:
-    if not groups:
-        with open(f"/proc/{process}/setgroups", "w", encoding="utf-8") as file:
-            file.write("deny")
-    for name, text in (("uid_map", users), ("gid_map", groups_map)):
-        with open(f"/proc/{process}/{name}", "w", encoding="utf-8") as file:
-            file.write(text)
-
-
-def user_namespace(users: str) -> int:
-    """A file descriptor of a user namespace that maps as `users` says; no process is left in it."""
-    ready, go = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kernel.unshare(kernel.NEWUSER)
-            os.write(ready[1], b"r")
-            os.read(go[0], 1)
-        finally:
-            os._exit(0)
-    os.read(ready[0], 1)
-    write_maps(str(pid), users, users, groups=True)
-    made = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    os.write(go[1], b"g")
-    os.waitpid(pid, 0)
-    for fd in (*ready, *go):
-        os.close(fd)
-    return made
 
 
 def _private(folder: str, names: list[str]) -> list[str]:
@@ -379,7 +357,7 @@ def switched_off() -> str:
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes seven
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes eight
     try:
         keeper = Keeper(host)
     except OSError as error:

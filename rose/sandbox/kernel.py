@@ -38,7 +38,8 @@ OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_IDMAP = 1, 2, 4, 0x00100000
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER = 28, 36
+SECBIT_NO_SETUID_FIXUP = 4
 CAP_LAST = 63
 CAP_VERSION_3 = 0x20080522
 # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT: what installing
@@ -48,6 +49,16 @@ KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10, 18)
 IN_MODIFY, IN_ATTRIB, IN_CLOSE_WRITE = 0x2, 0x4, 0x8
 IN_Q_OVERFLOW, IN_IGNORED, IN_ONLYDIR = 0x4000, 0x8000, 0x01000000
 EVENTS_BYTES = 64 * 1024  # of one read
+Event = tuple[int, int, str]  # a folder's number, what was done, the file's name
+
+# (limit in a user namespace, limit of the machine's for each user)
+SHARED = (
+    ("max_inotify_instances", "inotify/max_user_instances"),
+    ("max_inotify_watches", "inotify/max_user_watches"),
+    ("max_fanotify_groups", "fanotify/max_user_groups"),
+    ("max_fanotify_marks", "fanotify/max_user_marks"),
+)
+SHARE = 8  # sandboxes that together use up a user's limit; without root all are one user's
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
@@ -85,6 +96,7 @@ REFUSED = [
     "open_tree",
     "perf_event_open",
     "pivot_root",
+    "process_vm_writev",  # changes a process that has slept, which no look would see
     "quotactl",
     "reboot",
     "request_key",
@@ -100,7 +112,10 @@ REFUSED = [
     "vhangup",
 ]
 ACT_ALLOW, ACT_ERRNO = 0x7FFF0000, 0x00050000
-CMP_MASKED_EQ = 7
+CMP_EQ, CMP_GT, CMP_MASKED_EQ = 4, 6, 7
+# Families of sockets that a network namespace holds in, and no others: AF_VSOCK leads from a
+# virtual machine to its hypervisor, AF_ALG and the like are seldom used parts of the kernel.
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put keys into a terminal's input
 
 
@@ -174,6 +189,14 @@ def change_root(folder: str) -> None:
     os.chdir("/")
 
 
+def become(user: int) -> None:
+    """Change this process's user and group to `user`, without a loss of capabilities."""
+    prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
 def prctl(option: int, value: int) -> None:
     _check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option}, {value})")
 
@@ -200,7 +223,7 @@ def borrowed(pid: int, number: int) -> int:
         os.close(process)
 
 
-def events(queue: int) -> list[tuple[int, int, str]]:
+def events(queue: int) -> list[Event]:
     """(number of a folder, what was done, name of the file) of all that waits in the queue."""
     found = []
     while True:
@@ -214,6 +237,18 @@ def events(queue: int) -> list[tuple[int, int, str]]:
             name = data[at + 16 : at + 16 + length].rstrip(b"\0")
             found.append((folder, mask, os.fsdecode(name)))
             at += 16 + length
+
+
+def share(proc: str) -> None:
+    """Bound what users of this user namespace take of the notifications that the kernel gives the
+    host's user, by `SHARED`; `proc`: where a proc file system is mounted."""
+    for bound, machine in SHARED:
+        with (
+            contextlib.suppress(OSError, ValueError),  # a kernel without it
+            open(f"{proc}/sys/fs/{machine}", encoding="utf-8") as file,
+            open(f"{proc}/sys/user/{bound}", "w", encoding="utf-8") as mine,
+        ):
+            mine.write(str(max(1, int(file.read()) // SHARE)))
 
 
 def raise_loopback() -> None:
@@ -268,12 +303,12 @@ def _filter() -> Iterator[ctypes.c_void_p]:
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
 
-    def refuse(name: str, code: int = errno.EPERM, *compare: tuple[int, int]) -> None:
+    def refuse(name: str, code: int = errno.EPERM, *compare: tuple[int, int, int]) -> None:
         number = SECCOMP.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this machine has no such call
             return
         rules = (_Compare * len(compare))(
-            *(_Compare(arg, CMP_MASKED_EQ, mask, mask) for arg, mask in compare)
+            *(_Compare(arg, how, value, value) for arg, how, value in compare)
         )
         done = SECCOMP.seccomp_rule_add_array(
             context, ctypes.c_uint32(ACT_ERRNO | code), number, len(compare), rules
@@ -283,10 +318,14 @@ def _filter() -> Iterator[ctypes.c_void_p]:
 
     for name in REFUSED:
         refuse(name)
-    refuse("clone", errno.EPERM, (0, NEWUSER))
+    refuse("clone", errno.EPERM, (0, CMP_MASKED_EQ, NEWUSER))
     refuse("clone3", errno.ENOSYS)
     for request in (TIOCSTI, TIOCLINUX):
-        refuse("ioctl", errno.EPERM, (1, request))
+        refuse("ioctl", errno.EPERM, (1, CMP_MASKED_EQ, request))
+    for name in ("socket", "socketpair"):
+        for family in set(range(max(FAMILIES))) - set(FAMILIES):
+            refuse(name, errno.EAFNOSUPPORT, (0, CMP_EQ, family))
+        refuse(name, errno.EAFNOSUPPORT, (0, CMP_GT, max(FAMILIES)))
     try:
         yield context
     finally:

@@ -153,7 +153,7 @@ class Filler:
         with os.fdopen(listing, encoding="utf-8") as file:
             try:
                 entries = list(json.load(file))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"the listing is damaged: {error}") from None
         shared = (SHARED, f"{SHARED}/")
         self.entries: dict[str, list[Entry]] = {".": [], SHARED: []}

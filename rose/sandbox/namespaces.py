@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -25,6 +26,16 @@ NAME = "namespaces"
 START_S = 30.0  # of the keeper and of a sandbox, on a busy machine
 CHECK_FLOOD_BYTES = 16 << 20  # a check that prints more is stopped
 ANSWER_BYTES = 64 << 20
+# Open files of this process. Each sandbox takes four, and the limit must be above that of agents'
+# programs (init.MOST_FILES).
+MOST_FILES = 65_536
+# Errors of opening and writing a file that say something about it, its path or its disk. Any other
+# is the sandbox's own failure, which must not count as the agent's.
+OF_FILES = {
+    errno.EACCES, errno.EBUSY, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR,
+    errno.ELOOP, errno.ENAMETOOLONG, errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR,
+    errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.EROFS, errno.ETXTBSY,
+}  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
 ORDER_S = 30.0  # what process 1 does takes milliseconds
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -114,6 +125,8 @@ class Keeper:
             cwd="/",
         )
         theirs.close()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
         ours.settimeout(START_S)
         try:
             found, _ = receive(ours)
@@ -180,6 +193,7 @@ class Namespaces:
         self._gone = asyncio.Event()
         self._on_end: Callable[[str], None] = lambda words: None
         self.pid = 0  # of process 1, as the host sees it
+        self.user = 0  # the host's number of the sandbox's root, with root only
         self.session = 0  # its bash, as the sandbox sees it
         self.commands = self.output = self.codes = -1
         self.line = _Line(control, self._event)
@@ -202,7 +216,7 @@ class Namespaces:
             if self.pid and not self._ready.done():
                 self._ready.set_result(None)
         elif "pid" in message:
-            self.pid = message["pid"]
+            self.pid, self.user = message["pid"], message["user"]
             if self.commands >= 0 and not self._ready.done():
                 self._ready.set_result(None)
         elif "ended" in message:
@@ -251,13 +265,28 @@ class Namespaces:
     async def resume(self) -> None:
         await self._order(do="resume")
 
+    async def _open(self, path: str, write: bool) -> int:
+        """A file descriptor. Where the sandbox can't open it, for want of what the agent's
+        processes may have used up, they are ended first. Raises OSError, of the file, and
+        `SandboxError`."""
+        for last in (False, True):
+            try:
+                return (await self._order(do="open", path=_path(path), write=write))[1][0]
+            except OSError as error:
+                if error.errno in OF_FILES:
+                    raise
+                if last:
+                    raise SandboxError(f"{path[:200]!r} could not be opened: {error}") from None
+            await self.stop_since(0)
+        raise AssertionError
+
     async def read(self, path: str, limit: int) -> bytes:
-        _, (fd,) = await self._order(do="open", path=_path(path), write=False)
+        fd = await self._open(path, False)
         with os.fdopen(fd, "rb") as file:
             return file.read(limit)
 
     async def write(self, path: str, data: bytes) -> None:
-        _, (fd,) = await self._order(do="open", path=_path(path), write=True)
+        fd = await self._open(path, True)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
 
@@ -273,8 +302,6 @@ class Namespaces:
         if answer.get("full"):  # the agent's processes have used up what it takes to begin one
             await self.stop_since(0)
             answer, output = await self._check(order, files, wait_s)
-        if answer.get("full"):
-            return Fresh(None, answer["failed"], {})
         if "failed" in answer:
             raise SandboxError(f"backend {NAME}: {answer['failed']}")
         read = {path: text.encode("latin-1") for path, text in answer["files"].items()}
@@ -311,8 +338,9 @@ class Namespaces:
             done.cancel()
             shown.cancel()
             await asyncio.wait({done, shown})  # they close their pipes, which ends the check
-        ended = not done.cancelled() and said
-        return (json.loads(said) if ended else {"code": None, "files": {}}), bytes(output)
+        if done.cancelled():
+            return {"code": None, "files": {}}, bytes(output)
+        return json.loads(said or b'{"failed": "what ran the check was ended"}'), bytes(output)
 
     def _send_beside(self, do: str, order: dict[str, Any], *fds: int) -> int:
         """Have a child of the keeper do something in this sandbox: where its answer arrives, as
@@ -358,6 +386,10 @@ class Namespaces:
         except OSError as error:
             raise SandboxError(f"the captured shell ended at once: {error}") from None
         self.session = session
+
+    async def number_after(self, last_pid: int) -> None:
+        """Give the next process a number above `last_pid`."""
+        await self._order(do="number", last=last_pid)
 
     async def close(self) -> None:
         """Process 1 ends when its line does, and every other process with it."""

@@ -63,7 +63,10 @@ class Packer:
                 made = self.local.save(name, order["turn"], folder, parent, keep, life)
                 return {"raw": made.raw, "written": made.written}
             case "copy":
-                return {"written": self.local.copy(name, order["turn"], self.shared, self.pace)}
+                written = self.local.copy(name, order["turn"], self.shared, self.pace)
+                if written is None:
+                    return {"error": "a later episode of this name is stored"}
+                return {"written": written}
             case "forget":
                 for store in (self.local, self.shared):
                     store.forget(name, order["keep"], order["upto"])

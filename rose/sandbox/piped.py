@@ -20,10 +20,12 @@ from typing import Any, Protocol
 
 from rose import processes
 from rose.sandbox.backend import Fresh, SandboxError, Spec
+from rose.sandbox.check import SETTINGS
 
 START_S = 60.0
 FILE_S = 30.0
 END_S = 10.0
+BEGUN = "rose: the check begins"
 FIRST_BYTES = 64 << 10  # of what a program says before its shell answers; more is no answer
 
 
@@ -157,17 +159,28 @@ class Piped:
 
     async def read(self, path: str, limit: int) -> bytes:
         script = f"test -f {shlex.quote(path)} && head -c {limit} -- {shlex.quote(path)}"
-        code, data, words = await self._inside(script, b"", FILE_S)
-        if code:
-            raise OSError(5, words.strip() or f"not a regular file: {path!r}")
+        data, words = await self._of_file(path, script, b"")
+        if words:
+            raise OSError(5, words)
         return data
 
     async def write(self, path: str, data: bytes) -> None:
         quoted = shlex.quote(path)
         script = f'mkdir -p "$(dirname -- {quoted})" && cat > {quoted}'
-        code, _, words = await self._inside(script, data, FILE_S)
-        if code:
-            raise OSError(5, words.strip())
+        _, words = await self._of_file(path, script, data)
+        if words:
+            raise OSError(5, words)
+
+    async def _of_file(self, path: str, script: str, data: bytes) -> tuple[bytes, str]:
+        """Return what a script about a file printed, and why it was refused. Raises `SandboxError`
+        where the script did not run to its end: that says nothing about the file."""
+        try:
+            code, out, words = await self._inside(script, data, FILE_S)
+        except TimeoutError:
+            code, out, words = -1, b"", f"not done within {FILE_S:g} s"
+        if code not in (0, 1):
+            raise SandboxError(f"{self.program.PROGRAM}: {path[:200]!r}: {words.strip()[-500:]}")
+        return out, words.strip() or f"not a regular file: {path!r}" if code else ""
 
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
@@ -176,19 +189,23 @@ class Piped:
         folders = " ".join(shlex.quote(os.path.dirname(path)) for path in collect)
         script = (
             f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
-            f"done 2>/dev/null; rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
+            f"done 2>/dev/null; (cd / && rm -rf -- {' '.join(SETTINGS)}); "
+            f"rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
             f"{folders} && tar x -C {shlex.quote(at)} && cd {shlex.quote(self.spec.workdir)} && "
-            f"HOME=$(mktemp -d) PYTHONNOUSERSITE=1 exec {shlex.join(argv)} </dev/null 2>&1"
+            f"echo {BEGUN} >&2 && HOME=$(mktemp -d) PYTHONNOUSERSITE=1 exec {shlex.join(argv)} "
+            "</dev/null 2>&1"
         )
         try:
             code, out, words = await self._inside(script, files, wait_s)
         except TimeoutError:
             return Fresh(None, "", {})
+        if not words.endswith(f"{BEGUN}\n"):
+            raise SandboxError(f"{self.program.PROGRAM}: no check: {words.strip()[-500:]}")
         read = {}
         for path in collect:
             with contextlib.suppress(OSError):
                 read[path] = await self.read(path, limit)
-        return Fresh(code, (out or words.encode())[:limit].decode(errors="replace"), read)
+        return Fresh(code, out[:limit].decode(errors="replace"), read)
 
     def captures(self) -> dict[str, str]:
         return self.program.captures

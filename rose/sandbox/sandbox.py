@@ -73,6 +73,9 @@ class Sandbox:
             words = [f"of the shell were not brought back: {', '.join(failed)}"] if failed else []
             words += [LOST + ", ".join(saved.running)] if saved.running else []
             box.lost = "; ".join(words)
+        if saved.lost:
+            words = f"were not brought back: {', '.join(saved.lost)}"
+            box.lost = "; ".join(filter(None, (box.lost, words)))
         return box
 
     async def capture(
@@ -332,7 +335,7 @@ class _Account(_Turn):
         *ended, left = data.split(b"\0")
         for text in ended:
             self._take(text)
-            if self.output.startswith(b"\1") and self.code is None:
+            if (self.output.startswith(b"\1") or not text) and self.code is None:
                 self.code = 0
                 self.coded.set_result(None)
                 if not self.done.done():

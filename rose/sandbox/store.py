@@ -189,12 +189,13 @@ class Store:
                 _sync_folder(folder)
         return HASH_BYTES + len(body)
 
-    def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int:
-        """Store the turn in `to`, too, unless that has it of a later life; `pace(n)` is called
-        before each `n` bytes are written. Returns how many there were. Raises `StoreDamaged`."""
+    def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int | None:
+        """Store the turn in `to`, too; `pace(n)` is called before each `n` bytes are written.
+        Returns how many there were, None where `to` has this turn of a later life and keeps it.
+        Raises `StoreDamaged`."""
         made, written = self.manifest(name, turn), 0
         if to._later(made):
-            return 0
+            return None
         for pack in made.packs:
             if not to._has(pack):
                 written += self._copy_pack(pack, to, pace)
@@ -203,7 +204,7 @@ class Store:
             if not gone:
                 written += to._write_manifest(made)
         if gone:  # removed meanwhile, as nobody named them
-            return written + self.copy(name, turn, to, pace)
+            return written + (self.copy(name, turn, to, pace) or 0)
         return written
 
     def _later(self, made: Manifest) -> bool:
@@ -237,8 +238,12 @@ class Store:
 
     def manifest(self, name: str, turn: int) -> Manifest:
         """Raises `StoreDamaged`, of a turn that isn't there, too."""
+        path = self._turn_path(name, turn)
         try:
-            return self._read_manifest(self._turn_path(name, turn))
+            made = self._read_manifest(path)
+            if (made.name, made.turn) != (name, turn):
+                raise StoreDamaged(f"{path}: has turn {made.turn} of {made.name}")
+            return made
         except StoreDamaged:
             if self.behind is None:
                 raise
@@ -260,6 +265,14 @@ class Store:
         fields = json.loads(zstandard.ZstdDecompressor().decompress(body))
         fields["parent"] = tuple(fields["parent"]) if fields["parent"] else None
         return Manifest(**fields)
+
+    def newest_life(self, name: str) -> int:
+        """Return the latest life of `name` of which a turn is stored, 0 if there is none."""
+        found = [self.behind.newest_life(name) if self.behind else 0]
+        for turn in self.turns(name):
+            with contextlib.suppress(StoreDamaged):
+                found.append(self._read_manifest(self._turn_path(name, turn)).life)
+        return max(found)
 
     def has(self, name: str, turn: int, life: int) -> bool:
         """Whether this turn of this life was stored, whether or not all of it can be read."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import socket
 import struct
@@ -19,6 +20,11 @@ NETLINK_SOCK_DIAG, BY_FAMILY, REQUEST, DUMP = 4, 20, 1, 0x300
 SHOW_QUEUES, QUEUES = 0x10, 4  # of linux/unix_diag.h
 DONE, ERROR = 3, 2
 WAIT_S = 1.0
+# CRIU writes what a terminal has unread to its other end, and waits for ever where that is full: a
+# terminal holds 4096 bytes, to which it adds their echo.
+TERMINAL_BYTES = 1024
+TERMINALS = ("/dev/pts/", "/dev/ptmx")
+SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
@@ -32,11 +38,37 @@ def waiting(pid: int, number: int) -> int:
         os.close(fd)
 
 
+def terminals(spare: set[int]) -> bool:
+    """Return whether a terminal of a process outside of `spare` has more unread than
+    `TERMINAL_BYTES`."""
+    for path in glob.glob("/proc/[0-9]*/fd/*"):
+        _, _, pid, _, fd = path.split("/")
+        with contextlib.suppress(OSError):  # a process that has just ended, a terminal just closed
+            terminal = int(pid) not in spare and os.readlink(path).startswith(TERMINALS)
+            if terminal and waiting(int(pid), int(fd)) > TERMINAL_BYTES:
+                return True
+    return False
+
+
+def not_captured() -> list[str]:
+    """Name what this sandbox has that no capture keeps."""
+    found = []
+    for path in SYSTEM_V:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            if len(file.readlines()) > 1:  # below the titles
+                found = ["System V's shared memory, semaphores and queues"]
+    return found + ["datagrams that nobody had read"] * bool(_internet(("udp", "udp6")))
+
+
 def sockets() -> set[int]:
     """Inodes of those with something unread, or with connections that nobody has accepted. Raises
     OSError where the kernel does not tell."""
-    found = _unix()
-    for kind in INTERNET:
+    return _unix() | _internet(INTERNET)
+
+
+def _internet(kinds: tuple[str, ...]) -> set[int]:
+    found = set()
+    for kind in kinds:
         with (
             contextlib.suppress(FileNotFoundError),
             open(f"/proc/net/{kind}", encoding="utf-8") as file,

@@ -27,6 +27,7 @@ from typing import Any
 
 from rose.sandbox import kernel, unread
 from rose.sandbox.layer import SHARED
+from rose.sandbox.unread import SYSTEM_V, TERMINALS
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
 UNSURE_BYTES = 32 << 10  # of paths as JSON, and more are all: an answer of process 1 is bounded
@@ -34,10 +35,8 @@ SETTLE_S = 2.0  # for the session's bash to wait for its next command: it does w
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")
 # Of /proc/PID/status: what else a shell takes along when it is begun anew
 ATTRIBUTES = ("Umask", "Uid", "Gid", "Groups", "SigIgn", "SigCgt", "Cpus_allowed:", "Mems_allowed:")
-TERMINALS = ("/dev/pts/", "/dev/ptmx")
 OWN_PIPES = "/run/rose/"  # the session's, by which commands come and output goes
 PENDING = ("SigPnd", "ShdPnd")
-SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 
 
 # --------------------------------------------------------------------------- files
@@ -70,28 +69,27 @@ class Folder:
 
 class Layer:
     """What an agent can write below `at` in the sandbox ("": its root), where it lies in the folder
-    `root` (a file descriptor)."""
+    `root` (a file descriptor). `queue`: inotify's, which all layers of a sandbox share, as a user
+    has few; or why there is none."""
 
-    def __init__(self, root: int, at: str) -> None:
+    def __init__(self, root: int, at: str, queue: int | OSError) -> None:
         self.root, self.at = root, f"/{at}".rstrip("/")
         self.known: dict[str, Folder] = {}  # path from the root of the layer -> what it was
         self.watched: dict[int, str] = {}  # number of inotify's -> path
         self.blind = ""  # why changes through memory maps can't be seen
         self.device = os.stat(f"/{at}").st_dev
-        self.queue = -1
-        try:
-            self.queue = kernel.event_queue()
-        except OSError as error:
-            self._give_up(error)
+        self.queue = queue
+        if isinstance(queue, OSError):
+            self._give_up(queue)
 
     def _give_up(self, error: OSError) -> None:
         remedy = "raise fs.inotify.max_user_instances and max_user_watches"
         self.blind = f"no inotify ({error}): {remedy}"
 
-    def look(self) -> tuple[str | None, list[str] | None]:
+    def look(self, events: list[kernel.Event]) -> tuple[str | None, list[str] | None]:
         """A path that changed (None: none did), and the files whose content may have changed
-        although their times have not (None: any)."""
-        told, closed, lost = self._events()
+        although their times have not (None: any). `events`: the queue's."""
+        told, closed, lost = self._events(events)
         changed: str | None = None
         seen, left = set(), [""]
         while left:
@@ -157,11 +155,11 @@ class Layer:
         except OSError as error:
             self._give_up(error)
 
-    def _events(self) -> tuple[set[str], set[str], bool]:
+    def _events(self, events: list[kernel.Event]) -> tuple[set[str], set[str], bool]:
         """The folders of whose files inotify tells, the files that were open for writing, and
         whether it has lost some, because there were too many."""
         told, closed, lost = set(), set(), False
-        for folder, mask, name in kernel.events(self.queue) if self.queue >= 0 else ():
+        for folder, mask, name in events:
             lost = lost or bool(mask & kernel.IN_Q_OVERFLOW)
             path = self.watched.get(folder)
             if mask & kernel.IN_IGNORED:
@@ -383,7 +381,11 @@ class Watch:
 
     def __init__(self, upper: int) -> None:
         shared = os.open(f"/{SHARED}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.layers = (Layer(upper, ""), Layer(shared, SHARED))
+        try:
+            self.queue: int | OSError = kernel.event_queue()
+        except OSError as error:
+            self.queue = error
+        self.layers = (Layer(upper, "", self.queue), Layer(shared, SHARED, self.queue))
         self.processes = Processes()
         self.session: dict[str, str] = {}
         self.full: str | None = None
@@ -396,8 +398,9 @@ class Watch:
             raise OSError(errno.EAGAIN, "the shell does not wait for a command")
         changed: str | None = None
         unsure: set[str] | None = set()
+        events = kernel.events(self.queue) if isinstance(self.queue, int) else []
         for layer in self.layers:
-            path, doubted = layer.look()
+            path, doubted = layer.look(events)
             changed = f"{layer.at}/{path}" if changed is None and path is not None else changed
             if doubted is None or unsure is None:
                 unsure = None

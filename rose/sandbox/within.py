@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from rose.sandbox import kernel, layer
+from rose.sandbox import kernel, layer, unread
 from rose.sandbox.criu import Criu, CriuError, Opened, open_program
 from rose.sandbox.trace import Stopped
 
@@ -71,6 +71,8 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
         known = {entry["path"]: entry for entry in json.loads(text)} if text else {}
         made = layer.Recorder(data, known, layer.mapped() if known else frozenset())
         names = _names({1, order["session"], os.getpid()})
+        with open("/proc/sys/kernel/ns_last_pid", encoding="utf-8") as file:
+            last_pid = int(file.read())
 
         def copy() -> None:
             made.record(upper, ".")
@@ -81,10 +83,13 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
             with Stopped({1}):
                 copy()
         else:
+            if unread.terminals({1, os.getpid()}):
+                raise CriuError("a terminal has more unread than CRIU can bring back")
             Criu(opened, images).dump(order["session"], copy)
         with os.fdopen(listing, "w", encoding="utf-8") as file:
             json.dump(made.entries, file)
-        _say(to, {"bytes": made.bytes, "running": names})
+        found = {"bytes": made.bytes, "running": names, "lost": unread.not_captured()}
+        _say(to, found | {"last_pid": last_pid})
 
     enter(spaces, 0, to, lambda: _telling(to, work), GRACE_S)
 

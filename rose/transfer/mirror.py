@@ -26,6 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rose.files import own_folder
+
 SHARED_MEMORY = Path("/dev/shm")
 REFUSED = "refused"
 # seconds for an edge to begin, and to be complete, after a rank received that it was published
@@ -65,7 +67,7 @@ class Mirror:
         refused. Other edges' files are removed: whoever still wants one reads the store's."""
         edge = self.path / Path(name).parent
         try:
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            own_folder(self.path, parents=False)
             for other in self.path.glob("v*/*"):
                 if other != edge:
                     shutil.rmtree(other)

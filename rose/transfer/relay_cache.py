@@ -10,13 +10,12 @@ a fresh copy of what they find damaged.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-from rose.files import lock_now, write_whole
+from rose.files import lock_now, own_folder, write_whole
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Stat
 
@@ -48,11 +47,7 @@ class Cache:
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._mutex = threading.Lock()
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.geteuid():
-                raise TransferError(
-                    f"cache {folder}: belongs to user {folder.stat().st_uid}; give another --cache"
-                )
+            own_folder(folder)
             self._lock = (folder / "lock").open("w", encoding="utf-8")
             lock_now(self._lock)
             self._chunks.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ def test_slurm_ranks_compile_on_their_nodes_disk_and_others_where_the_user_does(
 
 
 def test_somebody_elses_folder_is_left_alone(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(caches.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(caches.os, "geteuid", lambda: 12345)
     assert caches.variables(of(make_config, "slurm", tmp_path), {}) == {}
     (tmp_path / "file").write_text("")
     assert caches.variables(of(make_config, "slurm", tmp_path / "file" / "below"), {}) == {}

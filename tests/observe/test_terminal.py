@@ -152,3 +152,16 @@ def test_a_table_is_as_wide_in_a_file_as_it_needs():
         and console.file.getvalue().count("\n") == 5
     )
     assert console.width == 100
+
+
+def test_no_word_of_an_agents_program_reaches_the_terminal_as_a_command(tmp_path):
+    nasty = "\x1b]0;title\x07\x1b[2J\x9b31m [link=http://x]y[/link]\r\x08end"
+    row = {"kind": "fault", "step": 1, "what": f"a {nasty}", "detail": nasty}
+    status = Status(phase="rollout", waiting_for=nasty)
+    console = _console()
+    console.print(terminal.screen("run", status, [row]))
+    terminal.echo(console, terminal.describe(row, 2))
+    terminal.echo(console, nasty)
+    text = console.file.getvalue()
+    assert text.count("end") >= 5 and "[link=http://x]y[/link]" in text
+    assert all(char.isprintable() or char == "\n" for char in text), repr(text)

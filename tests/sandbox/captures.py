@@ -113,6 +113,87 @@ async def everything_comes_back_several_times_and_again(folder):
         assert (await second.run("unshare -U true; mount -t tmpfs x /mnt", LONG_S)).code != 0
 
 
+SOCKET = """
+import socket
+with socket.create_server("/app/sock", family=socket.AF_UNIX) as server:
+    while True:
+        server.accept()[0].sendall(b"here")
+"""
+CONNECT = """
+import socket, sys
+client = socket.socket(socket.AF_UNIX)
+client.connect("/app/sock")
+sys.stdout.write(client.recv(9).decode())
+"""
+
+
+async def what_the_agent_has_built_and_where_it_listens_come_back(folder):
+    """Programs and sockets that lie on the overlay, also as a copy of what the root has."""
+    box = await start()
+    for name, text in (("server.py", SOCKET), ("client.py", CONNECT)):
+        await box.write_file(f"/app/{name}", text.encode())
+    await output(box, "cp $(readlink -f $(which sleep)) own; ./own 1000 & python3 server.py &")
+    await output(box, "until pgrep -fx './own 1000' && python3 client.py 2>/dev/null; do :; done")
+    await box.capture("process", folder / "c")
+    async with box, await Sandbox.restore(folder / "c") as other:
+        for each in (box, other):
+            assert await output(each, "pgrep -cfx './own 1000'; python3 client.py") == "1\nhere"
+
+
+async def numbers_of_processes_go_on(folder):
+    """The number of a job that has ended, or in a file, is not given out again."""
+    box = await start()
+    ended = "for i in {1..60}; do /bin/true; done; (exit 9) & until test -z $(jobs -r); do :; done"
+    await output(box, ended)
+    used = "bash -c 'echo $$'"
+    for kind in ("process", "files"):
+        await box.capture(kind, folder / kind)
+    newest = int(await output(box, used))
+    async with box, await Sandbox.restore(folder / "process") as other:
+        await output(other, "for i in {1..300}; do /bin/true; done")
+        assert (await other.run("wait $!", LONG_S)).code == 9
+    async with await Sandbox.restore(folder / "files") as other:
+        assert int(await output(other, used)) >= newest - 20 > 340
+
+
+UNREAD = """
+import fcntl, os, pty, socket, sys, time
+if sys.argv[1] == "datagram":
+    kept = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    kept.bind(("127.0.0.1", 0))
+    kept.sendto(b"x", kept.getsockname())
+else:
+    kept = pty.openpty()
+    fcntl.fcntl(kept[0], fcntl.F_SETFL, os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(kept[0], bytes(500))
+    except BlockingIOError:
+        pass
+open("/app/full", "w").close()
+time.sleep(1000)
+"""
+
+
+async def what_is_not_captured_is_said(folder):
+    async with await start() as box:
+        await box.write_file("/app/unread.py", UNREAD.encode())
+        until = "until test -e full; do sleep .01; done; rm full"
+        await output(box, f"python3 unread.py datagram & {until}; ipcmk -Q")
+        await box.capture("process", folder / "c")
+        async with await Sandbox.restore(folder / "c") as other:
+            for part in ("were not brought back: System V's", "datagrams that nobody had read"):
+                assert part in other.lost, other.lost
+        await output(box, f"python3 unread.py terminal & {until}")
+        try:
+            await box.capture("process", folder / "d")
+            raise AssertionError("captured what can't be restored")
+        except SandboxError as error:
+            assert "a terminal has more unread" in str(error), error
+        await box.capture("files", folder / "e")
+        await output(box, "kill -0 $!")
+
+
 async def pipes_and_removed_files_keep_what_is_in_them(folder):
     box = await start()
     await output(
@@ -358,6 +439,8 @@ async def damage_is_named(folder):
         "0 bytes of": lambda at: shutil.rmtree(at / "image"),
         "not a whole capture:": lambda at: shutil.rmtree(at / "data"),
         "the listing is damaged": cut("listing.json"),
+        "not a whole capture: Recursion": lambda at: (at / "about.json").write_text("[" * 99_999),
+        "the listing is damaged: max": lambda at: (at / "listing.json").write_text("[" * 99_999),
         "below a folder of the listing": listing(link_out),
         "twice in it": listing(lambda e: e.append(e[-1] | {"path": "../out"})),
         "No such file": lambda at: shutil.rmtree(at / "data") or (at / "data").mkdir(),
@@ -428,6 +511,9 @@ async def gvisor_brings_all_back(folder):
 GVISOR = [gvisor_brings_all_back]
 SCENARIOS = [
     everything_comes_back_several_times_and_again,
+    what_the_agent_has_built_and_where_it_listens_come_back,
+    numbers_of_processes_go_on,
+    what_is_not_captured_is_said,
     pipes_and_removed_files_keep_what_is_in_them,
     files_and_memory_are_of_one_moment,
     what_can_not_be_captured_is_named_and_goes_on,

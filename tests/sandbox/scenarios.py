@@ -13,6 +13,7 @@ import tempfile
 import time
 
 from rose.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
+from rose.sandbox.inspector import Inspector
 
 LONG_S = 300.0  # a deadline that no test waits for
 VERDICT = "/logs/verifier/reward.txt"
@@ -55,6 +56,30 @@ async def an_ended_shell_is_replaced(box):
         result = await box.run(f"cd /app; echo kept > file; {ending}", LONG_S)
         assert result.restarted and "the shell ended" in result.words(), (ending, result)
         assert (await box.run("cat /app/file", LONG_S)).output == "kept\n"
+
+
+async def what_disables_the_shells_own_commands_hangs_nothing(box):
+    """Each is answered at once, and the next command runs, in this session or a new one."""
+    for command in (
+        "enable -n printf",
+        "enable -n echo",
+        "enable -n printf echo",
+        "enable -n read eval",
+        "enable -n builtin",
+        "eval() { :; }; printf() { :; }; read() { :; }",
+        "continue",
+        "continue 9",
+        "break",
+        "unset __rose",
+        "readonly __rose",
+        "ulimit -n 3",
+        "set -r",
+        "exec bash",
+    ):
+        await box.run(command, LONG_S)
+        result = await box.run("(exit 7)", LONG_S)
+        assert result.code == 7 and not result.note, (command, result)
+        assert (await box.account(LONG_S)).endswith(b"\1end"), command
 
 
 async def late(run):
@@ -117,6 +142,13 @@ async def there_is_no_network_but_loopback(box):
         result = await box.run(f'python3 -c "{open_it.format(host, at)}"', LONG_S)
         assert result.code == 1 and ("refused" in result.output or "unreach" in result.output)
     with_server.close()
+    families = (
+        "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')\n"
+    )
+    families += "    except OSError: pass\n    for kind in (1, 2, 3, 5):\n"
+    families += "        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
+    made = await box.run(f'python3 -c "{families}"', LONG_S)
+    assert {int(x) for x in made.output.split()} == {1, 2, 10, 16}, made
     listening = "import socket; s = socket.create_server(('127.0.0.1', 80)); print(s.getsockname())"
     assert "80" in (await box.run(f'python3 -c "{listening}"', LONG_S)).output
 
@@ -145,6 +177,50 @@ async def two_sandboxes_share_nothing(box):
         assert killed.restarted and "the shell ended" in killed.note, killed
         left = await box.run("pgrep -cfx 'sleep 1000'", LONG_S)
         assert left.output == "1\n", left
+
+
+HOARD = """
+import ctypes, os, resource, socket, sys, time
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+kept, libc = [], ctypes.CDLL(None)
+if sys.argv[1] == "watch":
+    while (fd := libc.inotify_init()) >= 0:
+        kept.append(fd)
+else:
+    try:
+        while True:
+            kept.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
+            kept[-1][0].setblocking(False)
+            try:
+                while True:
+                    socket.send_fds(kept[-1][0], [b"x"], [0] * 250)
+            except BlockingIOError:
+                pass
+    except OSError:
+        pass
+open("/tmp/full", "w").close()
+time.sleep(1000)
+"""
+
+
+async def what_one_hoards_the_others_have(box):
+    """Descriptors in flight and notifications, which the kernel counts per user."""
+    await box.write_file("/tmp/hoard.py", HOARD.encode())
+    async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
+        for what in ("send", "watch"):
+            begun = f"python3 /tmp/hoard.py {what} & until test -e /tmp/full; do sleep .01; done"
+            assert (await box.run(begun, LONG_S)).code == 0
+            for each in (box, other):
+                await each.write_file("/app/file", b"1")
+                assert await each.read_file("/app/file") == b"1"
+            async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as third:
+                look = Inspector(third)
+                await look.look()
+                await third.run(":", LONG_S)
+                change = await look.look()
+                assert change.kind == "none", change
+            await box.run("kill %1; rm /tmp/full", LONG_S)
 
 
 async def a_check_is_beyond_reach(box):
@@ -193,6 +269,21 @@ async def what_a_check_stands_on_can_not_be_replaced(box):
     await box.run(f"({hunt}) >/dev/null 2>&1 &", LONG_S)
     done = await check(box, "for i in {1..20}; do ls /tests; done; python3 -c 'print(42)'; ls ~")
     assert done.code == 0 and done.output.split() == ["check.sh"] * 20 + ["42"], done
+
+
+async def a_check_has_none_of_the_agents_settings_in_the_root(box):
+    """The programs of tests read them in every folder above; what a task asks for is there."""
+    settings = "/pytest.ini /conftest.py /package.json /.coveragerc /jest.config.js"
+    plant = f"touch {settings}; mkdir -p /node_modules/x /asked; echo right > /answer"
+    plant += "; ln -s answer /link; echo deep > /asked/deep"
+    await box.run(f"{plant}; (while :; do touch {settings}; done) 2>/dev/null &", LONG_S)
+    look = f"cat /answer /link /asked/deep; echo new > /asked/new; pwd; ls -d {settings}"
+    look += " /node_modules /.* 2>/dev/null; ls /usr > /dev/null; echo $?; echo x > /dev/null"
+    done = await check(box, look)
+    assert done.output.split() == ["right", "right", "deep", "/app", "0"], done
+    assert (await box.run("cat /asked/new", LONG_S)).output == "new\n", "the state is the agent's"
+    await box.run("for i in {1..3000}; do echo > /a$i; done", LONG_S)
+    assert (await check(box, "cat /asked/deep")).output == "deep\n"
 
 
 async def a_check_outlives_what_fills_the_sandbox(box):

@@ -259,13 +259,33 @@ def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones
         await host.close()
         old = Store(tmp_path / "old")
         old.save("t", 1, Store(shared).load("t", 1, tmp_path / "again"), life=1)
-        assert old.copy("t", 1, Store(shared), lambda n: None) == 0
+        assert old.copy("t", 1, Store(shared), lambda n: None) is None
         assert Store(shared).has("t", 1, 2)
 
     loop.run(go())
 
 
 # --------------------------------------------------------------------------- checkpointers
+
+
+def test_a_clock_that_stepped_back_costs_no_checkpoint(loop, host, monkeypatch):
+    """An earlier episode of the name was stored when the clock was ahead."""
+
+    async def go():
+        assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
+        late = host.submit("t", 1, *raw(host, 2), life=5)
+        assert "a later episode of this name is stored" in await settled(late.stored)
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+            kept = Checkpointer(box, host, "t", FILES)
+            await kept.begin()
+            await box.run("echo new > file", LONG_S)
+            await kept.after_turn(1)
+            assert await kept.settled(1)
+            back = await checkpointer.restore(kept.saved(1), host, "namespaces", exact=True)
+            async with back.box:
+                assert (await back.box.run("cat file", LONG_S)).output == "new\n"
+
+    loop.run(go())
 
 
 def with_sandboxes(loop, host, count, go):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rose.sandbox import (
@@ -31,6 +33,7 @@ from rose.sandbox import (
 )
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.piped import Piped
+from rose.sandbox.users import COUNT, FIRST, RANGES, Ranges
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
@@ -98,12 +101,15 @@ QUICK = [
     "the_session_keeps_its_state",
     "a_hook_is_called_when_the_shell_waits",
     "an_ended_shell_is_replaced",
+    "what_disables_the_shells_own_commands_hangs_nothing",
     "a_late_command_is_stopped_and_the_session_goes_on",
     "output_is_cut",
     "the_disk_has_a_bound",
     "the_host_is_not_seen",
     "files_are_read_and_written",
+    "what_one_hoards_the_others_have",
     "what_a_check_stands_on_can_not_be_replaced",
+    "a_check_has_none_of_the_agents_settings_in_the_root",
     "a_check_outlives_what_fills_the_sandbox",
     "a_check_that_floods_is_stopped",
     "strange_orders_leave_the_sandbox_as_it_is",
@@ -303,6 +309,53 @@ def test_only_groups_whose_keeper_is_gone_are_removed(tmp_path):
     }
 
 
+def test_no_two_sandboxes_of_a_machine_have_a_user_in_common():
+    one, other = Ranges(), Ranges()
+    taken = [ranges.take() for ranges in (one, other) for _ in range(40)]
+    assert len(set(taken)) == 80 and all(0 <= x - FIRST < RANGES * COUNT for x in taken)
+    assert all((x - FIRST) % COUNT == 0 for x in taken)
+    one.release(taken[0])
+    assert one.take() == taken[0]
+
+
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_file_that_the_sandbox_can_not_open_is_no_missing_file(loop, monkeypatch, number):
+    ended = []
+
+    async def go():
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+
+            async def order(**message):
+                if message["do"] == "open":
+                    raise OSError(number, "x")
+                ended.append(message)
+
+            monkeypatch.setattr(box.shell, "_order", order)
+            for what in (box.read_file("/app/x"), box.write_file("/app/x", b"")):
+                with pytest.raises(SandboxError, match="'/app/x' could not be opened"):
+                    await what
+
+    loop.run(go())
+    assert ended == [{"do": "stop", "since": 0}] * 2, "the agent's processes had their turn to go"
+
+
+def test_a_check_whose_process_is_ended_is_no_verdict(loop, tmp_path):
+    async def go():
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+            keeper = box.shell.keeper.process.pid
+            others = set(psutil.Process(keeper).children())
+            argv = ["/bin/bash", "-c", "sleep 1000"]
+            check = asyncio.ensure_future(box.check(argv, str(tmp_path)))
+            while not (found := set(psutil.Process(keeper).children()) - others):
+                await asyncio.sleep(0.01)
+            found.pop().kill()
+            with pytest.raises(SandboxError, match="what ran the check was ended"):
+                await check
+            await scenarios.still_alive(box)
+
+    loop.run(go())
+
+
 def test_what_is_packed_is_unpacked_and_nothing_leaves_its_folder(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/run.sh").write_bytes(b"\x00x")
@@ -398,6 +451,14 @@ class Plain:
         return []
 
 
+class Broken(Plain):
+    """A program that fails as it is to run another in its sandbox."""
+
+    @staticmethod
+    def beside(spec, folder, argv):
+        return ["/bin/sh", "-c", "echo it broke >&2; exit 128"]
+
+
 def scenarios_session():
     from rose.sandbox.backend import SESSION
 
@@ -418,6 +479,14 @@ def test_a_session_on_three_pipes(loop):
             assert await box.read_file("deep/er") == b"\x00"
             with pytest.raises(OSError):
                 await box.read_file("none")
+            shell.program = Broken
+            for what in (
+                box.read_file("file"),
+                box.write_file("file", b""),
+                shell.fresh(["/bin/true"], b"", "/tests", [], 99, DEADLINE_S),
+            ):
+                with pytest.raises(SandboxError, match="it broke"):
+                    await what
 
     loop.run(go())
 

@@ -156,6 +156,19 @@ def test_what_one_copy_has_damaged_the_other_gives(tmp_path):
     assert sum(paced) == packs
 
 
+def test_a_manifest_under_another_name_is_not_taken_for_that_turn(tmp_path):
+    store = Store(tmp_path / "s")
+    for name, turn in (("t", 1), ("t", 2), ("u", 1)):
+        Upper(tmp_path / f"{name}{turn}", turn).capture(tmp_path / f"raw-{name}{turn}", False)
+        store.save(name, turn, tmp_path / f"raw-{name}{turn}", life=turn)
+    turns = tmp_path / "s/turns"
+    for other in ("t/000001", "u/000001"):
+        (turns / "t/000002").write_bytes((turns / other).read_bytes())
+        with pytest.raises(StoreDamaged, match=f"has turn 1 of {other[0]}"):
+            store.load("t", 2, tmp_path / "out")
+    assert store.newest_life("t") == 1 and store.newest_life("none") == 0
+
+
 def two_hosts(folder):
     """The shared store, those of two hosts, of which the first has turn 0 stored, and what the
     capture of turn 1 has, `raw-1`."""

@@ -423,6 +423,15 @@ def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
     assert running.client().read(FILE, 5, 5) == data[5:10]
 
 
+def test_another_users_link_to_a_folder_of_mine_is_not_followed(tmp_path):
+    (tmp_path / "mine/chunks").mkdir(parents=True)
+    (tmp_path / "mine/chunks/kept").write_text("x")
+    (tmp_path / "cache").symlink_to(tmp_path / "mine")
+    with pytest.raises(TransferError, match="is a symbolic link.*give another --cache"):
+        Cache(tmp_path / "cache", 1 << 20)
+    assert (tmp_path / "mine/chunks/kept").read_text() == "x"
+
+
 def test_a_cache_serves_one_relay_at_a_time(tmp_path):
     cache = Cache(tmp_path / "cache", 0)
     with pytest.raises(TransferError, match="cache: another relay uses it"):

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import contextlib
+import errno
 import random
 import shutil
 import sys
@@ -71,6 +72,30 @@ def test_a_rungs_command_solves_it_and_another_does_not():
         assert steps[-1].done and steps[-1].success and steps[-1].reward == 1
         _, steps = play(6, "true", rungs=[kind])
         assert steps[-1].done and not steps[-1].success and steps[-1].reward == 0
+
+
+def test_a_sandbox_that_fails_gives_no_reward(monkeypatch):
+    """A missing file is the agent's failure, one that can't be opened is the sandbox's."""
+
+    async def go():
+        env = Terminal(rungs=["replace"])
+        await env.reset(6)
+        order = env.box.shell._order
+
+        async def failing(**message):
+            if message["do"] == "open":
+                raise OSError(errno.ETOOMANYREFS, "x")
+            return await order(**message)
+
+        monkeypatch.setattr(env.box.shell, "_order", failing)
+        with pytest.raises(SandboxError, match="could not be opened"):
+            await env.step(Action("done"))
+        monkeypatch.undo()
+        await env.box.run(f"rm {env._rung.target}", 60)
+        assert (await env.step(Action("done"))).reward == 0
+        await env.close()
+
+    asyncio.run(go())
 
 
 def test_the_demonstrator_is_right_without_noise():
