@@ -106,7 +106,7 @@ def test_random_states_come_back(tmp_path):
     torch.save(saving._random_states(cpu), tmp_path / "random.pt")
     expected = torch.rand(3)
     torch.rand(7)
-    saving._restore_random_states(torch.load(tmp_path / "random.pt", weights_only=True), cpu)
+    saving._restore_random_states(saving.loaded(tmp_path / "random.pt"), cpu)
     assert torch.equal(torch.rand(3), expected)
 
 
