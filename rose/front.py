@@ -209,6 +209,13 @@ def check(tree: dict) -> plan.Plan:
             "whole batch, which is not known before its last group is in; set it to false, or "
             "take an algorithm that compares within groups"
         )
+    if c.trainer.updates_per_step > 1 and getattr(algorithm, "one_update", False):
+        raise ConfigError(
+            f"trainer.updates_per_step={c.trainer.updates_per_step}: the loss of "
+            f"algorithm={c.algorithm.name} has no ratio to the policy that made the tokens, so "
+            "updates behind a step's first would be wrong; set it to 1, or for rloo "
+            "algorithm.args.clip_low=0.2 and algorithm.args.clip_high=0.2"
+        )
     if c.reward.pools:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
@@ -222,6 +229,7 @@ def check(tree: dict) -> plan.Plan:
     if c.trainer.router_replay and c.rollout.replay is None:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
     found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
+    found += doubts.unclipped(c, algorithm.recompute_proximal)
     found += envs.doubts(c.env) if c.eval.episodes else ()
     made = plan.make(c, model.shape(c), found, _host_gib(c))
     stored = c.run_dir / "config.json"

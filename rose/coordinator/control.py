@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from rose.config import Branching
 from rose.protocol import Phase, StartTrajectory, Trajectory, seed_of
+from rose.trainer.algorithms.base import differ
 
 # 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
 GOLDEN = 0x9E3779B97F4A7C15
@@ -291,4 +292,4 @@ def teaches(group: list[Trajectory], dynamic_sampling: bool) -> bool:
     gradient, are zero."""
     if all(t.response_tokens == 0 for t in group):
         return False
-    return not dynamic_sampling or len({t.reward for t in group}) > 1
+    return not dynamic_sampling or differ([t.reward for t in group])

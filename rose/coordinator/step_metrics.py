@@ -12,6 +12,7 @@ from rose.coordinator.groups import Rollouts
 from rose.coordinator.turns import TurnHub
 from rose.observe import held_out
 from rose.protocol import Trajectory
+from rose.trainer.algorithms.base import differ
 
 
 def step_row(
@@ -50,7 +51,7 @@ def step_row(
         "branches_mean": float(np.mean([1 + len(t.branches) for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
-        "groups_equal": float(np.mean([len({t.reward for t in group}) == 1 for group in groups])),
+        "groups_equal": float(np.mean([not differ([t.reward for t in g]) for g in groups])),
         "failed_trajectories": rollouts.groups.failed,
         "failed_tasks": rollouts.groups.given_up,
         "groups_dropped": rollouts.dropped_groups,

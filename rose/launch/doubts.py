@@ -53,6 +53,25 @@ def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
     )
 
 
+def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:
+    """A doubt about clip ranges other than grpo's that nothing reaches. `recomputes`: the ratios
+    are to the policy at the step's start, which is the trained policy itself until the step's first
+    update, however old the data is."""
+    args = c.algorithm.args
+    chosen = [
+        f"algorithm.args.{key}={args[key]:g}"
+        for key in ("clip_low", "clip_high")
+        if args.get(key) not in (None, 0.2)
+    ]
+    if not chosen or not recomputes or c.trainer.updates_per_step > 1:
+        return ()
+    return (
+        f"{', '.join(chosen)}: without effect at trainer.updates_per_step=1, where every ratio to "
+        "the policy at the step's start is 1 and nothing is clipped (clip_fraction stays 0); 2 or "
+        "more updates a step are clipped",
+    )
+
+
 def warming_up(c: Config) -> tuple[str, ...]:
     """A doubt about a warm-up that the run ends in; longer runs may be meant, which go on."""
     o, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step

@@ -25,6 +25,7 @@ from rose import heap
 from rose.files import refusal
 from rose.memory import control_groups
 from rose.trainer import checkpoint
+from rose.trainer.saved_states import deepspeed_objects, loaded
 from rose.transfer.store import sync
 
 SPARE = 1.25  # times the copy's bytes must be free: engines and page cache go on growing
@@ -53,7 +54,7 @@ class CheckpointWriter(CheckpointEngine):
         return False
 
     def load(self, path: str, map_location=None) -> Any:
-        return torch.load(path, map_location=map_location, weights_only=False)
+        return loaded(path, deepspeed_objects(), map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copy now, write later; or write now where there is no room for the copy."""

@@ -38,8 +38,8 @@ class Growing:
 
         Raises `ValueError` where those of the last call changed by more than a common factor.
         """
-        advantages = self._algorithm.advantages(summary)
-        weights = self._algorithm.token_weights(summary)
+        advantages = self._algorithm.advantages(summary).float()
+        weights = self._algorithm.token_weights(summary).float()
         spoke = summary.response_tokens > 0  # the others have no gradient
         if self._unit is None:
             if len(found := (_first(weights) * spoke).nonzero()):

@@ -65,9 +65,11 @@ class Head(nn.Module):
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         logp = logits.log_softmax(-1)
+        # First the part with a gradient: recomputation for the backward pass stops behind it.
+        chosen = logp.gather(1, targets[:, None]).squeeze(1)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum()
-        return logp.gather(1, targets[:, None]).squeeze(1), entropy
+        return chosen, entropy
 
 
 class Policy(nn.Module):

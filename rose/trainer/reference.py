@@ -3,9 +3,12 @@ update changes.
 
 Its penalty is k3 of Schulman 2020 ("Approximating KL divergence"), as GRPO has it (arXiv
 2402.03300, equation 4): exp(d) - d - 1 with d = log(reference / policy), per token of the policy,
-weighed as the algorithm weighs the token. It is unbiased for KL(policy || reference) on tokens that
-the policy itself made, and never negative. Under ZeRO-3 the reference is split over the ranks as
-the policy is, else each rank holds all of it.
+weighed as the algorithm weighs the token. Its value is unbiased for KL(policy || reference) on
+tokens that the policy itself made, and never negative. Its gradient is not: in expectation it is
+that of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied by policy /
+proximal (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`), and its
+gradient, too, is that of KL(policy || reference). Under ZeRO-3 the reference is split over the
+ranks as the policy is, else each rank holds all of it.
 """
 
 from __future__ import annotations
@@ -64,8 +67,12 @@ class BelowAdapter:
             return self._forward(inputs, targets, mask, tree)[0]
 
 
-def penalty(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+def penalty(
+    logprobs: Tensor, reference: Tensor, mask: Tensor, proximal: Tensor | None = None
+) -> Tensor:
     """k3 per token, (B, T) in nats, from (B, T) log-probabilities; its gradient is that of
-    `logprobs`. 0 where mask is 0."""
+    `logprobs`. With `proximal`, the policy that made the tokens, it is multiplied by the ratio of
+    the two. 0 where mask is 0."""
     ratios = log_ratio(reference, logprobs, mask)
-    return (ratios.expm1() - ratios) * mask
+    k3 = (ratios.expm1() - ratios) * mask
+    return k3 if proximal is None else k3 * log_ratio(logprobs, proximal, mask).exp()

@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,17 +144,39 @@ def optimizer_file(folder: Path, rank: int) -> Path:
     return path if path.exists() else path.with_name(f"bf16_{name}")
 
 
-def mapped(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's: what is not looked at is not read. Raises `TransferError`."""
+def mapped(path: Path, objects: Sequence[Any] = ()) -> dict[str, Any]:
+    """A file of DeepSpeed's: what is not looked at is not read. Raises as `loaded`."""
+    return loaded(path, objects, mmap=True)
+
+
+def loaded(
+    path: Path | str, objects: Sequence[Any] = (), map_location: Any = "cpu", mmap: bool = False
+) -> Any:
+    """Load a file of a checkpoint. Every such file is read by this function, because a pickle can
+    name any Python function, which is then called. Here a file can name only tensors, plain values
+    and `objects`. Raises `TransferError`."""
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with torch.serialization.safe_globals([*objects]):
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except FileNotFoundError:
         raise Missing(f"{path}: not there") from None
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if named := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
+            raise Corrupted(
+                f"{path}: refused: it names the Python object {named[1]}, which is in no "
+                "checkpoint of ROSE and could run a program; nothing of it was run. If nobody "
+                "else has written to that folder, remove the checkpoint's folder to go on from "
+                "the one before it"
+            ) from None
         raise Corrupted(f"{path}: unreadable: {str(error).splitlines()[0]}") from None
 
 
 def _states(path: Path) -> dict[str, Any]:
+    return mapped(path, deepspeed_objects())["optimizer_state_dict"]
+
+
+def deepspeed_objects() -> list[Any]:
+    """List the classes of which DeepSpeed's files hold objects, for `loaded`."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # takes seconds
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -164,6 +187,4 @@ def _states(path: Path) -> dict[str, Any]:
             raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) is not allowed here")
         return ZeroStageEnum[name]
 
-    allowed = [LossScaler, ZeroStageEnum, fragment_address, (member, "builtins.getattr")]
-    with torch.serialization.safe_globals(allowed):
-        return mapped(path)["optimizer_state_dict"]
+    return [LossScaler, ZeroStageEnum, fragment_address, (member, "builtins.getattr")]

@@ -13,7 +13,7 @@ import torch
 
 from rose.files import write_whole
 from rose.trainer import checkpoint
-from rose.trainer.saved_states import SavedStates
+from rose.trainer.saved_states import SavedStates, loaded
 from rose.trainer.shards import ShardReader
 
 SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
@@ -79,7 +79,7 @@ class Saving:
             self._load_own(folder)
         self.updates = state["updates"]
         # all ranks of a run begin with the same
-        states = torch.load(folder / f"random-{self.rank % ranks}.pt", weights_only=True)
+        states = loaded(folder / f"random-{self.rank % ranks}.pt")
         _restore_random_states(states, self.device)
 
     def _load_own(self, folder: Path) -> None:

@@ -53,6 +53,7 @@ class Step:
         self.device, self.recorder = trainer.device, trainer.recorder
         self.cap = trainer.config.algorithm.importance_cap
         self.kl_coef = trainer.config.algorithm.kl_coef
+        self.kl_correction = trainer.config.algorithm.kl_correction
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
         self.others: list[protocol.GradientSum] = []  # replicas', of the same step
@@ -66,7 +67,7 @@ class Step:
     ) -> None:
         """The batch so far, and what of it is to be trained now."""
         summary = Summary(
-            torch.tensor(step.summary.rewards, dtype=torch.float32),
+            torch.tensor(step.summary.rewards, dtype=torch.float64),
             torch.tensor(step.summary.groups),
             torch.tensor(step.summary.response_tokens),
             torch.tensor(step.summary.truncated),
@@ -173,16 +174,18 @@ class Step:
         self._count(statistics, mismatch(policy, behaviour, mask, cap))
         losses = importance * losses
         if self.kl_coef:
-            losses = losses + self.kl_coef * self._penalty(logprobs, mask, batch)
+            losses = losses + self.kl_coef * self._penalty(logprobs, proximal, mask, batch)
         return (self._of(self.weights, batch).view(len(mask), -1) * losses).sum()
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.engine(batch.inputs, batch.targets, batch.mask, batch.tree, batch.experts)
 
-    def _penalty(self, logprobs: Tensor, mask: Tensor, batch: MicroBatch) -> Tensor:
+    def _penalty(
+        self, logprobs: Tensor, proximal: Tensor, mask: Tensor, batch: MicroBatch
+    ) -> Tensor:
         """(B, T) KL to the reference, which is counted, too."""
         frozen = self.engine.reference.logprobs(batch.inputs, batch.targets, batch.mask, batch.tree)
-        kl = penalty(logprobs, frozen, mask)
+        kl = penalty(logprobs, frozen, mask, proximal if self.kl_correction else None)
         self.sums["reference_kl"] += kl.detach().sum()
         return kl
 

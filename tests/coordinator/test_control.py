@@ -277,7 +277,14 @@ def test_over_a_run_the_shares_are_the_weights_and_seeds_have_orders_of_their_ow
 
 @pytest.mark.parametrize(
     "rewards, dynamic, keeps",
-    [([0, 1], True, True), ([1, 1], True, False), ([0, 0], True, False), ([1, 1], False, True)],
+    [
+        ([0, 1], True, True),
+        ([1, 1], True, False),
+        ([0, 0], True, False),
+        ([1, 1], False, True),
+        ([0.1 + 0.1 + 0.1, 0.3], True, False),
+        ([2.0**24, 2.0**24 + 1], True, True),
+    ],
 )
 def test_dynamic_sampling_drops_groups_without_a_gradient(rewards, dynamic, keeps):
     assert teaches([trajectory(f"g0.{i}", r) for i, r in enumerate(rewards)], dynamic) is keeps

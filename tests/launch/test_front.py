@@ -107,6 +107,30 @@ def test_training_ahead_needs_advantages_of_groups(tmp_path):
         front.check(compose_tree("trainer.stream=true", "algorithm=reinforce_pp"))
 
 
+def test_later_updates_of_a_step_need_a_loss_with_a_ratio(tmp_path):
+    from tests.conftest import compose_tree
+
+    several = ("algorithm=rloo", "trainer.updates_per_step=2")
+    with pytest.raises(ConfigError, match=r"updates_per_step=2: the loss of algorithm=rloo has no"):
+        front.check(compose_tree(*several))
+    clips = ("algorithm.args.clip_low=0.2", "algorithm.args.clip_high=0.2")
+    front.check(compose_tree(*several, *clips, "cluster.dry_run=true"))
+
+
+def test_clips_that_one_update_a_step_never_reaches_are_a_doubt(make_config):
+    def found(*overrides, recomputes=True):
+        return doubts.unclipped(make_config(*overrides), recomputes)
+
+    [doubt] = found("algorithm=dapo")
+    assert doubt.startswith("algorithm.args.clip_high=0.28: without effect at trainer.updates_per_")
+    [doubt] = found("algorithm=gspo")
+    assert doubt.startswith("algorithm.args.clip_low=0.0003, algorithm.args.clip_high=0.0004: with")
+    assert found("algorithm=grpo") == found("algorithm=rloo") == ()
+    assert found("algorithm=dapo", "trainer.updates_per_step=2") == ()
+    # The ratio to the engine's policy is other than 1 also in the first update.
+    assert found("algorithm=dapo", recomputes=False) == ()
+
+
 def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_others(tmp_path):
     from tests.conftest import compose_tree
 

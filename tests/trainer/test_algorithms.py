@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from rose.config import ConfigError, from_dict
 from rose.trainer.algorithms import ALGORITHMS, build
-from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.trainer.algorithms.base import Summary, TokenBatch, differ
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -364,9 +364,21 @@ def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():
 @pytest.mark.parametrize("name", ARGS)
 def test_a_group_without_a_difference_teaches_nothing(name):
     """0.1 is not exact in binary: rounding noise must not become an advantage."""
-    ten = torch.zeros(10, dtype=torch.int64)
-    summary = Summary(torch.full((10,), 0.1), ten, ten + 2, ten.bool())
-    assert build(name, ARGS[name]).advantages(summary).tolist() == pytest.approx([0] * 10, abs=1e-9)
+    four = torch.zeros(4, dtype=torch.int64)
+    for rewards in ([0.1] * 4, [0.1 + 0.1 + 0.1, 0.3, 0.3, 0.3], [1e9 / 3 * 3, 1e9, 1e9, 1e9]):
+        summary = Summary(torch.tensor(rewards, dtype=torch.float64), four, four + 2, four.bool())
+        assert not differ(rewards)
+        assert build(name, ARGS[name]).advantages(summary).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("rewards", [(2.0**24, 2.0**24 + 1), (1e15, 1e15 + 1e4), (0, 1e-9)])
+@pytest.mark.parametrize("name", ARGS)
+def test_the_better_of_two_rewards_has_the_advantage_however_close_they_are(name, rewards):
+    """2^24 and 2^24 + 1 are one number in float32."""
+    two = torch.zeros(2, dtype=torch.int64)
+    summary = Summary(torch.tensor(rewards, dtype=torch.float64), two, two + 2, two.bool())
+    worse, better = build(name, ARGS[name]).advantages(summary).tolist()
+    assert differ(rewards) and worse < 0 < better
 
 
 @pytest.mark.parametrize("name", sorted(set(ARGS) - {"reinforce_pp"}))

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from rose import files, memory
 from rose.observe.recorder import NullRecorder
@@ -16,13 +18,7 @@ from rose.trainer import checkpoint, checkpoint_writer
 from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
 from rose.trainer.deepspeed_engine import DeepSpeedEngine
 from rose.trainer.trainer import Trainer
-
-
-class Scaler:
-    """As DeepSpeed's: a plain object among the tensors."""
-
-    def __init__(self):
-        self.scale = 4.0
+from rose.transfer.errors import Corrupted
 
 
 @pytest.fixture
@@ -32,7 +28,7 @@ def state():
         view=flat[4:8],
         whole=[flat],
         parameter=torch.nn.Parameter(torch.ones(2)),
-        scaler=Scaler(),
+        scaler=LossScaler(4.0),
         nested={"step": 3, "shape": torch.Size([2, 3])},
     )
 
@@ -50,11 +46,11 @@ def test_a_copy_shares_nothing_and_keeps_types(state):
     assert type(copied) is OrderedDict and type(copied["parameter"]) is torch.nn.Parameter
     assert copied["view"].untyped_storage().nbytes() == 16, "a view brought its whole buffer along"
     state["view"].zero_()
-    state["scaler"].scale = 8.0
+    state["scaler"].cur_scale = 8.0
     assert (
         copied["view"].tolist() == [4, 5, 6, 7]
         and copied["whole"][0][4] == 4
-        and copied["scaler"].scale == 4.0
+        and copied["scaler"].cur_scale == 4.0
     )
     assert copied["nested"] == {"step": 3, "shape": torch.Size([2, 3])}
     assert tensor_bytes(state) == 16 + 48 + 8
@@ -72,6 +68,46 @@ def test_training_changes_weights_while_they_are_written_and_the_file_has_the_ol
     held.set()
     assert writer.wait(60) and checkpoint.saved(tmp_path) == 1
     assert writer.load(str(tmp_path / "states.pt"))["view"].tolist() == [4, 5, 6, 7]
+
+
+class Runs:
+    """Unpickled as what `call` of these `args` returns."""
+
+    def __init__(self, call, *args):
+        self.how = (call, args)
+
+    def __reduce__(self):
+        return self.how
+
+
+@pytest.mark.parametrize("name", ["deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"])
+@pytest.mark.parametrize("call", [os.system, exec, getattr])
+def test_a_prepared_checkpoint_runs_nothing_and_is_refused_by_name(
+    tmp_path, monkeypatch, name, call
+):
+    """DeepSpeed reads its files by its checkpoint engine, the rank its random states itself."""
+    args = {os.system: (f"touch {tmp_path}/ran",), exec: (f"open({str(tmp_path / 'ran')!r}, 'w')",)}
+    folder = tmp_path / "step-000001"
+    (folder / "deepspeed").mkdir(parents=True)
+    for each in ("deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"):
+        bad = each == name
+        torch.save(
+            {"a": Runs(call, *args.get(call, (ZeroStageEnum, "mro"))) if bad else 1}, folder / each
+        )
+    engine = object.__new__(DeepSpeedEngine)
+    engine.settings, engine.writer = SimpleNamespace(zero_stage=1, lora=None), CheckpointWriter(0)
+    engine.rank, engine.world, engine.base = 0, 1, ""
+    state = {"ranks": 1, "zero_stage": 1, "updates": 1}
+    monkeypatch.setattr(checkpoint, "read_trainer", lambda *_: state)
+
+    def load_checkpoint(folder, tag, load_module_strict):
+        files = ("model.pt", "optimizer.pt")
+        return folder, [engine.writer.load(f"{folder}/{tag}/{each}") for each in files]
+
+    engine.engine = SimpleNamespace(load_checkpoint=load_checkpoint)
+    with pytest.raises(Corrupted, match=f"{name}: (refused: it names|unreadable)"):
+        engine.load(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_path, held):
@@ -115,7 +151,7 @@ def test_without_room_for_a_copy_the_file_is_written_at_once_and_said_so_once(
     for name in ("a.pt", "b.pt"):
         writer.save(state, str(tmp_path / name))
     state["whole"][0].fill_(-1)
-    assert torch.load(tmp_path / "a.pt", weights_only=False)["view"].tolist() == [4, 5, 6, 7]
+    assert writer.load(str(tmp_path / "a.pt"))["view"].tolist() == [4, 5, 6, 7]
     assert capsys.readouterr().err.count("while training waits") == 1
     writer.finish(tmp_path)
     assert writer.wait(60) and checkpoint.saved(tmp_path) == 1

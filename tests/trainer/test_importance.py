@@ -116,3 +116,29 @@ def test_penalty_is_k3_of_the_reference_with_the_policys_gradient():
     (gradient,) = torch.autograd.grad(kl.sum(), policy)
     expected = [[1 - math.exp(-g) for g in row] for row in gaps]
     torch.testing.assert_close(gradient, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("update", ["first", "later"])
+def test_the_corrected_penalty_has_value_and_gradient_of_kl_to_the_reference(update):
+    """Sum over the vocabulary, which gives the exact expectation over tokens that the proximal
+    policy draws. In the later updates of a step it is another than the trained policy."""
+    generator = torch.Generator().manual_seed(4)
+    policy, frozen, drawn = (
+        torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    policy.requires_grad_()
+    logprobs, reference = policy.log_softmax(0), frozen.log_softmax(0)
+    proximal = (policy.detach() if update == "first" else drawn).log_softmax(0)
+    corrected = penalty(logprobs, reference, torch.ones(7), proximal)
+    found = (proximal.exp() * corrected).sum()
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    torch.testing.assert_close(found, kl)
+    right, got = (torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (kl, found))
+    torch.testing.assert_close(got, right)
+    # The plain k3 has the gradient of KL(reference || policy).
+    if update == "first":
+        other = (reference.exp() * (reference - logprobs)).sum()
+        plain = (proximal.exp() * penalty(logprobs, reference, torch.ones(7))).sum()
+        wrong, got = (torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (other, plain))
+        torch.testing.assert_close(got, wrong)
+        assert (wrong - right).norm() > 0.1 * right.norm()

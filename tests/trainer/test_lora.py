@@ -119,7 +119,7 @@ def test_it_resumes_bit_for_bit_from_a_checkpoint_that_has_only_the_adapter(worl
     folder, stage, ranks, reports = world
     states = folder / "checkpoint" / "deepspeed"
     for path in states.glob("*model_states.pt"):
-        module = torch.load(path, weights_only=False)["module"]
+        module = torch.load(path, weights_only=True)["module"]
         assert module and all(".lora_" in name for name in module)
     resumed = run(folder, stage, ranks, RESUMED)
     expected, got = materialise(folder / "run", 4), materialise(folder / "resumed", 4)

@@ -99,7 +99,7 @@ class Plain:
         with torch.no_grad():
             difference = self.logprobs(t, self.reference)
         difference = difference - logprobs
-        kl = (difference.exp() - difference - 1) * mask
+        kl = (difference.exp() - difference - 1) * mask * (logprobs - proximal).exp()
         self.kl += kl.sum().item()
         losses = importance_weights(proximal, behaviour, mask, 1.1) * losses + self.kl_coef * kl
         return (weights[row] * losses).sum()

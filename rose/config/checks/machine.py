@@ -35,17 +35,12 @@ def check(c: Config, need: Need) -> None:
             "trainer.reduce_dtype",
             "bfloat16 needs trainer.dtype=bfloat16",
         )
-        need(
-            c.trainer.zero_stage > 0,
-            "trainer.reduce_dtype",
-            "bfloat16 needs trainer.zero_stage 2 or 3, which add gradients up in float32",
-        )
     need(
-        c.trainer.dtype == "float32" or c.trainer.zero_stage != 1,
+        c.trainer.dtype == "float32" or c.trainer.zero_stage >= 2,
         "trainer.zero_stage",
-        f"trainer.dtype={c.trainer.dtype} needs 0, 2 or 3: with 1 DeepSpeed takes another "
-        "optimizer, whose shards can't "
-        "be published; 2 shares the same states and needs no more memory",
+        f"trainer.dtype={c.trainer.dtype} needs 2 or 3: with 0 DeepSpeed adds up gradients in "
+        "bfloat16, and with 1 it takes another optimizer, whose shards can't be published; 2 is "
+        "right for one rank, too",
     )
     _check_hpz(c, need)
     _check_gpus(c, engines, need)

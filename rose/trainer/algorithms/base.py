@@ -11,6 +11,8 @@ and trainer (`rose.trainer.importance`); it is 1 where the algorithm corrects by
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 class Summary:
     """The whole batch of N trajectories in G groups, the same on every trainer rank."""
 
-    rewards: Tensor  # (N,) float32
+    rewards: Tensor  # (N,) float64
     groups: Tensor  # (N,) int64 in [0, G)
     response_tokens: Tensor  # (N,) int64
     truncated: Tensor  # (N,) bool
@@ -55,19 +57,39 @@ class Algorithm(Protocol):
     corrects_mismatch: bool  # token_loss weighs by proximal/behaviour; no importance on top
 
     def advantages(self, summary: Summary) -> Tensor:
-        """(N,) float32, or (N, K) with one for each turn; whose algorithm says so by
+        """(N,), or (N, K) with one for each turn; whose algorithm says so by
         `needs_turn_rewards = True`, so that a run without them is refused. With
         `advantages_of_batch = True` they depend on more than the trajectory's group, so that
-        `trainer.stream` is refused."""
+        `trainer.stream` is refused. The trainer takes them, and the weights, as float32."""
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """(N,) float32: the weight of each response token of trajectory i in the batch's loss; or
+        """(N,): the weight of each response token of trajectory i in the batch's loss; or
         (N, K), of each turn's tokens. With `trains_segments = True` a segment's tokens are trained
         once, in its first trajectory."""
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """((B, T) loss before weights; statistics as masked sums (scalar tensors), which the
-        trainer divides by the number of response tokens of the batch)."""
+        trainer divides by the number of response tokens of the batch). With `one_update = True`
+        the loss has no ratio to the proximal policy, so that it is right for the first update of a
+        step alone, and `trainer.updates_per_step` above 1 is refused."""
+
+
+# Rewards that differ from their group's mean by less than this share of it (of 1, for means below
+# 1) are equal to it. Two orders of one sum of float64 numbers, as 0.1 + 0.1 + 0.1 and 0.3, differ
+# by less.
+ROUNDING = 1e-12
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """True if the rewards of a group differ by more than rounding. Otherwise all advantages that
+    compare them are 0."""
+    mean = math.fsum(rewards) / len(rewards)
+    return any(abs(reward - mean) > ROUNDING * max(1.0, abs(mean)) for reward in rewards)
+
+
+def without_rounding(differences: Tensor, means: Tensor) -> Tensor:
+    """The differences of rewards from `means`, exactly 0 where `differ` takes them for equal."""
+    return differences.masked_fill(differences.abs() <= ROUNDING * means.abs().clamp(min=1), 0.0)
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """GRPO: group relative policy optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300).
 
-The baseline is the group's mean reward, so there is no critic. Left out: the KL penalty to a
-reference model, which agent RL of today runs without (DAPO section 2.3, Dr. GRPO).
+The baseline is the group's mean reward, so there is no critic. The KL penalty to a reference model
+is `algorithm.kl_coef`, 0 by default: agent RL of today runs without it (DAPO section 2.3, Dr.
+GRPO).
 `scale_by_std: false` is Dr. GRPO's advantage (Liu et al. 2025, arXiv:2503.20783, section 3.2).
 """
 

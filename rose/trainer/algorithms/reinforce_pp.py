@@ -2,7 +2,7 @@
 
 Advantages are normalised over the whole batch instead of within the group, which is unbiased where
 a group's standard deviation is not. `baseline: none` is REINFORCE++; `baseline: group` first takes
-off the group's mean reward (REINFORCE++-baseline). Left out: the KL penalty to a reference model.
+off the group's mean reward (REINFORCE++-baseline).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
-from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
+from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch, without_rounding
 from rose.trainer.algorithms.surrogate import (
     STD_EPSILON,
     centred,
@@ -43,7 +43,8 @@ class ReinforcePP:
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
         # (N,), sums to 1
         share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(min=1)
-        difference = values - (values * share).sum()
+        mean = (values * share).sum()
+        difference = without_rounding(values - mean, mean)
         std = (difference.square() * share).sum().sqrt()
         return (difference / (std + STD_EPSILON)).float()
 

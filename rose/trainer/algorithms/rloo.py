@@ -4,8 +4,7 @@ The baseline of a trajectory is the mean reward of the others of its group; the 
 one action, so log-probabilities are summed over its tokens, not averaged. Without a clip range the
 loss is plain REINFORCE, for one update per batch; with one it is PPO's on the ratio of the whole
 trajectory (as TRL's RLOOTrainer), for several. Of an agent's branches each is a row with a ratio of
-its own, clipped by itself (docs/agents.md); its tokens weigh as any others. Left out: the KL
-penalty to a reference model.
+its own, clipped by itself (docs/agents.md); its tokens weigh as any others.
 """
 
 from __future__ import annotations
@@ -31,6 +30,10 @@ class Rloo:
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
 
+    @property
+    def one_update(self) -> bool:
+        return self.clip_low is None
+
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
             raise ValueError(
@@ -45,7 +48,8 @@ class Rloo:
 
     def token_weights(self, summary: Summary) -> Tensor:
         """Sum over tokens, mean over trajectories."""
-        return summary.rewards.new_full((len(summary.rewards),), 1 / max(1, len(summary.rewards)))
+        rows = len(summary.rewards)
+        return summary.rewards.new_full((rows,), 1 / max(1, rows)).float()
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if self.clip_low is None:

@@ -1,15 +1,14 @@
 """The few terms that the algorithms are put together from: advantages, weights, clipped surrogate.
 
-Advantages are computed in float64: the mean of equal float32 rewards is then exact, so a group
-whose rewards are all equal has a standard deviation of exactly 0 and never rounding noise blown up
-by 1/std.
+Advantages are computed in float64. A group whose rewards are equal but for rounding has a standard
+deviation of exactly 0, and never rounding noise blown up by 1/std.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean
+from rose.trainer.algorithms.base import Summary, TokenBatch, group_mean, without_rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,9 +17,10 @@ STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far 
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards less their group's mean: (N,) -> (N,) float64."""
+    """Rewards less their group's mean: (N,) -> (N,) float64, exactly 0 where it is rounding."""
     rewards = rewards.double()
-    return rewards - group_mean(rewards, groups)
+    means = group_mean(rewards, groups)
+    return without_rounding(rewards - means, means)
 
 
 def group_sizes(groups: Tensor) -> Tensor:

@@ -63,18 +63,16 @@ class TurnGrpo(Grpo):
         turns = returns.shape[1]
         number = summary.groups.new_ones(turns).cumsum(0) - 1  # 0 to K - 1
         same_turn = summary.groups[:, None] * turns + number  # (N, K)
-        of_turns = returns.new_zeros(returns.shape)
+        of_turns = returns.new_zeros(returns.shape).float()
         of_turns[made] = group_advantages(returns[made], same_turn[made], self.scale_by_std)
         outcome = group_advantages(summary.rewards, summary.groups, self.scale_by_std)
         return of_turns.lerp(outcome[:, None].expand_as(of_turns), self.trajectory_weight)
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """Rewards of turns (N, K) float64, NaN where there is no turn -> (N, K) float32, NaN likewise.
-    Rounded after the sums: returns that are equal but for the order of their terms then are
-    equal."""
+    """Rewards of turns (N, K) float64, NaN where there is no turn -> the same."""
     returns, later = rewards.clone(), 0.0
     for k in reversed(range(rewards.shape[1])):
         returns[:, k] += gamma * later
         later = returns[:, k].nan_to_num(0.0)
-    return returns.float()
+    return returns
