@@ -14,7 +14,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -486,16 +485,8 @@ def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcom
     """Wait for the job while a thread shows its progress."""
     if not c.observe.terminal:
         return job.wait()
-    stop = threading.Event()
-    shown = threading.Thread(
-        target=terminal.follow, args=(c.run_dir, stop.is_set, console), daemon=True
-    )
-    shown.start()
-    try:
+    with terminal.shown(c.run_dir, console):
         return job.wait()
-    finally:
-        stop.set()
-        shown.join(timeout=5.0)
 
 
 def _refuse(complaints: Console, message: str) -> int:

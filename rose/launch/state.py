@@ -23,6 +23,7 @@ from rich.table import Table
 
 from rose.files import write_whole
 from rose.launch import rank_status
+from rose.launch.commands import own_environment
 from rose.observe import terminal
 from rose.observe.status import Status, read_status
 from rose.trainer import checkpoint
@@ -222,13 +223,6 @@ def _rows(command: list[str]) -> list[JobState]:
     if lines and not found:
         raise RuntimeError(f"{command[0]} printed {lines[0][:80]!r}, which is no state of a job")
     return [row._replace(state=row.state.split(" by ")[0]) for row in found]
-
-
-def own_environment() -> dict[str, str]:
-    """Return this process's variables without a user's defaults for Slurm's commands, such as
-    SQUEUE_STATES, which would hide jobs and change how they are printed."""
-    theirs = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT")
-    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
 
 
 def _ask(command: list[str]) -> str | None:
