@@ -29,6 +29,7 @@ from submitit.core.utils import FailedJobError
 from rose import config as configuration
 from rose import inputs, processes
 from rose.config import Config, ConfigError, Slurm
+from rose.config.checks import time_limit
 from rose.launch import batch, commands, lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.layout import Rank, layout
 from rose.observe import report, terminal
@@ -137,11 +138,16 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     """Submit the run to Slurm; print its id and how to follow it. Raises `ConfigError` with
     sbatch's own words when it refuses; a run that had not begun then leaves nothing."""
     run_dir = c.run_dir.resolve()
+    warning_s = resume.warning_s(run_dir, c.cluster.slurm)
+    if words := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
+        if warning_s > c.cluster.slurm.warning_s:
+            words += f"; its last checkpoint took {resume.last_save_s(run_dir):.0f} s"
+        raise ConfigError(words)
     began = any((run_dir / name).exists() for name in ("config.json", "logs", "status"))
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
     try:
-        text = sbatch.script(c, ranks, run_dir, resume.warning_s(run_dir, c.cluster.slurm))
+        text = sbatch.script(c, ranks, run_dir, warning_s)
         job = Executor(sbatch.folder(run_dir), text).submit(Run(run_dir))
     except FailedJobError as error:
         if not began:
