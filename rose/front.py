@@ -381,6 +381,9 @@ def _still_there(c: Config) -> str | None:
 
 
 def _report_still_there(c: Config, job: str, console: Console) -> int:
+    if kept := resume.not_applied(c.run_dir / "config.json", c):
+        words = f"job {job} goes on with its own values, until it is submitted again:"
+        echo(console, "\n  ".join([words, *kept]), label="[yellow]warning:[/]")
     try:
         what_now = state.cannot_start(job) or f"to end it: scancel {job}"
         echo(console, f"{c.name} is job {job} already; {what_now}")

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-DEADLINE_S = 60.0  # of one call
+DEADLINE_S = 60.0  # seconds that one call may take
 # Seconds for which a command is asked again. A failover to a backup controller takes Slurm's
 # SlurmctldTimeout, two minutes by default, and the time to read its state.
 PATIENCE_S = 300.0

@@ -40,8 +40,8 @@ LOOK_S = 5.0  # between two looks at the time that is left
 # the run's folder, which NFS and Lustre release 90 s and more after their client is gone, or steps.
 LEFT_S = 300.0
 ANSWER_S = 20.0  # for squeue, of which the next look asks again
-STEPS_S = 2.0  # between two looks at the run's metrics, whose steps the job's log shows
-PAUSE_S = 1.0  # between two tries to get what an earlier attempt holds
+STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
+PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
 # how the variables begin that Slurm puts into a job's processes
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
 # by which its commands find it
@@ -189,7 +189,7 @@ class RunFailed(RuntimeError):
 
 
 class NotNow(RuntimeError):
-    """This attempt can't begin; another one may. The message is the cause."""
+    """Raised when an attempt can't begin and a later one may. The message is the cause."""
 
 
 @dataclass
@@ -393,7 +393,7 @@ def _end_old_steps() -> None:
         if time.monotonic() > end or batch.received:
             raise NotNow(f"steps {' '.join(old)} of an earlier attempt did not end")
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-        with suppress(commands.SlurmError):  # one may be gone: the next look says so
+        with suppress(commands.SlurmError):  # a step that has ended; the next poll says so
             commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
         time.sleep(PAUSE_S)
 

@@ -78,7 +78,7 @@ class Job:
     cluster: Cluster  # for its deadlines: start_timeout_s and stop_timeout_s
     starter: str = "mpiexec"  # its name, and that of its log
     signals: list[int] = field(default_factory=list)
-    handled: bool = False  # this process notes its signals in `signals` already
+    handled: bool = False  # whether the batch process notes its signals in `signals`
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
     beats: Beats = field(default_factory=Beats)
@@ -92,7 +92,7 @@ class Job:
         return rank_status.read_all(self.run_dir, self.attempt)
 
     def wait(self) -> Outcome:
-        """Until the job ends. Takes over its signals meanwhile, unless they are `handled`."""
+        """Wait until the job ends, and handle its signals meanwhile unless they are `handled`."""
         before = {
             number: signal.signal(number, lambda got, _: self.signals.append(got))
             for number in batch.SIGNALS

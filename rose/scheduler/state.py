@@ -139,8 +139,8 @@ class BackOff:
     was refused count as one refusal together: they were asked of the same queue, and nothing has
     been asked since."""
 
-    refusals: int = 0  # in a row
-    refused_at: float = 0.0  # the last one
+    refusals: int = 0  # number of refusals in a row
+    refused_at: float = 0.0  # time of the last refusal
     _same: set[str] = field(default_factory=set)  # requests whose refusal is counted already
 
     def refused(self, request: str, at: float, others: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ def wait_for(path):
 
 @dataclass
 class Work:
-    """What stands for the run inside the job: it holds at `gate`, and notes its signals."""
+    """Stands for the run inside the job: holds at `gate`, and notes its signals."""
 
     folder: Path
     error: str = ""
@@ -107,7 +107,7 @@ def test_a_signal_to_all_of_the_job_counts_once_and_a_failure_is_told_without_a_
     process = job("the disk is full")
     (tmp_path / "gate-setup").touch()
     wait_for(tmp_path / "python")
-    os.killpg(process.pid, signal.SIGTERM)  # as scancel does
+    os.killpg(process.pid, signal.SIGTERM)  # scancel sends it so
     (tmp_path / "gate-python").touch()
     wait_for(tmp_path / "works")
     os.killpg(process.pid, signal.SIGTERM)

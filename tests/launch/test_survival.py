@@ -1,4 +1,4 @@
-"""What ends a job FAILED that should be requeued: early warnings, locks of lost nodes, and a Slurm
+"""Jobs are requeued that had ended FAILED: early warnings, locks of lost nodes, and a Slurm
 that does not answer for a while. Stand-ins for Slurm's commands, on PATH, note how they are
 called."""
 
@@ -101,7 +101,7 @@ def test_the_supervisor_gets_what_came_before_it_and_leaves_the_handlers(job, mo
         monkeypatch.setattr(supervise, "end_all", lambda process: None)
         outcome = supervise.Job(None, [], job.run_dir, 1, None, "srun", batch.received, True).wait()
         assert seen == [[signal.SIGUSR2]] and outcome.interrupted == signal.SIGUSR2
-        os.kill(os.getpid(), signal.SIGUSR2)  # after the supervisor: no default action
+        os.kill(os.getpid(), signal.SIGUSR2)
         assert len(batch.received) == 2
     finally:
         signal.signal(signal.SIGUSR2, before)

@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
+from rose import config as configuration
 from rose.config import ConfigError
 from rose.config.checks import time_limit
 from rose.launch import resume, sbatch, slurm
@@ -164,3 +165,21 @@ def test_a_limit_with_time_for_a_step_is_taken_unless_saving_takes_that_time(
     with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT='00:02:30': Slurm warns"):
         slurm.submit(c, layout(c), Console(quiet=True))
     assert not c.run_dir.exists()
+
+
+@pytest.mark.parametrize("folder", ["/tmp/o%j", "/runs/%A/x", "/a%t"])
+def test_a_folder_in_whose_name_numbers_would_be_put_is_refused(make_config, folder):
+    with pytest.raises(ConfigError, match="output_dir=.*without %j"):
+        make_config("cluster=slurm", f"output_dir='{folder}'")
+
+
+def test_values_that_a_running_job_does_not_take_are_named(make_config, tmp_path):
+    given = ("cluster=slurm", f"output_dir={tmp_path}", "name=run")
+    c = make_config(*given)
+    assert resume.not_applied(c.run_dir / "config.json", c) == []
+    c.run_dir.mkdir()
+    configuration.save(c, c.run_dir / "config.json")
+    assert resume.not_applied(c.run_dir / "config.json", c) == []
+    other = make_config(*given, "trainer.steps=777")
+    [words] = resume.not_applied(c.run_dir / "config.json", other)
+    assert words == f"trainer.steps: {c.trainer.steps}, not 777"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import msgspec
@@ -360,6 +361,11 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         "\\" not in c.output_dir,
         "output_dir",
         "without backslashes, at which Slurm leaves the %j in the log's name as it is",
+    )
+    need(
+        re.search(r"%[jtAa]", os.path.abspath(c.output_dir)) is None,
+        "output_dir",
+        "a path without %j, %t, %A and %a, in whose place submitit would write the job's numbers",
     )
     if words := time_limit.too_short(c, c.cluster.slurm.warning_s):
         raise ConfigError(words)
