@@ -24,6 +24,10 @@ SHELL = "ROSE_BATCH_SHELL"
 received: list[int] = []
 
 
+class RunFailed(RuntimeError):
+    """The run ended in failure; the message is the cause. Slurm then calls the job FAILED."""
+
+
 def remember() -> None:
     """Handle `SIGNALS` by noting them in `received`."""
     for number in SIGNALS:
@@ -47,7 +51,6 @@ def main(folder: str) -> int:
         submission.process_job(folder)
     except Exception as error:
         from rose.config import ConfigError
-        from rose.launch.slurm import RunFailed
 
         if not isinstance(error, (ConfigError, RunFailed)):
             raise

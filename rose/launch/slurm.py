@@ -31,6 +31,7 @@ from rose import inputs, processes
 from rose.config import Config, ConfigError, Slurm
 from rose.config.checks import time_limit
 from rose.launch import batch, commands, lent, local, logs, model, resume, sbatch, state, supervise
+from rose.launch.batch import RunFailed
 from rose.launch.layout import Rank, layout
 from rose.observe import report, terminal
 from rose.observe.terminal import echo
@@ -182,10 +183,6 @@ def submit_helper(run_dir: Path, text: str, work: Callable[[], object]) -> int:
         print(str(error).strip(), file=sys.stderr)
         return 1
     return 0
-
-
-class RunFailed(RuntimeError):
-    """The run ended in failure; the message is the cause. Slurm then calls the job FAILED."""
 
 
 class NotNow(RuntimeError):
