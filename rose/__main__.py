@@ -7,7 +7,7 @@
     rose export RUN [...]            a model folder of a run
     rose play RUN [...]              the policy plays a held-out task in this terminal
     rose show RUN [...]              trajectories of a run as conversations
-    rose state RUN                   what became of a run's Slurm job
+    rose state RUN [...]             what became of runs and their Slurm jobs
     rose doctor [KEY=VALUE ...]      what works on this machine or cluster
     rose slurm                       a folder: sbatch $(rose slurm)/serving.sbatch name=RUN
 

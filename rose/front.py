@@ -14,7 +14,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -390,6 +389,9 @@ def _still_there(c: Config) -> str | None:
 
 
 def _report_still_there(c: Config, job: str, console: Console) -> int:
+    if kept := resume.not_applied(c.run_dir / "config.json", c):
+        words = f"job {job} goes on with its own values, until it is submitted again:"
+        echo(console, "\n  ".join([words, *kept]), label="[yellow]warning:[/]")
     try:
         what_now = state.cannot_start(job) or f"to end it: scancel {job}"
         echo(console, f"{c.name} is job {job} already; {what_now}")
@@ -494,16 +496,8 @@ def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcom
     """Wait for the job while a thread shows its progress."""
     if not c.observe.terminal:
         return job.wait()
-    stop = threading.Event()
-    shown = threading.Thread(
-        target=terminal.follow, args=(c.run_dir, stop.is_set, console), daemon=True
-    )
-    shown.start()
-    try:
+    with terminal.shown(c.run_dir, console):
         return job.wait()
-    finally:
-        stop.set()
-        shown.join(timeout=5.0)
 
 
 def _refuse(complaints: Console, message: str) -> int:

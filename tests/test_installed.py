@@ -56,7 +56,7 @@ def test_without_a_checkout_the_job_finds_rose_as_any_package(rose, installed):
     )
     assert done.returncode == 0, done.stderr
     script = done.stdout.partition("#!/bin/bash")[2]
-    assert f"exec {installed.bin / 'python'} -u -m submitit.core._submit" in script
+    assert f"exec {installed.bin / 'python'} -u -m rose.launch.batch" in script
     assert "PYTHONPATH" not in script and str(REPOSITORY / "rose") not in script
 
 

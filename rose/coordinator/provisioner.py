@@ -17,7 +17,7 @@ from pathlib import Path
 from rose.comm import mpi_process
 from rose.comm.tasks import Tasks
 from rose.config import Config
-from rose.launch import lent, state
+from rose.launch import commands, lent, state
 from rose.scheduler import events as ev
 
 LOOK_S = 5.0  # between two questions to Slurm, of all jobs at once
@@ -119,7 +119,12 @@ class Provisioner:
         job = self._jobs.pop(request, None)
         if job is None:
             return  # it has ended by itself
-        code, _, err = await _command("scancel", job.id)
+        end = time.monotonic() + commands.PATIENCE_S
+        while True:
+            code, _, err = await _command("scancel", job.id)
+            if not code or commands.refuses(err) or time.monotonic() > end:
+                break
+            await asyncio.sleep(commands.PAUSE_S)
         if code:
             self._on_fault("scancel failed", f"{request}, job {job.id}: {err}")
         else:

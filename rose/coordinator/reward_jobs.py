@@ -4,7 +4,7 @@ A pool whose own workers are all up, and whose oldest answer has waited `LONG_S`
 as its queue has places for, `reward.max_jobs` of all pools at most; those on their way count. A job
 that has begun ends by itself (rose/reward/job.py), one that still queues is given back once nothing
 has waited for reward.idle_s. After a refusal nothing is asked for `BACK_OFF_S`, doubled by each
-further one in a row. Left out: submitting and watching (provisioner.py).
+further one in a row (`BackOff`). Left out: submitting and watching (provisioner.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from rose.config import Config, cpus_of
 from rose.coordinator.provisioner import Provisioner
 from rose.launch import lent
 from rose.scheduler import events as ev
+from rose.scheduler.state import BackOff
 
 LONG_S = 5.0
-BACK_OFF_S, MOST_BACK_OFF = 60.0, 16
+BACK_OFF_S = 60.0
 
 
 @dataclass
@@ -49,7 +50,7 @@ class RewardJobs:
         # by request; an earlier attempt's are there until it is known that they aren't
         self._jobs = {name: _of(name) for name in lent.noted(run_dir, lent.REWARDS)}
         self._quiet_since: dict[int, float] = {}  # by pool, monotonic
-        self._refusals, self._refused_at = 0, 0.0
+        self._back_off = BackOff()
 
     @property
     def running(self) -> int:
@@ -59,7 +60,7 @@ class RewardJobs:
         """What a pool needs, which reports as long as anything waits."""
         if now.waiting:
             self._quiet_since.pop(now.index, None)
-            if now.waited_s > LONG_S and not self._backs_off():
+            if now.waited_s > LONG_S and not self._back_off.waits(time.monotonic(), BACK_OFF_S):
                 self._ask(now)
         else:
             self._quiet_since.setdefault(now.index, time.monotonic())
@@ -78,12 +79,13 @@ class RewardJobs:
             case ev.CapacityQueued(request=name):  # maybe an earlier attempt's
                 self._jobs.setdefault(name, _of(name))
             case ev.CapacityGranted(request=name) if name in self._jobs:
-                self._jobs[name].runs, self._refusals = True, 0
+                self._jobs[name].runs = True
+                self._back_off.granted()
             case ev.CapacityEnded(request=name):
                 self._jobs.pop(name, None)
             case ev.CapacityRefused(request=name):
                 self._jobs.pop(name, None)
-                self._refusals, self._refused_at = self._refusals + 1, time.monotonic()
+                self._back_off.refused(name, time.monotonic(), self._jobs)
 
     def _ask(self, now: p.RewardDemand) -> None:
         mine = sum(job.pool == now.index for job in self._jobs.values())
@@ -94,12 +96,6 @@ class RewardJobs:
             name = next(name for name in names if name not in self._jobs)
             self._jobs[name] = _Job(now.index)
             self._do(ev.RequestCapacity(name))
-
-    def _backs_off(self) -> bool:
-        if not self._refusals:
-            return False
-        wait_s = BACK_OFF_S * min(2 ** (self._refusals - 1), MOST_BACK_OFF)
-        return time.monotonic() - self._refused_at < wait_s
 
 
 def _of(request: str) -> _Job:

@@ -37,7 +37,7 @@ def settings(c: Config) -> list[Finding]:
         return [Finding("failed", "Slurm's commands", words, "run this on a login node")]
     config = run(["scontrol", "show", "config"])
     if config.code:
-        return [Finding("failed", "Slurm", config.last, "is SLURM_CONF right, and slurmctld up?")]
+        return [Finding("failed", "Slurm", config.last, _why_silent(config.err))]
     pairs = (line.split("=", 1) for line in config.out.splitlines() if "=" in line)
     has = {key.strip(): value.strip() for key, value in pairs}
     found = [Finding("ok", "Slurm", has.get("SLURM_VERSION", "unknown version"))]
@@ -58,6 +58,15 @@ def settings(c: Config) -> list[Finding]:
         remedy = "a preempted job gets no warning and continues from its last checkpoint"
         found.append(Finding("warning", "preemption", words, remedy))
     return [*found, *_kinds_of_mpi(c)]
+
+
+def _why_silent(words: str) -> str:
+    """Return the remedy for what scontrol has said."""
+    if "munge" in words.lower() or "auth" in words.lower():
+        return (
+            "munge: is munged up, with the cluster's key and clock? `munge -n | unmunge` tries it"
+        )
+    return "is SLURM_CONF right, and slurmctld up?"
 
 
 def _kinds_of_mpi(c: Config) -> list[Finding]:

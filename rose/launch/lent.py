@@ -4,12 +4,11 @@ engines, rewards.json of those that compute rewards."""
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 from rose.files import write_whole
+from rose.launch import commands
 
-COMMAND_DEADLINE_S = 60.0
 ENGINES, REWARDS = "lent", "rewards"
 
 
@@ -30,10 +29,11 @@ def cancel_all(run_dir: Path) -> None:
     jobs = [job for kind in (ENGINES, REWARDS) for job in noted(run_dir, kind).values()]
     if not jobs:
         return
-    done = subprocess.run(
-        ["scancel", *jobs], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S
-    )
-    print(f"scancel {' '.join(jobs)}: {done.stderr.strip() or 'done'}", flush=True)
+    try:
+        commands.ask(["scancel", *jobs])
+        print(f"scancel {' '.join(jobs)}: done", flush=True)
+    except commands.SlurmError as error:
+        print(error, flush=True)
     for kind in (ENGINES, REWARDS):
         note(run_dir, {}, kind)
 

@@ -99,10 +99,15 @@ def environment(c: Config) -> dict[str, str]:
     )
 
 
+class InUse(ConfigError):
+    """Another process holds the run's folder."""
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder (made if absent). Raises `ConfigError` when another launch holds it, or
-    when it can't be made, locked or written. What was made goes again if nothing was written."""
+    """Hold the run's folder (made if absent). Raises `InUse` when another launch holds it, and
+    `ConfigError` when it can't be made, locked or written. What was made goes again if nothing was
+    written."""
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     unused = False
     try:
@@ -134,7 +139,7 @@ def _lock(run_dir: Path, file: IO[str]) -> None:
         raise _unusable(run_dir, error) from None
     if not held:  # by another, or removed by a launch that held it until now and was refused
         file.seek(0)
-        raise ConfigError(
+        raise InUse(
             f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
             f"{file.read().strip()}); wait for it, stop it, or give another name"
         )

@@ -7,6 +7,7 @@ Left out: how memory is estimated (rose/launch/memory.py) and where the ranks ru
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -89,6 +90,25 @@ def _check_machine(c: Config) -> Iterator[str]:
         yield (
             f"cluster.gpus={c.cluster.gpus} on one machine (cluster.kind=local), and few have more "
             f"than {GPUS_OF_A_MACHINE}: cluster=slurm lays the ranks out over nodes"
+        )
+
+
+def _check_limits(c: Config) -> Iterator[str]:
+    """Doubts about what a job asks for without saying so."""
+    slurm = c.cluster.slurm
+    if c.cluster.kind != "slurm" or slurm is None:
+        return
+    if slurm.trainer.time is None and "SBATCH_TIMELIMIT" not in os.environ:
+        yield (
+            "cluster.slurm.trainer.time=null: the job gets the partition's default limit, which "
+            "may be minutes, and starts later than a shorter one would; name one, such as "
+            "2-00:00:00"
+        )
+    if str(slurm.rollout.mem) == "0" and not slurm.rollout.exclusive and c.rollout.replay is None:
+        yield (
+            "cluster.slurm.rollout.mem=0 with cluster.slurm.rollout.exclusive=false: asks for all "
+            "of a node's memory, so that no other job with memory can run there; name what the "
+            "engines need, such as 64G, or set exclusive=true"
         )
 
 
@@ -313,7 +333,7 @@ def show(plan: Plan, console: Console) -> None:
         echo(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
     if c.cluster.kind == "slurm":
         echo(console, "; ".join(_nodes(plan)))
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *_check_limits(c)):
         echo(console, warning, label="[yellow]warning:[/]")
 
 

@@ -127,6 +127,20 @@ def check(stored: Path, new: Config) -> None:
     check_inputs(Path(stored).parent, new.name)
 
 
+def not_applied(stored: Path, new: Config) -> list[str]:
+    """Return the keys that `new` has other values of than the run stored at `stored`, which runs
+    now, with both values."""
+    if not stored.exists():
+        return []
+    before, now = _flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new))
+    own = ("output_dir", "fresh", "model.*", "cluster.dry_run")  # written otherwise than given
+    return [
+        f"{key}: {before.get(key)!r}, not {value!r}"
+        for key, value in sorted(now.items())
+        if before.get(key) != value and not _matches(key, own)
+    ]
+
+
 def other_rates(run_dir: Path, c: Config) -> str:
     """Return how the learning rate jumps where the run goes on with another trainer.steps, by which
     its schedule falls; "" where it doesn't."""

@@ -17,11 +17,20 @@ from submitit.slurm import slurm as submitit_slurm
 
 from rose.config import Component, Config, cpus_of
 from rose.launch import container
+from rose.launch.batch import SHELL
 from rose.launch.layout import Rank
 from rose.places import CHECKOUT
 
-# exec: Slurm's signals of --signal=B: go to the script's own process
-SUBMITIT = ("-u", "-m", "submitit.core._submit")
+BATCH = ("-u", "-m", "rose.launch.batch")
+# Slurm's warning goes to the script's shell alone. Until Python can note signals, which takes
+# seconds where its files are slow to load, the shell keeps them; Python ignores what reaches it.
+KEPT = ("TERM", "USR2")
+KEEP_SIGNALS = (
+    "rose_signals= rose_ready=",
+    'rose_pass() { [ -z "$rose_ready" ] || kill -s "$1" "$rose_python" || :; }',
+    *(f"trap 'rose_signals=\"$rose_signals {name}\"; rose_pass {name}' {name}" for name in KEPT),
+    "trap 'rose_ready=1; for rose_signal in $rose_signals; do rose_pass $rose_signal; done' USR1",
+)
 
 
 def folder(run_dir: Path) -> Path:
@@ -36,9 +45,9 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
     lines = []
     for members in others:
         lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
-    lines += _setup(c)
+    lines += ["", *KEEP_SIGNALS, *_setup(c)]
     return submitit_slurm._make_sbatch_string(
-        command=_submitted([sys.executable], run_dir),
+        command=_kept_by_shell(_submitted([sys.executable], run_dir)),
         folder=str(folder(run_dir)),
         job_name=c.name,
         wckey=None,
@@ -89,8 +98,21 @@ def _escaped(path: Path) -> str:
 
 
 def _submitted(python: Sequence[str], run_dir: Path) -> str:
-    """What submitit starts in the job."""
-    return f"exec {shlex.join([*python, *SUBMITIT, str(folder(run_dir))])}"
+    """Return the command that starts what submitit has stored."""
+    return f"exec {shlex.join([*python, *BATCH, str(folder(run_dir))])}"
+
+
+def _kept_by_shell(command: str) -> str:
+    """Return lines that start the command, pass signals on to it (`KEEP_SIGNALS`) and end with its
+    exit code; a signal ends the shell's wait early."""
+    return "\n".join(
+        (
+            f"(trap '' {' '.join(KEPT)}; export {SHELL}=$$; {command}) &",
+            "rose_python=$!",
+            'while kill -0 "$rose_python" 2>/dev/null; do wait "$rose_python" || :; done',
+            'wait "$rose_python"',
+        )
+    )
 
 
 def srun_argv(

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,14 +29,20 @@ from submitit.core.utils import FailedJobError
 from rose import config as configuration
 from rose import inputs, processes
 from rose.config import Config, ConfigError, Slurm
-from rose.launch import lent, local, logs, model, resume, sbatch, state, supervise
+from rose.config.checks import time_limit
+from rose.launch import batch, commands, lent, local, logs, model, resume, sbatch, state, supervise
+from rose.launch.batch import RunFailed
 from rose.launch.layout import Rank, layout
-from rose.observe import report
+from rose.observe import report, terminal
 from rose.observe.terminal import echo
 
-COMMAND_DEADLINE_S = 60.0
 LOOK_S = 5.0  # between two looks at the time that is left
+# Seconds for which an attempt waits for what a lost node still has of an earlier one: the lock of
+# the run's folder, which NFS and Lustre release 90 s and more after their client is gone, or steps.
+LEFT_S = 300.0
 ANSWER_S = 20.0  # for squeue, of which the next look asks again
+STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
+PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
 # how the variables begin that Slurm puts into a job's processes
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
 # by which its commands find it
@@ -133,11 +139,16 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     """Submit the run to Slurm; print its id and how to follow it. Raises `ConfigError` with
     sbatch's own words when it refuses; a run that had not begun then leaves nothing."""
     run_dir = c.run_dir.resolve()
+    warning_s = resume.warning_s(run_dir, c.cluster.slurm)
+    if words := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
+        if warning_s > c.cluster.slurm.warning_s:
+            words += f"; its last checkpoint took {resume.last_save_s(run_dir):.0f} s"
+        raise ConfigError(words)
     began = any((run_dir / name).exists() for name in ("config.json", "logs", "status"))
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
     try:
-        text = sbatch.script(c, ranks, run_dir, resume.warning_s(run_dir, c.cluster.slurm))
+        text = sbatch.script(c, ranks, run_dir, warning_s)
         job = Executor(sbatch.folder(run_dir), text).submit(Run(run_dir))
     except FailedJobError as error:
         if not began:
@@ -174,8 +185,8 @@ def submit_helper(run_dir: Path, text: str, work: Callable[[], object]) -> int:
     return 0
 
 
-class RunFailed(RuntimeError):
-    """The run ended in failure; the message is the cause. Slurm then calls the job FAILED."""
+class NotNow(RuntimeError):
+    """Raised when an attempt can't begin and a later one may. The message is the cause."""
 
 
 @dataclass
@@ -187,10 +198,14 @@ class Run:
     def __call__(self) -> str:
         """Raises `RunFailed`."""
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
-        with local.locked(self.run_dir):
-            if resume.is_finished(self.run_dir, c):
-                return "finished already"
-            outcome = self._attempt(c)
+        try:
+            with _locked(self.run_dir):
+                if resume.is_finished(self.run_dir, c):
+                    return "finished already"
+                outcome = self._attempt(c)
+        except NotNow as cause:
+            signals = batch.received
+            outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
         # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)
         if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
             return self._requeue(c, outcome)
@@ -200,15 +215,21 @@ class Run:
         return "stopped" if outcome.interrupted else "finished"
 
     def _attempt(self, c: Config) -> supervise.Outcome:
+        """Raises `RunFailed`, and `NotNow` when the job is warned or ended before ranks start."""
         ranks = layout(c)
-        _refuse_shared_nodes()
-        _end_old_steps()
+        try:
+            _refuse_shared_nodes()
+            _end_old_steps()
+        except commands.SlurmError as error:
+            raise NotNow(str(error)) from None
         try:
             words = resume.check_inputs(self.run_dir, c.name)
         except ConfigError as error:
             raise RunFailed(str(error)) from None
         if words:
             print(words, flush=True)
+        if batch.received:
+            raise NotNow("a signal came before the ranks were started")
         attempt = logs.new_attempt(self.run_dir)
         local.write_config(c, self.run_dir)
         print(
@@ -226,22 +247,21 @@ class Run:
                 env=_environment(c),
                 start_new_session=True,
             )
-        with _warned_in_time(self.run_dir, c.cluster.slurm):
-            outcome = supervise.Job(
-                srun, ranks, self.run_dir, attempt, c.cluster, starter="srun"
-            ).wait()
+        job = supervise.Job(
+            srun, ranks, self.run_dir, attempt, c.cluster, "srun", batch.received, handled=True
+        )
+        shown = terminal.shown(self.run_dir, Console(), STEPS_S)
+        steps = shown if c.observe.terminal else nullcontext()
+        with _warned_in_time(self.run_dir, c.cluster.slurm), steps:
+            outcome = job.wait()
         report.build_views(c.observe, self.run_dir)
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
         """Ask Slurm for another go, which continues from the last checkpoint; it ends this
         process."""
-        why = (
-            "Slurm's warning: preempted, or near the time limit"
-            if not outcome.failure
-            else outcome.failure
-        )
-        done = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        why = outcome.failure or "Slurm's warning: preempted, or near the time limit"
+        done = _restarts()
         if done >= c.cluster.slurm.requeues:
             raise RunFailed(
                 f"given up after {done} requeues "
@@ -249,18 +269,41 @@ class Run:
                 f"last end: {why}"
             )
         print(f"{why}\nrequeueing, {done + 1} of at most {c.cluster.slurm.requeues}", flush=True)
-        asked = subprocess.run(
-            ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_DEADLINE_S,
-        )
-        if asked.returncode:
+        try:
+            if not commands.requeue(os.environ["SLURM_JOB_ID"], done):
+                return "Slurm has started another attempt already"
+        except commands.SlurmError as error:
             raise RunFailed(
-                f"scontrol did not requeue the job ({asked.stderr.strip()}); if Slurm preempted "
+                f"scontrol did not requeue the job ({error}); if Slurm preempted "
                 "it, Slurm has requeued it already, else the same launch.py command continues it"
-            )
+            ) from None
         return "requeued"
+
+
+def _restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder, once the launch that submitted this job, or an earlier attempt on a
+    lost node, has released it. Raises `NotNow` when the latter has not within `LEFT_S`."""
+    end, told = time.monotonic() + LEFT_S, False
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(local.locked(run_dir))
+                break
+            except local.InUse as error:
+                if time.monotonic() > end and not _restarts():
+                    raise RunFailed(str(error)) from None
+                if batch.received or time.monotonic() > end:
+                    raise NotNow(f"{error}; waited {LEFT_S:g} s") from None
+                if not told:
+                    print(f"{error}; waiting for its end", flush=True)
+                told = True
+                time.sleep(PAUSE_S)
+        yield
 
 
 @contextmanager
@@ -300,36 +343,29 @@ def _end_time() -> float | None:
     if given := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
         return float(given)
     try:
-        asked = subprocess.run(
+        asked = commands.ask(
             ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
-            env=state.own_environment() | {"SLURM_TIME_FORMAT": "standard"},
-            capture_output=True,
-            text=True,
-            timeout=ANSWER_S,
+            patience_s=0.0,
+            deadline_s=ANSWER_S,
+            SLURM_TIME_FORMAT="standard",
         )
-    except subprocess.TimeoutExpired:
+    except commands.SlurmError:
         return None
     # of every component, local time; other words (N/A) where there is no limit
-    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", asked.stdout, re.MULTILINE)
-    if asked.returncode or not asked.stdout.strip():
+    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", asked, re.MULTILINE)
+    if not asked.strip():
         return None
     return min((datetime.fromisoformat(end).timestamp() for end in ends), default=float("inf"))
 
 
 def _refuse_shared_nodes() -> None:
     """Raises `RunFailed` when a node is in two components of this job: srun then starts no rank and
-    never ends (its PMI has one socket per job and node)."""
+    never ends (its PMI has one socket per job and node). Raises `commands.SlurmError`."""
     nodes: dict[str, str] = {}
     for group in range(int(os.environ.get("SLURM_HET_SIZE", "0"))):
         listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
-        asked = subprocess.run(
-            ["scontrol", "show", "hostnames", listed],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_DEADLINE_S,
-            check=True,
-        )
-        shared = nodes.keys() & asked.stdout.split()
+        names = commands.ask(["scontrol", "show", "hostnames", listed]).split()
+        shared = nodes.keys() & names
         if shared:
             other = nodes[min(shared)]
             raise RunFailed(
@@ -338,40 +374,34 @@ def _refuse_shared_nodes() -> None:
                 "cluster.slurm.trainer.exclusive=true, or give them partitions without a common "
                 "node"
             )
-        nodes |= dict.fromkeys(asked.stdout.split(), listed)
+        nodes |= dict.fromkeys(names, listed)
 
 
 def _end_old_steps() -> None:
     """When the first node is lost, Slurm requeues its component only: on the others the last
-    attempt's step lives on, and srun can't start ours beside it. Raises `RunFailed` when it won't
-    end."""
+    attempt's step lives on, and srun can't start ours beside it. Raises `NotNow` when it won't
+    end, and `commands.SlurmError`."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
     ]
-    end = time.monotonic() + COMMAND_DEADLINE_S
+    end = time.monotonic() + LEFT_S
     while old := _numbered_steps(jobs):
-        if time.monotonic() > end:
-            raise RunFailed(
-                f"steps {' '.join(old)} of an earlier attempt did not end within "
-                f"{COMMAND_DEADLINE_S:g} s"
-            )
+        if time.monotonic() > end or batch.received:
+            raise NotNow(f"steps {' '.join(old)} of an earlier attempt did not end")
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-        # one may be gone: look again
-        subprocess.run(["scancel", "--signal=KILL", *old], timeout=COMMAND_DEADLINE_S)
-        time.sleep(1.0)
+        with suppress(commands.SlurmError):  # a step that has ended; the next poll says so
+            commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
+        time.sleep(PAUSE_S)
 
 
 def _numbered_steps(jobs: Sequence[str]) -> list[str]:
-    """Ids of the steps that some srun started, as 12.0; not 12.batch, which this process is."""
-    asked = subprocess.run(
-        ["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)],
-        env=state.own_environment(),
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_DEADLINE_S,
+    """Ids of the steps that some srun started, as 12.0; not 12.batch, which this process is.
+    Raises `commands.SlurmError`."""
+    listed = commands.ask(
+        ["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)]
     )
-    return [step for step in asked.stdout.split() if step.rpartition(".")[2].isdigit()]
+    return [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
 
 
 def _environment(c: Config) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What became of a run: how far it has come and what it has cost; and of its Slurm job every
 component's state and exit reason, and the ranks that failed.
 
-    python -m rose.launch.state outputs/NAME
+    python -m rose.launch.state outputs/NAME [outputs/OTHER ...]
 Asks squeue, and sacct for jobs that ended some time ago.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rose.files import write_whole
-from rose.launch import rank_status
+from rose.launch import logs, rank_status
+from rose.launch.commands import own_environment
 from rose.observe import terminal
 from rose.observe.status import Status, read_status
 from rose.trainer import checkpoint
@@ -41,6 +43,9 @@ ACTIVE = {
     "SIGNALING",
     "STAGE_OUT",
 }
+# of which a user wants to know why
+FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+TAIL_LINES = 15
 # what squeue says of a job that ended some minutes ago, or never was
 UNKNOWN_JOB = "invalid job id"
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
@@ -135,11 +140,17 @@ def _any_active(found: list[JobState]) -> bool:
 
 def show(run_dir: Path, console: Console) -> bool:
     """Print the state; False when nothing is known of a job. Raises RuntimeError as `components`
-    and `submitted` do."""
+    and `submitted` do, once what lies in the run's folder is printed."""
     job = submitted(run_dir)
     if job is None:
         return False
-    found = components(job)
+    try:
+        found = components(job)
+    except RuntimeError:
+        console.print(f"job {job}, without Slurm's answer:", soft_wrap=True)
+        _show_ranks(run_dir, None, console)
+        show_run(run_dir, console)
+        raise
     table = Table(title=escape(f"{run_dir.name}: job {job}"))
     for name in FIELDS:
         table.add_column(name)
@@ -151,9 +162,29 @@ def show(run_dir: Path, console: Console) -> bool:
         console.print(f"job {job}: Slurm knows nothing of it any more", soft_wrap=True)
     if hopeless := cannot_start(job):
         console.print(hopeless, soft_wrap=True)
+    _show_failure(run_dir, job, found, console)
     _show_ranks(run_dir, found, console)
     show_run(run_dir, console)
     return True
+
+
+def _show_failure(run_dir: Path, job: str, found: list[JobState], console: Console) -> None:
+    """Print the end of a failed job's log, or why there is none."""
+    ended = [component.state for component in found]
+    if not set(ended) & FAILED or _any_active(found):
+        return
+    log = run_dir / "logs" / f"slurm-{job}.out"
+    if lines := logs.tail(log, TAIL_LINES):
+        # a program's escape sequences are for its own terminal
+        plain = ("".join(filter(str.isprintable, line)) for line in lines)
+        words = "\n".join([f"last lines of {log}:", *(f"  {line}" for line in plain)])
+    else:
+        words = (
+            f"{log} is missing or empty: the node could not write it; does it see "
+            f"{run_dir.parent} (output_dir)? `rose doctor cluster=slurm --folder "
+            f"{shlex.quote(str(run_dir.parent))}` tries it"
+        )
+    terminal.echo(console, words)
 
 
 def show_run(run_dir: Path, console: Console) -> bool:
@@ -184,8 +215,9 @@ def progress(run_dir: Path, status: Status) -> str:
     )
 
 
-def _show_ranks(run_dir: Path, found: list[JobState], console: Console) -> None:
-    """How many of the last attempt's ranks run, and how the others ended."""
+def _show_ranks(run_dir: Path, found: list[JobState] | None, console: Console) -> None:
+    """Print how many of the last attempt's ranks run, and how the others ended. `found`: the job's
+    components; None: unknown."""
     folders = (run_dir / "status").glob("attempt-*")
     numbers = [name for path in folders if (name := path.name.removeprefix("attempt-")).isdecimal()]
     if not numbers:
@@ -196,7 +228,8 @@ def _show_ranks(run_dir: Path, found: list[JobState], console: Console) -> None:
     except (OSError, msgspec.MsgspecError) as error:
         raise RuntimeError(f"{rank_status.folder(run_dir, attempt)}: {error}") from None
     # nobody is left to write how a rank ended that Slurm ended together with its guard
-    running = "running" if _any_active(found) else "ended with the job"
+    active = found is None or _any_active(found)
+    running = "running" if active else "ended with the job"
     states = [running if status.state == "running" else status.state for status in ranks.values()]
     counted = [
         f"{states.count(name)} {name}" for name in (running, "done", "failed") if name in states
@@ -221,13 +254,6 @@ def _rows(command: list[str]) -> list[JobState]:
     if lines and not found:
         raise RuntimeError(f"{command[0]} printed {lines[0][:80]!r}, which is no state of a job")
     return [row._replace(state=row.state.split(" by ")[0]) for row in found]
-
-
-def own_environment() -> dict[str, str]:
-    """Return this process's variables without a user's defaults for Slurm's commands, such as
-    SQUEUE_STATES, which would hide jobs and change how they are printed."""
-    theirs = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT")
-    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
 
 
 def _ask(command: list[str]) -> str | None:
@@ -263,9 +289,13 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="the run's folder")
-    run_dir = parser.parse_args().run
+    parser.add_argument("run", type=Path, nargs="+", help="the run's folder, or several")
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))
+    return max(_state_of(run_dir, console) for run_dir in parser.parse_args().run)
+
+
+def _state_of(run_dir: Path, console: Console) -> int:
+    """Print it; the exit code."""
     try:
         if show(run_dir, console) or show_run(run_dir, console):
             return 0

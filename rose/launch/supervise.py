@@ -28,7 +28,7 @@ import psutil
 from rose import files
 from rose.comm import mpi_process
 from rose.config import Cluster
-from rose.launch import logs, rank_status, resume
+from rose.launch import batch, logs, rank_status, resume
 from rose.launch.beats import Beats
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
@@ -78,6 +78,7 @@ class Job:
     cluster: Cluster  # for its deadlines: start_timeout_s and stop_timeout_s
     starter: str = "mpiexec"  # its name, and that of its log
     signals: list[int] = field(default_factory=list)
+    handled: bool = False  # whether the batch process notes its signals in `signals`
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
     beats: Beats = field(default_factory=Beats)
@@ -91,10 +92,11 @@ class Job:
         return rank_status.read_all(self.run_dir, self.attempt)
 
     def wait(self) -> Outcome:
-        """Until the job ends. Takes over its signals meanwhile."""
+        """Wait until the job ends, and handle its signals meanwhile unless they are `handled`."""
         before = {
             number: signal.signal(number, lambda got, _: self.signals.append(got))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+            for number in batch.SIGNALS
+            if not self.handled
         }
         try:
             return self._watch()
@@ -106,6 +108,7 @@ class Job:
 
     def _watch(self) -> Outcome:
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
+        asked = False  # the coordinator, to stop
         while True:
             failure = self._failure(deadlines)
             if failure and self._stopped():
@@ -122,9 +125,11 @@ class Job:
                 return Outcome(interrupted=self._interrupted())
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
-            if self.signals and "stop" not in deadlines and self._signal_coordinator(states):
+            if self.signals and not asked:
+                # from the signal on, though the coordinator may not have appeared
                 end_s = resume.end_s(self.run_dir, self.cluster, self._warned)
-                deadlines["stop"] = time.monotonic() + end_s
+                deadlines.setdefault("stop", time.monotonic() + end_s)
+                asked = self._signal_coordinator(states)
             coordinator = states.get(0)
             if coordinator and coordinator.state == "done":
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)

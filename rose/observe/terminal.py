@@ -6,8 +6,10 @@ Follows metrics.jsonl and live.json, so it may start late, die and start again u
 from __future__ import annotations
 
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,37 @@ PHASE_STYLES = {"rollout": "blue", "train": "yellow", "sync": "green", "idle": "
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def follow(run_dir: Path | str, stop: Callable[[], bool], console: Console) -> None:
-    """Show the run until `stop()`, asked about four times a second: a live display on a terminal,
-    else a line per step, evaluation or fault from now on. What was written before the end is still
-    shown."""
+@contextmanager
+def shown(run_dir: Path, console: Console, poll_s: float | None = None) -> Iterator[None]:
+    """Meanwhile a thread follows the run."""
+    over = threading.Event()
+    thread = threading.Thread(
+        target=follow,
+        args=(run_dir, over.is_set, console, poll_s or POLL_SECONDS, over.wait),
+        daemon=True,
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=5.0)
+
+
+def follow(
+    run_dir: Path | str,
+    stop: Callable[[], bool],
+    console: Console,
+    poll_s: float = POLL_SECONDS,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Show the run until `stop()`, asked each `poll_s`: a live display on a terminal, else a line
+    per step, evaluation or fault from now on. What was written before the end is still shown."""
+    polls = _polls(stop, poll_s, pause)
     if console.is_terminal:
-        _follow_live(Path(run_dir), stop, console)
+        _follow_live(Path(run_dir), polls, console)
     else:
-        _follow_lines(Path(run_dir), stop, console)
+        _follow_lines(Path(run_dir), polls, console)
 
 
 def echo(console: Console, text: str, label: str = "", style: str | None = None) -> None:
@@ -65,20 +90,22 @@ def show(console: Console, table: Table) -> None:
         console.width = width
 
 
-def _follow_lines(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
+def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> None:
     shown = len(read_metrics(run_dir))  # by earlier attempts, in their output
-    for _ in _polls(stop):
+    for _ in polls:
         rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
         for row in rows[min(shown, len(rows)) :]:  # a resume cuts the file back
             echo(console, describe(row, status.steps))
         shown = len(rows)
 
 
-def _polls(stop: Callable[[], bool]) -> Iterator[None]:
-    """A turn every POLL_SECONDS, and one after `stop()`."""
+def _polls(
+    stop: Callable[[], bool], poll_s: float, pause: Callable[[float], object]
+) -> Iterator[None]:
+    """A turn each `poll_s`, and one after `stop()`."""
     while not stop():
         yield
-        time.sleep(POLL_SECONDS)
+        pause(poll_s)
     yield
 
 
@@ -117,9 +144,9 @@ def _rate(evaluation: dict[str, Any]) -> str:
     return f"{e['rate']:.1%} (95% {e['low']:.1%} to {e['high']:.1%}, {e['successes']} of {e['n']})"
 
 
-def _follow_live(run_dir: Path, stop: Callable[[], bool], console: Console) -> None:
+def _follow_live(run_dir: Path, polls: Iterator[None], console: Console) -> None:
     with Live(console=console, refresh_per_second=4, transient=True, auto_refresh=False) as live:
-        for _ in _polls(stop):
+        for _ in polls:
             status = read_status(run_dir) or Status()
             live.update(screen(run_dir.name, status, read_metrics(run_dir)), refresh=True)
 

@@ -20,7 +20,6 @@ from rose.scheduler.events import (
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-MAX_BACK_OFF = 64  # times `back_off_s`
 MOST_DELAY = 0.02  # of a step
 CALM = 20  # steps without such a delay, after which half as early a rest is tried
 
@@ -31,8 +30,8 @@ class OnDemand:
     From `min` to `max` of them: one more when turns have waited without a break for `patience_s`;
     one less when none has waited for `idle_s` (longer than a training phase, in which none does),
     the last asked for first. At least `cool_down_s` lie between two decisions. After a refusal
-    nothing is asked for `back_off_s`, twice that after the next in a row, up to MAX_BACK_OFF times.
-    All in seconds.
+    nothing is asked for `back_off_s`, twice that after the next in a row, up to five minutes. All
+    in seconds.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class OnDemand:
         have = len(cluster.requests)
         if have >= self.min and at - self._decided_at < self.cool_down_s:
             return []
-        if self._wants_more(at, have) and not self._backs_off(at, cluster):
+        if self._wants_more(at, have) and not cluster.back_off.waits(at, self.back_off_s):
             self._decided_at = at
             return [RequestCapacity(self._new_name(cluster))]
         if (
@@ -95,13 +94,6 @@ class OnDemand:
     def _wants_more(self, at: float, have: int) -> bool:
         waited = self._waiting_since is not None and at - self._waiting_since >= self.patience_s
         return have < self.min or have < self.max and waited
-
-    def _backs_off(self, at: float, cluster: Cluster) -> bool:
-        if not cluster.refusals:
-            return False
-        return at - cluster.refused_at < self.back_off_s * min(
-            2 ** (cluster.refusals - 1), MAX_BACK_OFF
-        )
 
 
 class AllIdle(RoseProvisioning):

@@ -7,8 +7,6 @@ import math
 from rose.scheduler.events import Action, ReleaseCapacity, RequestCapacity
 from rose.scheduler.state import Cluster
 
-MAX_BACK_OFF = 64  # times `back_off_s`
-
 
 class Serverless:
     """Workers are asked for as turns come and given back as they go, like functions (λRL-like: the
@@ -17,7 +15,8 @@ class Serverless:
     As many as the unfinished turns need at `turns_per_worker` each, up to `max`, all at once; what
     is not needed any more for `keep_alive_s` ends, the last asked for first. Every step so pays for
     allocation anew: queue, start and a whole copy of the weights. After a refusal nothing is asked
-    for `back_off_s`, twice that after the next in a row, up to MAX_BACK_OFF times. All in seconds;
+    for `back_off_s`, twice that after the next in a row, up to five minutes; refusals of what was
+    asked for at once count as one. All in seconds;
     the numbers of `conf` are ours.
     """
 
@@ -40,7 +39,11 @@ class Serverless:
         self._needed_at[: need + 1] = [at] * (need + 1)
         have = len(cluster.requests)
         if need > have:
-            return [] if self._backs_off(at, cluster) else self._ask(need - have, cluster)
+            return (
+                []
+                if cluster.back_off.waits(at, self.back_off_s)
+                else self._ask(need - have, cluster)
+            )
         keep = next(
             (n for n in range(self.max, need, -1) if at - self._needed_at[n] < self.keep_alive_s),
             need,
@@ -54,10 +57,3 @@ class Serverless:
             if (name := f"lend-{self._asked}") not in cluster.requests:  # an earlier attempt's
                 names.append(name)
         return [RequestCapacity(name) for name in names]
-
-    def _backs_off(self, at: float, cluster: Cluster) -> bool:
-        if not cluster.refusals:
-            return False
-        return at - cluster.refused_at < self.back_off_s * min(
-            2 ** (cluster.refusals - 1), MAX_BACK_OFF
-        )

@@ -17,7 +17,7 @@ from pathlib import Path
 from rose import config as configuration
 from rose.comm import mpi_process
 from rose.config import cpus_of
-from rose.launch import sbatch, slurm
+from rose.launch import batch, sbatch, slurm
 from rose.reward.joiner import Ended
 
 WAIT_S = 60.0
@@ -44,7 +44,7 @@ class Help:
     pool: int
 
     def __call__(self) -> str:
-        self._signals: list[int] = []
+        self._signals = batch.received
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, lambda got, _: self._signals.append(got))
         c = configuration.load(self.run_dir / "config.json")

@@ -317,13 +317,12 @@ class Scheduler:
 
     def _capacity_granted(self, e: ev.CapacityGranted) -> list[Action]:
         self.cluster.requests[e.request] = True
-        self.cluster.refusals = 0
+        self.cluster.back_off.granted()
         return []
 
     def _capacity_refused(self, e: ev.CapacityRefused) -> list[Action]:
         self.cluster.requests.pop(e.request, None)
-        self.cluster.refusals += 1
-        self.cluster.refused_at = e.at
+        self.cluster.back_off.refused(e.request, e.at, self.cluster.requests)
         return []
 
     def _capacity_ended(self, e: ev.CapacityEnded) -> list[Action]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from rose.scheduler.events import Kind, Shape
@@ -128,6 +128,40 @@ class SavedState:
     commands_s: float
 
 
+# Seconds of the longest pause after refusals: a queue that was closed or full for a while is tried
+# again within minutes, however often it has refused.
+LONGEST_BACK_OFF_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class BackOff:
+    """When capacity may be asked for again after refusals. Requests that were open when one of them
+    was refused count as one refusal together: they were asked of the same queue, and nothing has
+    been asked since."""
+
+    refusals: int = 0  # number of refusals in a row
+    refused_at: float = 0.0  # time of the last refusal
+    _same: set[str] = field(default_factory=set)  # requests whose refusal is counted already
+
+    def refused(self, request: str, at: float, others: Iterable[str]) -> None:
+        """`others`: requests that are still open."""
+        self.refused_at = at
+        if request in self._same:
+            self._same.discard(request)
+        else:
+            self.refusals, self._same = self.refusals + 1, set(others)
+
+    def granted(self) -> None:
+        self.refusals = 0
+
+    def waits(self, at: float, first_s: float) -> bool:
+        """True for `first_s` after a refusal, twice that after the next in a row, and so on up to
+        `LONGEST_BACK_OFF_S`."""
+        most_s = max(first_s, LONGEST_BACK_OFF_S)
+        pause_s = min(first_s * 2.0 ** min(self.refusals - 1, 64), most_s)
+        return bool(self.refusals) and at - self.refused_at < pause_s
+
+
 @dataclass
 class Cluster:
     """The state that policies see."""
@@ -152,7 +186,6 @@ class Cluster:
     waiting: int = 0  # turns in the queue
     # capacity asked for -> whether its job runs
     requests: dict[str, bool] = field(default_factory=dict)
-    refusals: int = 0  # in a row
-    refused_at: float = 0.0
+    back_off: BackOff = field(default_factory=BackOff)
     hosts: dict[str, HostState] = field(default_factory=dict)  # of environments, that told a load
     saved: dict[str, SavedState] = field(default_factory=dict)  # trajectory -> its newest snapshot

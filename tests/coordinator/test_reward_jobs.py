@@ -82,6 +82,16 @@ def test_one_that_ended_is_replaced_and_after_a_refusal_the_next_waits_longer_ea
         assert len(jobs.asked) == count + 1
 
 
+def test_refusals_of_what_was_asked_for_at_once_count_once(jobs, now):
+    for wait_s in (60, 120):
+        jobs.asked.clear()
+        jobs.demand(waits(6))
+        assert len(jobs.asked) == 3
+        for action in list(jobs.asked):
+            jobs.feed(ev.CapacityRefused(at=0.0, request=action.request, reason="full"))
+        now.at += wait_s + 1
+
+
 def test_what_still_queues_when_nothing_waits_is_given_back_and_what_runs_ends_by_itself(jobs, now):
     jobs.feed(ev.CapacityQueued(at=0.0, request="reward-0-7"))  # an earlier attempt's
     jobs.demand(waits(4))

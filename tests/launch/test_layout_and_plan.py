@@ -676,3 +676,18 @@ def test_the_experiments_are_those_of_the_paper(make_config):
         16,
     )
     assert large.rollout.workers * large.rollout.tensor_parallel == 32
+
+
+def test_a_missing_time_limit_and_memory_of_whole_nodes_are_doubts(make_config, monkeypatch):
+    monkeypatch.delenv("SBATCH_TIMELIMIT", raising=False)
+
+    def doubts(*overrides):
+        return " ".join(plan._check_limits(make_config("cluster=slurm", *overrides)))
+
+    bare = doubts()
+    assert "cluster.slurm.trainer.time=null" in bare and "cluster.slurm.rollout.mem=0" in bare
+    assert "time" not in doubts("cluster.slurm.trainer.time='1-00:00:00'").split("mem=0")[0]
+    assert "mem=0" not in doubts("cluster.slurm.rollout.mem=64G")
+    assert "mem=0" not in doubts("cluster.slurm.rollout.exclusive=true")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "60")
+    assert "time=null" not in doubts()

@@ -60,13 +60,22 @@ GOLDEN = """#!/bin/bash
 #SBATCH --partition=small
 #SBATCH --time=2-00:00:00
 
+rose_signals= rose_ready=
+rose_pass() {{ [ -z "$rose_ready" ] || kill -s "$1" "$rose_python" || :; }}
+trap 'rose_signals="$rose_signals TERM"; rose_pass TERM' TERM
+trap 'rose_signals="$rose_signals USR2"; rose_pass USR2' USR2
+trap 'rose_ready=1; for rose_signal in $rose_signals; do rose_pass $rose_signal; done' USR1
+
 export PYTHONPATH={repository}${{PYTHONPATH:+:$PYTHONPATH}}
 module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec {python} -u -m submitit.core._submit '/runs/my runs/qwen7b/submitted'
-"""
+(trap '' TERM USR2; export ROSE_BATCH_SHELL=$$; exec {python} -u -m rose.launch.batch '/runs/my runs/qwen7b/submitted') &
+rose_python=$!
+while kill -0 "$rose_python" 2>/dev/null; do wait "$rose_python" || :; done
+wait "$rose_python"
+"""  # noqa: E501
 
 
 def test_the_batch_script_word_for_word(make_config):
@@ -156,7 +165,7 @@ def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config
             make_config(*SEVEN_B, BOX % runtime), Path("/my runs/a,b"), "lend-1"
         )
         last[runtime] = text.strip().splitlines()[-1]
-    submit = "/usr/local/bin/python -u -m submitit.core._submit '/my runs/a,b/submitted'"
+    submit = "/usr/local/bin/python -u -m rose.launch.batch '/my runs/a,b/submitted'"
     assert last["apptainer"] == (
         f"exec apptainer exec --nv --bind '{REPOSITORY},/my runs,/scratch:/data' --no-home "
         f"/shared/rose.sif {submit}"

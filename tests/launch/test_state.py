@@ -180,3 +180,46 @@ def test_what_stands_in_a_runs_folder_besides_its_attempts_does_not_matter(
     (tmp_path / "status" / "attempt-002" / "rank-0.json").write_text("{")
     code, line = told(tmp_path, monkeypatch, capsys)
     assert code == 1 and "attempt-002" in line
+
+
+def test_what_lies_in_the_folder_is_told_though_slurm_is_silent(
+    commands, tmp_path, monkeypatch, capsys
+):
+    commands(squeue="echo 'Unable to contact slurm controller' >&2; exit 1", sacct="exit 1")
+    run = tmp_path / "mine"
+    state.remember(run, "7")
+    live = LiveStatus(run)
+    live.update(steps=9, step=4, phase="rollout")
+    live.close()
+    monkeypatch.setattr("sys.argv", ["state", str(run)])
+    assert state.main() == 1
+    said = capsys.readouterr()
+    assert "mine: step 4 of 9, rollout" in said.out
+    assert said.err == f"{run}: squeue failed: Unable to contact slurm controller\n"
+
+
+def test_several_runs_are_told_and_a_failed_one_with_its_log(
+    commands, tmp_path, monkeypatch, capsys
+):
+    commands(
+        squeue="""case $5 in 7) echo '7|FAILED||NonZeroExitCode|n1|0:01';;
+        8) echo '8|FAILED||JobLaunchFailure|n1|0:00';; 9) echo '9|RUNNING||None|n1|0:00';; esac""",
+        sacct="exit 1",
+    )
+    runs = {job: tmp_path / f"run-{job}" for job in "789"}
+    for job, run in runs.items():
+        state.remember(run, job)
+    for job in "79":
+        (runs[job] / "logs").mkdir()
+        text = "\n".join(f"line {n}" for n in range(40)) + "\nfailed: bad \x1b]0;data\n"
+        (runs[job] / "logs" / f"slurm-{job}.out").write_text(text)
+    monkeypatch.setattr("sys.argv", ["state", *map(str, runs.values()), str(tmp_path / "none")])
+    assert state.main() == 2
+    said = capsys.readouterr()
+    assert said.out.count("failed: bad ") == 1 and "\x1b" not in said.out
+    assert f"last lines of {runs['7']}/logs/slurm-7.out:\n  line 26" in said.out
+    assert (
+        f"slurm-8.out is missing or empty: the node could not write it; does it see {tmp_path}"
+        in (said.out)
+    )
+    assert "9" in said.out and "no run there that has begun" in said.err

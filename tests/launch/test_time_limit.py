@@ -7,7 +7,11 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
+from rose import config as configuration
+from rose.config import ConfigError
+from rose.config.checks import time_limit
 from rose.launch import resume, sbatch, slurm
 from rose.launch.layout import layout
 
@@ -108,3 +112,74 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     resume.note_save(tmp_path, 300.2)
     text = sbatch.script(c, layout(c), tmp_path, resume.warning_s(tmp_path, c.cluster.slurm))
     assert "B:USR2@901" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("2", 120),
+        (2, 120),
+        ("2:30", 150),
+        ("1:02:03", 3723),
+        ("1-0", 86400),
+        ("2-01:30", 178200),
+        ("1-00:00:10", 86410),
+        ("UNLIMITED", None),
+        ("soon", None),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(limit, seconds):
+    assert time_limit.seconds(limit) == seconds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
+        (["cluster.slurm.trainer.time='2:59'"], "cluster.slurm.trainer.time='2:59'"),
+        (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
+        (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
+        (
+            ["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"],
+            "cluster.slurm.trainer.time='1:00:00'",
+        ),
+    ],
+)
+def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, key):
+    with pytest.raises(ConfigError) as refused:
+        make_config("cluster=slurm", *overrides)
+    assert key in str(refused.value) and "cluster.slurm.warning_s=" in str(refused.value)
+
+
+def test_a_limit_with_time_for_a_step_is_taken_unless_saving_takes_that_time(
+    make_config, tmp_path, monkeypatch
+):
+    c = make_config(
+        "cluster=slurm", "cluster.slurm.trainer.time='10'", f"output_dir={tmp_path}", "name=run"
+    )
+    resume.note_save(c.run_dir, 200.0)
+    with pytest.raises(ConfigError, match="time='10'.* its last checkpoint took 200 s"):
+        slurm.submit(c, layout(c), Console(quiet=True))
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "00:02:30")
+    c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=other")
+    with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT='00:02:30': Slurm warns"):
+        slurm.submit(c, layout(c), Console(quiet=True))
+    assert not c.run_dir.exists()
+
+
+@pytest.mark.parametrize("folder", ["/tmp/o%j", "/runs/%A/x", "/a%t"])
+def test_a_folder_in_whose_name_numbers_would_be_put_is_refused(make_config, folder):
+    with pytest.raises(ConfigError, match="output_dir=.*without %j"):
+        make_config("cluster=slurm", f"output_dir='{folder}'")
+
+
+def test_values_that_a_running_job_does_not_take_are_named(make_config, tmp_path):
+    given = ("cluster=slurm", f"output_dir={tmp_path}", "name=run")
+    c = make_config(*given)
+    assert resume.not_applied(c.run_dir / "config.json", c) == []
+    c.run_dir.mkdir()
+    configuration.save(c, c.run_dir / "config.json")
+    assert resume.not_applied(c.run_dir / "config.json", c) == []
+    other = make_config(*given, "trainer.steps=777")
+    [words] = resume.not_applied(c.run_dir / "config.json", other)
+    assert words == f"trainer.steps: {c.trainer.steps}, not 777"

@@ -263,6 +263,29 @@ def test_serverless_backs_off_after_a_refusal():
     assert s.handle(ev.Tick(at=61.0)) == [ev.RequestCapacity("lend-2")]
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_refusals_of_what_was_asked_for_at_once_count_once_and_pauses_stay_below_minutes(queued):
+    """A partition that is drained refuses all of them, at once or after they have waited."""
+    s, at, pauses = serverless(max=7), 0.0, []
+    work(s, 28)
+    for _ in range(6):
+        names = [action.request for action in s.handle(ev.Tick(at=at))]
+        assert len(names) == 7
+        for name in names:
+            if queued:
+                s.handle(ev.CapacityQueued(at=at, request=name))
+        for number, name in enumerate(names):
+            s.handle(ev.CapacityRefused(at=at + number / 2, request=name, reason="drained"))
+        refused = at + 3.0
+        at = next(
+            second
+            for second in itertools.count(refused)
+            if not s.cluster.back_off.waits(second, 60.0)
+        )
+        pauses.append(at - refused)
+    assert pauses == [60, 120, 240, 300, 300, 300]
+
+
 # ----------------------------------------------------------------- Libra
 
 

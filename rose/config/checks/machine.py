@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import msgspec
 
+from rose.config.checks import time_limit
 from rose.config.checks.need import Need, leaves
 from rose.config.cluster import Container, Mpi, nodes_of
+from rose.config.errors import ConfigError
 from rose.config.tree import OVERLAPPING, Config
 
 # batching policies whose trainer is to have its next batch before it waits, and provisioning
@@ -354,6 +357,13 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         "output_dir",
         "without backslashes, at which Slurm leaves the %j in the log's name as it is",
     )
+    need(
+        re.search(r"%[jtAa]", os.path.abspath(c.output_dir)) is None,
+        "output_dir",
+        "a path without %j, %t, %A and %a, in whose place submitit would write the job's numbers",
+    )
+    if words := time_limit.too_short(c, c.cluster.slurm.warning_s):
+        raise ConfigError(words)
     for name in ("trainer", "rollout", "borrowed", "reward"):
         time = getattr(c.cluster.slurm, name).time
         need(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose import config as configuration
-from rose.launch import sbatch, slurm, state
+from rose.launch import batch, sbatch, slurm, state
 from rose.lending.rank.lender import Lender
 
 WAIT_S = 900.0  # for a requeued run; such a job is of no use to anybody else
@@ -27,7 +27,9 @@ class Lend:
     run_dir: Path
 
     def __call__(self) -> int:
-        return Lender(self.run_dir, [f"serving.wait_s={WAIT_S:g}"], self._wanted).run()
+        lender = Lender(self.run_dir, [f"serving.wait_s={WAIT_S:g}"], self._wanted)
+        lender.signals = batch.received
+        return lender.run()
 
     def _wanted(self) -> bool:
         """Whether the training job lives. One that Slurm killed in the midst of its end could not

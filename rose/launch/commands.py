@@ -1,0 +1,107 @@
+"""Slurm's commands as a job calls them: asked until Slurm answers.
+
+A controller that restarts or fails over is away for minutes, in which every command fails. A job
+that took this for a refusal would end though nothing is wrong with it. Left out: commands for a
+user who waits at a terminal (state.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+
+DEADLINE_S = 60.0  # seconds that one call may take
+# Seconds for which a command is asked again. A failover to a backup controller takes Slurm's
+# SlurmctldTimeout, two minutes by default, and the time to read its state.
+PATIENCE_S = 300.0
+PAUSE_S = 5.0
+# Messages by which Slurm refuses, so that asking again can't help. Any other failure may pass.
+REFUSALS = (
+    "invalid job id",
+    "invalid user id",
+    "invalid option",
+    "denied",
+    "disabled",
+    "not supported",
+    "not permitted",
+    "unrecognized",
+    "already completing or completed",
+)
+PENDING = "job is pending"
+
+
+class SlurmError(RuntimeError):
+    """A command of Slurm's was refused, or not answered in time; the message has Slurm's words."""
+
+
+def own_environment() -> dict[str, str]:
+    """Return this process's variables without a user's defaults for Slurm's commands, such as
+    SQUEUE_STATES, which would hide jobs and change how they are printed."""
+    theirs = ("SQUEUE_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+
+
+def refuses(message: str) -> bool:
+    """True if Slurm's message is an answer, and not the failure to give one."""
+    return any(words in message.lower() for words in (*REFUSALS, PENDING))
+
+
+def ask(
+    command: Sequence[str],
+    patience_s: float | None = None,
+    deadline_s: float | None = None,
+    **variables: str,
+) -> str:
+    """Return what the command prints. It is asked again while it fails, except by a refusal, for
+    `patience_s` (None: PATIENCE_S); each call may take `deadline_s` (None: DEADLINE_S). `variables`
+    are set for it. Raises `SlurmError`."""
+    deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+    end = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
+    told = ""
+    while True:
+        try:
+            done = subprocess.run(
+                command,
+                env=own_environment() | variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=deadline_s,
+            )
+        except subprocess.TimeoutExpired:
+            message = f"no answer within {deadline_s:g} s"
+        except OSError as error:
+            raise SlurmError(f"{command[0]} can't be run: {error.strerror or error}") from None
+        else:
+            if done.returncode == 0:
+                return done.stdout.decode(errors="replace")
+            message = done.stderr.decode(errors="replace").strip()
+            message = message or f"exit code {done.returncode}, no output"
+        if refuses(message) or time.monotonic() > end:
+            raise SlurmError(f"{' '.join(command)}: {message}")
+        if message != told:
+            print(f"{' '.join(command)}: {message}; asked again", flush=True)
+        told = message
+        time.sleep(PAUSE_S)
+
+
+def requeue(job: str, restarts: int) -> bool:
+    """Have Slurm requeue this job, which has been restarted `restarts` times. False if Slurm has
+    restarted it since: then this process is what a lost node has left of an earlier attempt. Raises
+    `SlurmError`."""
+    try:
+        shown = ask(["scontrol", "--oneliner", "show", "job", job], patience_s=0.0)
+    except SlurmError:
+        shown = ""
+    found = re.search(r"\bRestarts=(\d+)", shown)
+    if found and int(found[1]) > restarts:
+        return False
+    try:
+        ask(["scontrol", "requeue", job])
+    except SlurmError as error:
+        # an earlier call, whose answer was lost, has succeeded, or Slurm itself was faster
+        if PENDING not in str(error).lower():
+            raise
+    return True

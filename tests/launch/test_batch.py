@@ -1,0 +1,118 @@
+"""Signals that Slurm sends to a job's batch script at any time reach what the job runs, and end
+nothing by themselves."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rose.launch import batch, sbatch, slurm
+from rose.launch.layout import layout
+
+DEADLINE_S = 120.0
+
+
+def wait_for(path):
+    end = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < end, f"waited too long for {path}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Work:
+    """Stands for the run inside the job: holds at `gate`, and notes its signals."""
+
+    folder: Path
+    error: str = ""
+
+    def __call__(self):
+        (self.folder / "works").touch()
+        wait_for(self.folder / "gate-works")
+        (self.folder / "got").write_text(" ".join(map(str, batch.received)))
+        if self.error:
+            raise slurm.RunFailed(self.error)
+
+
+@pytest.fixture
+def job(make_config, tmp_path, monkeypatch):
+    """job(error) -> the running batch script, which holds in its setup lines, as Python starts, and
+    in its work, until the file gate-PLACE is there."""
+    started = []
+
+    def start(error=""):
+        late = tmp_path / "late" / "sitecustomize.py"  # Python runs it before anything of ours
+        late.parent.mkdir()
+        late.write_text(
+            f"import os, time\nopen({str(tmp_path / 'python')!r}, 'w').close()\n"
+            f"while not os.path.exists({str(tmp_path / 'gate-python')!r}): time.sleep(0.02)\n"
+        )
+        hold = f"touch {tmp_path}/setup; until [ -e {tmp_path}/gate-setup ]; do sleep 0.02; done"
+        c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run")
+        c.cluster.slurm.setup.append(hold)
+        text = sbatch.script(c, layout(c), tmp_path / "run")
+        stand_in = tmp_path / "bin" / "sbatch"
+        stand_in.parent.mkdir()
+        stand_in.write_text("#!/bin/sh\necho Submitted batch job 7\n")
+        stand_in.chmod(0o755)
+        shutil.copy(stand_in, stand_in.with_name("srun"))
+        monkeypatch.setenv("PATH", f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}")
+        slurm.Executor(sbatch.folder(tmp_path / "run"), text).submit(Work(tmp_path, error))
+        (tmp_path / "script").write_text(text)
+        process = subprocess.Popen(
+            ["bash", str(tmp_path / "script")],
+            env=os.environ | {"SLURM_JOB_ID": "7", "PYTHONPATH": str(late.parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=DEADLINE_S)
+
+
+PLACES = ("setup", "python", "works")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_to_the_script_reaches_the_work_wherever_the_job_is(job, tmp_path, place, number):
+    process = job()
+    for each in PLACES:
+        wait_for(tmp_path / each)
+        if each == place:
+            process.send_signal(number)
+            time.sleep(0.1)
+        (tmp_path / f"gate-{each}").touch()
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said
+    assert (tmp_path / "got").read_text() == str(int(number))
+    assert "Traceback" not in said
+
+
+def test_a_signal_to_all_of_the_job_counts_once_and_a_failure_is_told_without_a_traceback(
+    job, tmp_path
+):
+    process = job("the disk is full")
+    (tmp_path / "gate-setup").touch()
+    wait_for(tmp_path / "python")
+    os.killpg(process.pid, signal.SIGTERM)  # scancel sends it so
+    (tmp_path / "gate-python").touch()
+    wait_for(tmp_path / "works")
+    os.killpg(process.pid, signal.SIGTERM)
+    (tmp_path / "gate-works").touch()
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert (tmp_path / "got").read_text() == str(int(signal.SIGTERM))
+    assert said.splitlines()[-1] == "failed: the disk is full" and "Traceback" not in said

@@ -1,0 +1,221 @@
+"""Jobs are requeued that had ended FAILED: early warnings, locks of lost nodes, and a Slurm
+that does not answer for a while. Stand-ins for Slurm's commands, on PATH, note how they are
+called."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rose import config as configuration
+from rose import files
+from rose.launch import batch, commands, lent, slurm, supervise
+
+AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2"
+NO = "echo 'Requested operation is presently disabled' >&2; exit 1"
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """stand_in(NAME="shell lines"), in which $N is how often it has been called; called(NAME) ->
+    its arguments, a line a call."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    class StandIn:
+        def __call__(self, **lines):
+            for name, line in lines.items():
+                program = folder / name
+                program.write_text(
+                    f'#!/bin/sh\necho "$@" >> {folder}/{name}.calls\n'
+                    f"N=$(wc -l < {folder}/{name}.calls)\n{line}\n"
+                )
+                program.chmod(0o755)
+
+        def called(self, name):
+            path = folder / f"{name}.calls"
+            return path.read_text().splitlines() if path.exists() else []
+
+    return StandIn()
+
+
+@pytest.fixture
+def job(make_config, tmp_path, monkeypatch, stand_in):
+    """A run in its job, whose ranks are a stand-in that ends as `job.outcome`; signals of earlier
+    tests are forgotten."""
+    c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run")
+    run_dir = c.run_dir
+    run_dir.mkdir()
+    configuration.save(c, run_dir / "config.json")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(commands, "PAUSE_S", 0.01)
+    monkeypatch.setattr(slurm, "PAUSE_S", 0.01)
+    monkeypatch.setattr(slurm.model, "prepare", lambda c: c)
+    monkeypatch.setattr(batch, "received", [])
+    stand_in(srun="exit 0", squeue="exit 0", scancel="exit 0", scontrol="exit 0")
+
+    class Job(slurm.Run):
+        outcome = supervise.Outcome()
+
+        def requeued(self):
+            return [words for words in stand_in.called("scontrol") if words.startswith("requeue")]
+
+    mine = Job(run_dir)
+    monkeypatch.setattr(supervise.Job, "wait", lambda self: (self.process.wait(), mine.outcome)[1])
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "requeues"),
+    [(signal.SIGUSR2, "requeued", ["requeue 7"]), (signal.SIGTERM, "stopped", [])],
+)
+def test_a_signal_before_the_ranks_are_started_is_obeyed_without_them(
+    job, stand_in, capsys, number, said, requeues
+):
+    batch.received.append(number)
+    assert job() == said
+    assert job.requeued() == requeues and stand_in.called("srun") == []
+    assert ("requeueing, 1 of at most 20" in capsys.readouterr().out) == bool(requeues)
+
+
+def test_the_supervisor_gets_what_came_before_it_and_leaves_the_handlers(job, monkeypatch):
+    before = signal.signal(signal.SIGUSR2, lambda *_: batch.received.append(signal.SIGUSR2))
+    seen = []
+
+    def watch(self):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        seen.append(list(self.signals))
+        return supervise.Outcome(interrupted=self.signals[0])
+
+    try:
+        monkeypatch.undo()
+        monkeypatch.setattr(batch, "received", [])
+        monkeypatch.setattr(supervise.Job, "_watch", watch)
+        monkeypatch.setattr(supervise, "end_all", lambda process: None)
+        outcome = supervise.Job(None, [], job.run_dir, 1, None, "srun", batch.received, True).wait()
+        assert seen == [[signal.SIGUSR2]] and outcome.interrupted == signal.SIGUSR2
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert len(batch.received) == 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@contextlib.contextmanager
+def held(path, seconds):
+    """Another node's lock, which is released after these seconds."""
+    path.touch()
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        release = threading.Timer(seconds, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        release.start()
+        yield
+        release.cancel()
+        release.join()
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_an_attempt_waits_for_the_lock_of_what_came_before_it(
+    job, stand_in, monkeypatch, capsys, restarts
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    with held(job.run_dir / "lock", 0.5):
+        assert job() == "finished"
+    assert len(stand_in.called("srun")) == 1
+    assert capsys.readouterr().out.count("waiting for its end") == 1
+
+
+def test_a_lease_of_a_dead_client_ends_the_wait_like_a_lock(job, stand_in, monkeypatch):
+    """NFS and Lustre refuse with "try again", whoever asks, until the lease has expired."""
+    until, real = time.monotonic() + 0.3, files.lock_now
+
+    def lease(file):
+        if time.monotonic() < until:
+            raise BlockingIOError
+        real(file)
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    monkeypatch.setattr(files, "lock_now", lease)
+    assert job() == "finished" and len(stand_in.called("srun")) == 1
+
+
+def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(job, monkeypatch):
+    monkeypatch.setattr(slurm, "LEFT_S", 0.1)
+    with held(job.run_dir / "lock", 60.0):
+        with pytest.raises(slurm.RunFailed, match="in use by another launch"):
+            job()
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert job() == "requeued" and job.requeued() == ["requeue 7"]
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
+        with pytest.raises(slurm.RunFailed, match="given up after 20 requeues"):
+            job()
+
+
+def test_steps_of_an_earlier_attempt_that_stay_requeue_the_job(job, stand_in, monkeypatch):
+    monkeypatch.setattr(slurm, "LEFT_S", 0.1)
+    stand_in(squeue="echo 7.batch 7.0")
+    assert job() == "requeued"
+    assert stand_in.called("scancel")[0] == "--signal=KILL 7.0" and stand_in.called("srun") == []
+
+
+LOST = supervise.Outcome("rank 2 was killed by SIGKILL", lost_rank=True)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"[ $N -gt 4 ] || {{ {AWAY}; exit 1; }}",
+        "[ $N -gt 3 ] || { echo 'Unexpected message received' >&2; exit 1; }",
+        "echo 'Job is pending execution for job 7' >&2; exit 1",  # an answer to it was lost
+    ],
+)
+def test_a_requeue_is_asked_for_until_slurm_answers(job, stand_in, capsys, lines):
+    stand_in(scontrol=lines)
+    job.outcome = LOST
+    assert job() == "requeued"
+    assert capsys.readouterr().out.count("asked again") <= 1
+
+
+def test_a_requeue_that_hangs_is_asked_for_again(job, stand_in, monkeypatch):
+    monkeypatch.setattr(commands, "DEADLINE_S", 0.5)
+    stand_in(scontrol="[ $N -gt 2 ] || exec sleep 60")
+    job.outcome = LOST
+    assert job() == "requeued"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"), [(NO, "presently disabled"), (f"{AWAY}; exit 1", "Unable to contact")]
+)
+def test_a_refused_requeue_and_one_that_nobody_answers_fail_with_slurm_s_words(
+    job, stand_in, monkeypatch, lines, said
+):
+    monkeypatch.setattr(commands, "PATIENCE_S", 0.3)
+    stand_in(scontrol=lines)
+    job.outcome = LOST
+    with pytest.raises(slurm.RunFailed, match=f"did not requeue the job .*{said}"):
+        job()
+    assert len(job.requeued()) == 1 or said != "presently disabled"
+
+
+def test_what_a_lost_node_has_left_of_an_attempt_does_not_requeue_its_successor(job, stand_in):
+    stand_in(scontrol="[ $1 = requeue ] || echo JobId=7 JobState=RUNNING Restarts=1 BatchFlag=1")
+    job.outcome = LOST
+    assert job() == "Slurm has started another attempt already" and job.requeued() == []
+
+
+def test_a_slurm_that_is_away_at_the_start_is_asked_again(job, stand_in):
+    stand_in(squeue=f"[ $N -gt 2 ] || {{ {AWAY}; exit 1; }}")
+    assert job() == "finished" and len(stand_in.called("squeue")) == 3
+
+
+def test_jobs_that_helped_are_cancelled_though_slurm_is_away_for_a_while(job, stand_in):
+    lent.note(job.run_dir, {"lend-1": "8", "lend-2": "9"})
+    stand_in(scancel=f"[ $N -gt 2 ] || {{ {AWAY}; exit 1; }}")
+    assert job() == "finished"
+    assert stand_in.called("scancel") == ["8 9"] * 3 and lent.noted(job.run_dir) == {}
