@@ -2,7 +2,8 @@
 
 Every model takes this one path. The vocabulary's logits are computed only for the tokens that the
 policy made, in chunks whose activations are recomputed in the backward pass, so (B, T, V) never
-exists. Left out: heads that scale or cap their logits (Gemma 2, Granite); `load` refuses them.
+exists. Left out: heads that scale or cap their logits (Gemma 2, Granite); `load` and
+rose/trainer/probe.py refuse them.
 """
 
 from __future__ import annotations
@@ -228,11 +229,12 @@ def load(
     shared: SequenceGroup | None = None,
     router_replay: bool = False,
 ) -> Policy:
-    """The model of an HF folder (or hub id), without dropout, with a new adapter if it is to have
-    one, its sequences `shared` by a group of ranks. Under an `HfDeepSpeedConfig` of ZeRO-3 that the
-    caller holds, the weights are split over the ranks as they are read.
+    """The model of an HF folder (or hub id), without dropout, also of layers, with a new adapter if
+    it is to have one, its sequences `shared` by a group of ranks. Under an `HfDeepSpeedConfig` of
+    ZeRO-3 that the caller holds, the weights are split over the ranks as they are read.
 
-    Raises `ValueError` for a model whose logits are not a plain product, or as `adapter.attach`.
+    Raises `ValueError` for a model whose config says that its logits are not a plain product, or as
+    `adapter.attach`. What no name in a config shows, rose/trainer/probe.py finds.
     """
     config = AutoConfig.from_pretrained(str(folder))
     for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
@@ -242,7 +244,7 @@ def load(
                 "does not apply; use a model without it"
             )
     for key, value in config.to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+        if "drop" in key and isinstance(value, float):
             # the policy being trained must be the one that was sampled from
             setattr(config, key, 0.0)
     hf = AutoModelForCausalLM.from_pretrained(

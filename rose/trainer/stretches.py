@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,9 +37,15 @@ def find(ends: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, stretches: Tensor, scale: float | None
 ) -> Tensor:
-    """query (1, heads, L, d), key and value (1, kv_heads, L, d), `find`'s stretches -> (1, heads,
-    L, d)."""
-    return _Attention.apply(query, key, value, stretches[0, 0].tolist(), scale)
+    """query (1, heads, L, d), key (1, kv_heads, L, d), value (1, kv_heads, L, dv), `find`'s
+    stretches -> (1, heads, L, dv)."""
+    width, of_values = query.shape[-1], value.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    # The kernel has one size for all three; latent attention has smaller values. Zeros add nothing.
+    query, key, value = (
+        F.pad(x, (0, max(width, of_values) - x.shape[-1])) for x in (query, key, value)
+    )
+    return _Attention.apply(query, key, value, stretches[0, 0].tolist(), scale)[..., :of_values]
 
 
 class _Attention(torch.autograd.Function):

@@ -22,7 +22,7 @@ from rose.config import Config, read_shape
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
-from rose.trainer import adapter, kernels, watch
+from rose.trainer import adapter, kernels, probe, watch
 from rose.trainer.algorithms import build
 from rose.trainer.batching import flops
 from rose.trainer.costs import measure
@@ -82,6 +82,8 @@ class Trainer:
         if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
             kernels.share_cores(place.neighbours)
         self.no_trees, self.costs = self._prepare_trees(folder)
+        trees = config.trainer.share_prefixes and not self.no_trees
+        probe.check(self.engine, folder, config.model.max_context, trees)
         if config.trainer.compile:
             self._compile()
 

@@ -1,0 +1,160 @@
+"""A model is refused as it is loaded where the trainer would train another policy than the model's
+own `forward` computes; small random models of transformers' families."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from rose.trainer import model, probe
+from rose.trainer.prefix_tree import obstacle
+from tests.trainer import tiny_world
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONTEXT = 512
+LATENT = {  # attention whose values are smaller than its keys
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+LONGROPE = {
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 128,
+        "factor": 4.0,
+    },
+}
+DYNAMIC = {
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+
+
+class Engine:
+    """What the probe asks of a `DeepSpeedEngine`."""
+
+    def __init__(self, folder, dtype):
+        self.policy, self.device = model.load(folder, dtype, False).train(), torch.device("cpu")
+        self.trees = not obstacle(self.policy.hf.config)
+        if self.trees:
+            self.policy.use_stretches()
+
+    def __call__(self, *args):
+        return self.policy(*args)
+
+
+def save(folder, family, more):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | more))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def check(folder, family, more, dtype=torch.float32, max_context=CONTEXT):
+    save(folder, family, more)
+    engine = Engine(folder, dtype)
+    state, attention = torch.get_rng_state(), engine.policy.hf.config._attn_implementation
+    try:
+        probe.check(engine, folder, max_context, engine.trees)
+    finally:
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(module.training for module in engine.policy.modules())
+        assert engine.policy.hf.config._attn_implementation == attention
+        assert "forward" not in vars(engine.policy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Llama", {}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Mistral", {"sliding_window": 8}),
+        ("Mixtral", {}),
+        ("DeepseekV3", LATENT),
+        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "layerdrop": 0.3}),
+    ],
+)
+def test_models_that_are_trained_as_they_are_sampled_from_are_taken(tmp_path, family, more, dtype):
+    check(tmp_path, family, more, dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("FalconH1", MAMBA | {"lm_head_multiplier": 0.5}, "rows of unlike length"),
+        ("Phi3", LONGROPE, "beside one of model.max_context=512 tokens.*model.max_context"),
+        ("Llama", DYNAMIC, "beside one of model.max_context=512 tokens.*model.max_context"),
+        ("Phimoe", {"num_local_experts": 4}, "rows of unlike length"),
+        ("Mixtral", {"router_jitter_noise": 0.3}, "rows of unlike length"),
+        (
+            "RecurrentGemma",
+            {"lru_width": 64, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0},
+            "rows of unlike length",
+        ),
+        (
+            "Gemma2",
+            {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": 2.0},
+            "rows of unlike length",
+        ),
+        ("ModernBertDecoder", {}, "rows of unlike length"),
+        ("Bert", {}, "rows of unlike length"),
+        ("Llama4Text", {"head_dim": 16, "num_local_experts": 2}, "fails with AttributeError"),
+    ],
+)
+def test_a_model_that_would_be_trained_as_another_policy_is_refused(tmp_path, family, more, words):
+    with pytest.raises(ValueError, match=f"model {tmp_path}: .*{words}"):
+        check(tmp_path, family, more)
+
+
+def test_rotary_positions_that_change_with_length_are_taken_within_the_context_before_scaling(
+    tmp_path,
+):
+    check(tmp_path, "Phi3", LONGROPE, max_context=128)
+    with pytest.raises(ValueError, match="nats a token"):
+        check(tmp_path, "Phi3", LONGROPE, max_context=129)
+
+
+def test_trees_that_the_device_cannot_compute_are_refused_with_the_key(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no kernel\nfor this")
+
+    monkeypatch.setattr(model.tree_attention, "attended", fail)
+    words = "a prefix tree: .*RuntimeError: no kernel; set trainer.share_prefixes=false"
+    with pytest.raises(ValueError, match=words):
+        check(tmp_path, "Llama", {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_rank_refuses_it_also_where_its_weights_are_split(tmp_path, stage):
+    save(tmp_path / "model", "Phi3", LONGROPE)
+    job = {"name": "run", "settings": [f"trainer.zero_stage={stage}"], "actions": []}
+    words = r"(?s)rank 0: .*beside one of model.max_context.*rank 1: .*model.max_context"
+    with pytest.raises(AssertionError, match=words):
+        tiny_world.run_world(job, tmp_path, 2)
