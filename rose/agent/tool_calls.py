@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -19,7 +20,10 @@ from rose.agent.envs.base import Action, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = f'{OPEN}{{"name": ..., "arguments": {{...}}}}{CLOSE}'
+END = "</think>"
 THOUGHT = re.compile(r"^\s*<think>|\s*$")
+SPACE = re.compile(r"\s*")
+JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,54 @@ def parse(text: str) -> Action | BadCall:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """(thought, said)."""
-    thought, closed, answer = text.rpartition("</think>")
-    return (THOUGHT.sub("", thought), answer.lstrip("\n")) if closed else ("", text)
+    """(thought, said). The last mark that ends a thought counts, unless it is an argument's text."""
+    at = text.rfind(END)
+    spans = list(_values(text)) if at >= 0 else []
+    while any(start <= at < end for start, end in spans):
+        at = text.rfind(END, 0, at)
+    if at < 0:
+        return "", text
+    return THOUGHT.sub("", text[:at]), text[at + len(END) :].lstrip("\n")
+
+
+def _values(text: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of the JSON of each call."""
+    at = 0
+    while (at := text.find(OPEN, at)) >= 0:
+        start = at = at + len(OPEN)
+        if (end := _closed_at(text, start)) is not None:
+            yield start, end
+            at = end
+
+
+def _closed_at(text: str, start: int) -> int | None:
+    """Where the mark stands that closes the call whose JSON begins at `start`, if it is JSON. Marks
+    in its strings are text."""
+    try:
+        _, end = JSON.raw_decode(text, SPACE.match(text, start).end())
+    except (ValueError, RecursionError):
+        return None
+    end = SPACE.match(text, end).end()
+    return end if text.startswith(CLOSE, end) else None
 
 
 def read(thought: str, answer: str) -> Reading:
     """Every call of `answer`, or none."""
     if OPEN not in answer and CLOSE not in answer:
         return Reading(thought, answer)
-    content, *parts = answer.split(OPEN)
+    content, opened, _ = answer.partition(OPEN)
     calls: list[ToolCall] = []
-    problem = "" if parts and CLOSE not in content else _unpaired()
-    for part in parts:
-        body, closed, rest = part.partition(CLOSE)
-        found = _calls(body) if closed and CLOSE not in rest else _unpaired()
+    problem = "" if opened and CLOSE not in content else _unpaired()
+    at = len(content)
+    while opened:
+        start = at + len(OPEN)
+        end = _closed_at(answer, start)
+        following = answer.find(OPEN, start if end is None else end)
+        at = len(answer) if following < 0 else following
+        opened = following >= 0
+        end = answer.find(CLOSE, start, at) if end is None else end
+        paired = end >= 0 and CLOSE not in answer[end + len(CLOSE) : at]
+        found = _calls(answer[start:end]) if paired else _unpaired()
         if isinstance(found, str):
             problem = problem or found
         else:

@@ -75,6 +75,17 @@ def test_a_bad_call_is_explained(text, problem):
     assert len(result.message) < 200, "the message costs context"
 
 
+@pytest.mark.parametrize(
+    "said", ["ends with </tool_call>", "<tool_call>{}</tool_call>", "a </think> tag", "<think>\\"]
+)
+@pytest.mark.parametrize("thought", ["", "<think>perhaps <tool_call>{</think>\n"])
+def test_marks_in_an_argument_are_text(said, thought):
+    calls = [ToolCall("write", {"text": said}), ToolCall("write", {"text": "x", said: said})]
+    written = [json.dumps({"name": c.name, "arguments": c.arguments}) for c in calls]
+    action = parse(thought + "".join(f"<tool_call>\n{each}\n</tool_call>" for each in written))
+    assert action.calls == tuple(calls)
+
+
 pieces = st.sampled_from(
     [
         "<tool_call>",
@@ -102,5 +113,5 @@ def test_no_text_raises(text):
     st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none(), st.booleans())),
 )
 def test_every_well_formed_call_arrives_as_it_was_written(name, arguments):
-    written = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     assert parse(f"<tool_call>{written}</tool_call>").call == ToolCall(name, arguments)
