@@ -191,7 +191,7 @@ def test_two_relays_with_different_tokens_and_one_that_starts_before_its_upstrea
         (["{store}", "--token-file", "{store}/readable"], "mode 0644: others can read it"),
         (["http://127.0.0.1:1"], "give the token file of that relay"),
         (["ftp://127.0.0.1:1", "--token-file", "{store}/good"], "expected http://host:port"),
-        (["{store}", "--cache", "{store}/good"], "cache .*good: File exists"),
+        (["{store}", "--cache", "{store}/good"], "cache .*good: Not a directory"),
     ],
 )
 def test_what_it_cannot_use_is_refused_in_one_line(store, tmp_path, capsys, arguments, why):
