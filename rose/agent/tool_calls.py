@@ -57,7 +57,7 @@ def parse(text: str) -> Action | BadCall:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Return (thought, said). The last mark that ends a thought counts, unless an argument has it."""
+    """Return (thought, said). The last mark that ends a thought counts, but not one in a call."""
     at = text.rfind(END)
     spans = list(_values(text)) if at >= 0 else []
     while any(start <= at < end for start, end in spans):
