@@ -163,6 +163,6 @@ def _first_row_at(policy: Policy, begin: int) -> Iterator[None]:
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
-    """Of the generators that a pass on `device` may draw from."""
+    """Return the states of the generators that a pass on `device` may draw from."""
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *own]

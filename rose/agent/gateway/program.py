@@ -30,7 +30,8 @@ LOG_BYTES = 2000  # of a program's last words in an error
 MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
 LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # appending: it may be cut
 END_S = 5.0  # for killed processes to be gone
-UNCLAIMED_S = 10.0  # until an ended process is taken for one that nobody waits for
+# An ended process that is still there after this time is one that nobody waits for.
+UNCLAIMED_S = 10.0
 _unclaimed: dict[int, float] = {}  # pid of an ended process -> when it was first seen
 
 
