@@ -50,7 +50,8 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LATENT = {"head_dim": 8, "num_key_value_heads": 4}  # of latent attention, the rotated part
+# Of latent attention, `head_dim` is the rotated part, and each head has keys of its own.
+LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 EARLY = 128  # the context before scaling
 ROTARY = {"rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
@@ -132,7 +133,7 @@ class Engine:
 
 
 def tried(family: str, more: dict[str, Any]) -> Row | None:
-    """None where there is no small model of it."""
+    """Return None where there is no small model of the family."""
     from rose.trainer import probe
 
     variant = ", ".join(f"{k}={_short(v)}" for k, v in more.items())
