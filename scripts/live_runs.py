@@ -121,26 +121,21 @@ class Quota:
     def limit(self) -> None:
         """From now on. Raises `SystemExit` if no engine was found: its figures would be those of
         another machine."""
-        if self._folder is not None and not (self._folder / "cgroup.procs").read_text(
-            encoding="utf-8"
-        ):
+        if self._folder is None:
+            return
+        if not (self._folder / "cgroup.procs").read_text(encoding="utf-8"):
             raise SystemExit(
                 f"no process called {ENGINE} came up to be confined; vLLM calls its engines "
                 "otherwise now"
             )
-        period = max(PERIOD_US, int(LEAST_US / self._cores)) if self._cores else PERIOD_US
-        if self._folder is not None:
-            name, weight = ("cpu.weight", 10_000) if self._v2 else ("cpu.shares", 262_144)
-            (self._folder / name).write_text(str(weight), encoding="utf-8")
-        if self._folder is not None and self._v2:
-            (self._folder / "cpu.max").write_text(
-                f"{int(self._cores * period)} {period}", encoding="utf-8"
-            )
-        elif self._folder is not None:
-            (self._folder / "cpu.cfs_period_us").write_text(str(period), encoding="utf-8")
-            (self._folder / "cpu.cfs_quota_us").write_text(
-                str(int(self._cores * period)), encoding="utf-8"
-            )
+        period = max(PERIOD_US, int(LEAST_US / self._cores))
+        quota = int(self._cores * period)
+        if self._v2:
+            values = {"cpu.weight": 10_000, "cpu.max": f"{quota} {period}"}
+        else:
+            values = {"cpu.shares": 262_144, "cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
+        for name, value in values.items():
+            (self._folder / name).write_text(str(value), encoding="utf-8")
 
     def close(self) -> None:
         """After the end of its processes."""

@@ -1,6 +1,6 @@
 """Show the promise on one machine: as good a policy with a quarter of the dedicated engines.
 
-    python scripts/prove_promise.py --trace AzureLLMInferenceTrace_conv_2023.csv    # all, 90 minutes
+    python scripts/prove_promise.py --trace AzureLLMInferenceTrace_conv_2023.csv    # all: an hour and more
     python scripts/prove_promise.py --trace FILE --only alone-1 borrowed-1          # a part of it
     python scripts/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/prove_promise.py --redraw       # table and figure from docs/results/promise alone

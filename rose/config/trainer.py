@@ -17,9 +17,7 @@ class Algorithm(Section):
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
     kl_coef: NotNegative  # of the KL penalty to the model folder's own weights; 0: no reference
-    # gives the penalty the gradient of KL(policy || reference); absent in what earlier releases
-    # stored
-    kl_correction: bool = True
+    kl_correction: bool  # gives the penalty the gradient of KL(policy || reference)
 
 
 class Optimizer(Section):

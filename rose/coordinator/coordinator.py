@@ -692,7 +692,7 @@ class Coordinator:
         print(f"{what}: {detail}", flush=True)
 
     def _fault(self, what: str, detail: str) -> None:
-        detail = printable(detail)  # it may quote what an agent's program has printed
+        detail = printable(detail)  # An agent's program may have printed what it quotes.
         self.recorder.instant("fault", what=what, detail=detail)
         self.metrics.write(self.step, {"kind": "fault", "what": what, "detail": detail})
         print(f"{what}: {detail}", flush=True)

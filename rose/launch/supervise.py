@@ -78,7 +78,7 @@ class Job:
     cluster: Cluster  # for its deadlines: start_timeout_s and stop_timeout_s
     starter: str = "mpiexec"  # its name, and that of its log
     signals: list[int] = field(default_factory=list)
-    handled: bool = False  # whether the batch process notes its signals in `signals`
+    handled: bool = False  # True if the batch process notes its signals in `signals`
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
     beats: Beats = field(default_factory=Beats)
@@ -232,7 +232,7 @@ class Job:
                 f"{logs.attempt_folder(self.run_dir, self.attempt)}"
             )
         text = "\n".join(filter(None, [files.advice(refused, failure), failure]))
-        text = files.printable(text)  # it may quote what an agent's program has printed
+        text = files.printable(text)  # An agent's program may have printed what it quotes.
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:

@@ -44,13 +44,11 @@ class Help:
     pool: int
 
     def __call__(self) -> str:
-        self._signals = batch.received
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, lambda got, _: self._signals.append(got))
+        batch.remember()
         c = configuration.load(self.run_dir / "config.json")
         seats = [_Seat() for _ in range(cpus_of(c.cluster.slurm.reward, c.rollout))]
         while not all(seat.over for seat in seats):
-            if self._signals:
+            if batch.received:
                 return self._end([seat.rank for seat in seats if seat.rank])
             for seat in seats:
                 if not seat.over:
@@ -82,7 +80,7 @@ class Help:
         end = time.monotonic() + KILL_S
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
             time.sleep(0.02)
-        return f"ended by {signal.Signals(self._signals[0]).name}"
+        return f"ended by {signal.Signals(batch.received[0]).name}"
 
 
 def main() -> int:

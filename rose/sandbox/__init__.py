@@ -5,7 +5,7 @@ by `probe`. Imports the standard library only: a keeper process of it stays smal
 can run it. Must know nothing of environments, models or configuration.
 
 `Sandbox` and the names of `probe` are imported at their first use. A keeper needs neither, and
-without them it starts in a third of the processor time; an agent that is a program of its own
+imports without them take about half of the processor time; an agent that is a program of its own
 starts a keeper for each trajectory.
 """
 

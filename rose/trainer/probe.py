@@ -58,7 +58,8 @@ def check(engine: DeepSpeedEngine, folder: object, max_context: int, trees: bool
     rows = np.random.default_rng(0).integers(policy.vocabulary, size=(2, lengths[0]))
     rows[1, :SHARED], rows[1, lengths[1] :] = rows[0, :SHARED], 0
     takes_positions = "position_ids" in inspect.signature(policy.hf.base_model.forward).parameters
-    begin = max_context - (lengths[0] - 1)  # so that the last token stands at the last position
+    # The last input of the first row then stands at the last position of the context.
+    begin = max_context - (lengths[0] - 1)
     alone = f"model {folder}: a row alone"
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -82,7 +83,8 @@ def _compare(
     remedy: str,
     tree: PrefixTree | None = None,
 ) -> None:
-    """Raises `ValueError` where a row's log-probabilities aren't `own`, of None any."""
+    """Raises `ValueError` where a row's log-probabilities aren't `own`; a row whose own are None is
+    not compared."""
     limit, temperature = LIMITS[engine.policy.hf.dtype], engine.policy.head.temperature
     for draw in range(DRAWS):
         torch.manual_seed(draw)
@@ -114,7 +116,8 @@ def _computed(
         return engine(inputs, targets, torch.ones(inputs.shape), tree, experts)[0]
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of a model's code and torch's kernels, which have no common base
+    except Exception as error:
+        # The errors of models' code and torch's kernels have no common base class.
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         name = type(engine.policy.hf).__name__
         raise ValueError(f"{what}: {name} fails with {said}; {remedy}") from error

@@ -57,7 +57,7 @@ MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_sta
 
 
 class Engine:
-    """A stand-in for `DeepSpeedEngine` with what the probe uses of it."""
+    """A policy on this CPU, behind what the probe uses of a `DeepSpeedEngine`."""
 
     def __init__(self, folder, dtype):
         self.policy, self.device = model.load(folder, dtype, False).train(), torch.device("cpu")

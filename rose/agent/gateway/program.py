@@ -103,8 +103,8 @@ class Program:
 
 
 def _family(pid: int, name: str) -> list[psutil.Process]:
-    """What a process has started, and this process's descendants that bear the trajectory's name:
-    of these the parents may be gone."""
+    """Return what a process has started, and this process's descendants that bear the trajectory's
+    name: of these the parents may be gone. What the look finds ended goes to `_reap`."""
     found = []
     with contextlib.suppress(psutil.Error):
         found += psutil.Process(pid).children(recursive=True)
@@ -129,5 +129,5 @@ def _reap(ended: set[int]) -> None:
         _unclaimed.pop(pid, None)
     for pid in ended:
         if _unclaimed.setdefault(pid, now) + UNCLAIMED_S <= now:
-            with contextlib.suppress(ChildProcessError):  # its parent is another process
+            with contextlib.suppress(ChildProcessError):  # It is another process's child.
                 os.waitpid(pid, os.WNOHANG)

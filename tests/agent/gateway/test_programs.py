@@ -374,7 +374,7 @@ def test_what_an_ended_program_started_in_another_session_is_reaped(run, monkeyp
     while left := [c for c in psutil.Process().children() if c.pid not in before]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-        program._family(os.getpid(), "another")  # as at the end of the next program
+        program._family(os.getpid(), "another")  # The end of the next program calls it, too.
 
 
 def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):

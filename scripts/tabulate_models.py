@@ -1,0 +1,185 @@
+"""Which families of models the trainer takes: a small random model of each that vLLM serves goes
+through rose/trainer/probe.py on one CPU core, in float32.
+
+    python scripts/tabulate_models.py                  a minute or two; writes docs/models.md
+    python scripts/tabulate_models.py only=llama,phi3  these alone, printed
+
+Variants beside a family's defaults are in VARIANTS. Left out: families that don't become small by
+SIZES, and what no config.json makes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from csv_tables import REPOSITORY, markdown, put
+from harness import keyed, listed
+
+PAGE = REPOSITORY / "docs" / "models.md"
+CONTEXT = 512  # model.max_context
+MOST_WEIGHTS = 20_000_000  # a model with more has not become small
+
+# What a family's configuration has of these is set.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size",), 97),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "intermediate_size_mlp", "n_inner"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), CONTEXT),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "mamba_n_groups"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "head_dim"), 16),
+    **dict.fromkeys(("mamba_d_head", "mamba_d_state", "linear_key_head_dim"), 16),
+    **dict.fromkeys(("linear_value_head_dim", "mamba_head_dim", "ssm_state_size"), 16),
+    **dict.fromkeys(("mamba_n_heads", "linear_num_key_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    "num_key_value_heads": 2,
+    "v_head_dim": 12,
+    "mamba_d_ssm": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Of latent attention, `head_dim` is the rotated part, and each head has keys of its own.
+LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+EARLY = 128  # the context before scaling
+ROTARY = {"rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+    "original_max_position_embeddings": EARLY,
+}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": EARLY}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "phi3": {"original_max_position_embeddings": EARLY, "rope_parameters": ROTARY | LONGROPE},
+    "llama": {
+        "max_position_embeddings": EARLY,
+        "rope_parameters": ROTARY | {"rope_type": "dynamic"},
+    },
+    "qwen3": {"rope_parameters": ROTARY | YARN},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+    "mistral": {"sliding_window": None},
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "mixtral": {"router_jitter_noise": 0.3},
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {"final_logit_softcapping": None, "attn_logit_softcapping": 2.0},
+    "opt": {"layerdrop": 0.3},
+}
+
+
+class Row(NamedTuple):
+    family: str
+    variant: str
+    trained: str
+    trees: str
+
+
+def families() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(model_type, values beside the defaults) of what transformers and vLLM have."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    for family, kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
+        if kind in _TEXT_GENERATION_MODELS:
+            yield family, {}
+            if family in VARIANTS:
+                yield family, VARIANTS[family]
+
+
+def save(family: str, more: dict[str, Any], folder: str) -> None:
+    """Raises whatever the family's own code does, and `ValueError` if it doesn't become small."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = AutoConfig.for_model(family).to_dict()
+    sizes = SIZES | (LATENT if "kv_lora_rank" in known else {})
+    config = AutoConfig.for_model(family, **{k: v for k, v in sizes.items() if k in known} | more)
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config).num_parameters()
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"{weights} weights")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+class Engine:
+    """A policy on this CPU, behind what the probe uses of a `DeepSpeedEngine`; with prefix trees if
+    it can have them."""
+
+    def __init__(self, folder: str) -> None:
+        import torch
+
+        from rose.trainer.model import load
+        from rose.trainer.prefix_tree import obstacle
+
+        self.policy, self.device = load(folder, torch.float32, False).train(), torch.device("cpu")
+        self.obstacle = obstacle(self.policy.hf.config)
+        if not self.obstacle:
+            self.policy.use_stretches()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.policy(*args)
+
+
+def tried(family: str, more: dict[str, Any]) -> Row | None:
+    """Return None where there is no small model of the family."""
+    from rose.trainer import probe
+
+    variant = ", ".join(f"{k}={_short(v)}" for k, v in more.items())
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save(family, more, folder)
+        except Exception as error:
+            # The errors of families' own code have no common base class.
+            print(f"{family}: not made: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+            return None
+        try:
+            engine = Engine(folder)
+            probe.check(engine, folder, CONTEXT, not engine.obstacle)
+        except Exception as error:
+            return Row(family, variant, f"no: {_reason(error, folder)}", "")
+    return Row(family, variant, "yes", engine.obstacle or "yes")
+
+
+def _short(value: Any) -> Any:
+    return value["rope_type"] if isinstance(value, dict) else value
+
+
+def _reason(error: Exception, folder: str) -> str:
+    said = str(error).partition("\n")[0].removeprefix(f"model {folder}: ")
+    for end in (", more than", "; ", ", which the trainer", " yet. "):
+        said = said.partition(end)[0]
+    return said
+
+
+def main() -> None:
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    given, every = keyed(sys.argv[1:], __doc__, only="")["only"], list(families())
+    only = listed("only", given, dict(every))
+    found = [tried(*each) for each in every if each[0] in only]
+    rows = [row for row in found if row is not None]
+    table = markdown(("`model_type`", "with", "trained", "prefix trees"), rows)
+    if given:
+        print(table)
+    else:
+        put(PAGE, "models", table)
+
+
+if __name__ == "__main__":
+    main()
