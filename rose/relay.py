@@ -101,7 +101,8 @@ def _run(args: argparse.Namespace) -> int:
             )
         upstream_token = read_token(args.upstream_token_file or args.token_file)
     source = open_source(upstream, upstream_token, UPSTREAM_S)
-    folder = (args.cache or _default_cache(upstream)).resolve()
+    # A default below TMPDIR is not resolved: a symbolic link there may be another user's.
+    folder = args.cache.resolve() if args.cache else _default_cache(upstream)
     cache = Cache(folder, int(args.cache_gib * 2**30))
     token_file = args.token_file or folder / "token"
     if not args.token_file and not token_file.exists():

@@ -60,8 +60,13 @@ def split_thought(text: str) -> tuple[str, str]:
     """Return (thought, said). The last mark that ends a thought counts, but not one in a call."""
     at = text.rfind(END)
     spans = list(_values(text)) if at >= 0 else []
-    while any(start <= at < end for start, end in spans):
-        at = text.rfind(END, 0, at)
+    while spans and at >= 0:
+        start, end = spans[-1]
+        if at >= end:
+            break
+        if at >= start:
+            at = text.rfind(END, 0, start)
+        spans.pop()
     if at < 0:
         return "", text
     return THOUGHT.sub("", text[:at]), text[at + len(END) :].lstrip("\n")

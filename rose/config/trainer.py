@@ -17,7 +17,9 @@ class Algorithm(Section):
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
     kl_coef: NotNegative  # of the KL penalty to the model folder's own weights; 0: no reference
-    kl_correction: bool  # gives the penalty the gradient of KL(policy || reference)
+    # Gives the penalty the gradient of KL(policy || reference). Runs that were stored without this
+    # key can go on: `rose.config.stored` takes the default.
+    kl_correction: bool = True
 
 
 class Optimizer(Section):

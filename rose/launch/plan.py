@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
-from rose.config.checks import ASK_FOR_JOBS
+from rose.config.checks import ASK_FOR_JOBS, time_limit
 from rose.launch import container, memory
 from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
@@ -98,7 +98,7 @@ def _check_limits(c: Config) -> Iterator[str]:
     slurm = c.cluster.slurm
     if c.cluster.kind != "slurm" or slurm is None:
         return
-    if slurm.trainer.time is None and "SBATCH_TIMELIMIT" not in os.environ:
+    if not time_limit.limits(c) and "SBATCH_TIMELIMIT" not in os.environ:
         yield (
             "cluster.slurm.trainer.time=null: the job gets the partition's default limit, which "
             "may be minutes, and starts later than a shorter one would; name one, such as "

@@ -24,7 +24,7 @@ from rose.places import CHECKOUT
 BATCH = ("-u", "-m", "rose.launch.batch")
 # Slurm's warning goes to the script's shell alone. Until Python can note signals, which takes
 # seconds where its files are slow to load, the shell keeps them; Python ignores what reaches it.
-KEPT = ("TERM", "USR2")
+KEPT = ("INT", "TERM", "USR2")
 KEEP_SIGNALS = (
     "rose_signals= rose_ready=",
     'rose_pass() { [ -z "$rose_ready" ] || kill -s "$1" "$rose_python" || :; }',
@@ -104,9 +104,11 @@ def _submitted(python: Sequence[str], run_dir: Path) -> str:
 
 def _kept_by_shell(command: str) -> str:
     """Return lines that start the command, pass signals on to it (`KEEP_SIGNALS`) and end with its
-    exit code; a signal ends the shell's wait early."""
+    exit code; a signal ends the shell's wait early. In POSIX mode, which a POSIXLY_CORRECT of the
+    user's switches on, bash would forget that code at the first wait."""
     return "\n".join(
         (
+            "set +o posix",
             f"(trap '' {' '.join(KEPT)}; export {SHELL}=$$; {command}) &",
             "rose_python=$!",
             'while kill -0 "$rose_python" 2>/dev/null; do wait "$rose_python" || :; done',

@@ -223,9 +223,12 @@ class Saved:
 
     @property
     def last_pid(self) -> int:
-        """The newest number of a process; 0 where that was not captured yet."""
+        """The newest number of a process, 0 if none was written. Raises `SandboxError`."""
         path = self.folder / LAST_PID
-        return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
+        try:
+            return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
+        except ValueError as error:
+            raise SandboxError(f"{path}: not a whole capture: {error}") from None
 
     @property
     def script(self) -> str:

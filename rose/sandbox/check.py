@@ -14,8 +14,10 @@ import io
 import json
 import os
 import signal
+import stat
 import tarfile
-from fnmatch import fnmatch
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
@@ -32,26 +34,38 @@ SETTINGS = (
     *("jsconfig.json", "*.config.*", "go.mod", "go.work", "Cargo.toml", "pom.xml", "*.gradle*"),
     *("Gemfile", "Rakefile", ".[!.]*"),
 )
+OWN = ("dev", "etc", "proc", "root", "run", "tmp")  # what every sandbox's root has
 MOST_ENTRIES = 1000  # mounts of a check's root; the kernel bounds those of a sandbox at 100,000
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 
 
-def run(spec: dict[str, Any], order: dict[str, Any], spaces: list[int], fds: list[int]) -> NoReturn:
-    """In a child of the keeper. `spaces`: the sandbox's namespaces `JOINED`; `fds`: the
-    program's files as a tar, its output, and where the result goes, as JSON: `code` and `files`,
-    or `failed`."""
+def run(
+    spec: dict[str, Any], order: dict[str, Any], image: str, spaces: list[int], fds: list[int]
+) -> NoReturn:
+    """Run a check, in a child of the keeper. `image`: the root folder that the sandbox began with;
+    `spaces`: the sandbox's namespaces `JOINED`; `fds`: the program's files as a tar, its output,
+    and where the result goes, as JSON: `code` and `files`, or `failed`."""
     files, output, to = fds
     with os.fdopen(files, "rb") as packed:
         tar = packed.read()
     new = kernel.NEWNS | kernel.NEWPID
-    within.enter(spaces, new, to, lambda: _serve(spec, order, tar, output, to))
+    of_image = given(image)
+    within.enter(spaces, new, to, lambda: _serve(spec, order, of_image, tar, output, to))
 
 
-def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int, to: int) -> None:
+def _serve(
+    spec: dict[str, Any],
+    order: dict[str, Any],
+    of_image: dict[str, bytes | None],
+    tar: bytes,
+    output: int,
+    to: int,
+) -> None:
     """Process 1 of the check's namespace."""
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-        enclose(f"/{GUARDED[0]}")
+        paths = [spec["workdir"], *(each["target"] for each in spec["mounts"])]
+        enclose(f"/{GUARDED[0]}", of_image, paths)
         options = kernel.MS_NOSUID | kernel.MS_NODEV
         for name in GUARDED:
             kernel.mount("tmpfs", f"/{name}", "tmpfs", options, "mode=755,size=64m")
@@ -87,25 +101,58 @@ def _serve(spec: dict[str, Any], order: dict[str, Any], tar: bytes, output: int,
     os._exit(0)
 
 
-def enclose(at: str) -> None:
-    """Change to a root, mounted at `at` meanwhile, that has what the present one has in itself, but
-    for `SETTINGS`. What the agent's processes add to theirs from now on is not in it."""
+def given(image: str) -> dict[str, bytes | None]:
+    """Return the names in a sandbox's root as it began, and what is in those of its files that are
+    `SETTINGS`."""
+    found: dict[str, bytes | None] = {}
+    for entry in os.scandir(image):
+        found[entry.name] = None
+        if is_setting(entry.name) and entry.is_file(follow_symlinks=False):
+            # One that can't be read stays as it is in the sandbox.
+            with contextlib.suppress(PermissionError), open(entry.path, "rb") as file:
+                found[entry.name] = file.read()
+    return found
+
+
+def is_setting(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in SETTINGS)
+
+
+def enclose(at: str, of_image: dict[str, bytes | None], paths: Iterable[str]) -> None:
+    """Change to a root, mounted at `at` meanwhile, that has what the present one has in itself.
+
+    Of `SETTINGS` it has those `of_image` alone, its files as they are there (`given`). What the
+    agent's processes add to their root from now on is not in it, nor what they remove at this
+    moment."""
     kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
-    shown = [e for e in os.scandir("/") if not any(fnmatch(e.name, one) for one in SETTINGS)]
-    for entry in sorted(shown, key=lambda e: e.is_file(follow_symlinks=False))[:MOST_ENTRIES]:
-        target = f"{at}/{entry.name}"
-        if entry.is_symlink():
-            os.symlink(os.readlink(entry.path), target)
-            continue
-        if entry.is_dir():
-            os.mkdir(target)
-        else:
-            os.close(os.open(target, os.O_CREAT | os.O_EXCL))
-        if entry.name == "proc":  # the kernel mounts one only where another is seen whole
-            kernel.mount("proc", target, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
-        elif entry.name not in GUARDED:
-            kernel.bind(entry.path, target)
+    needed = {*of_image, *OWN, *GUARDED, *(path.strip("/").split("/")[0] for path in paths)}
+    entries = [e for e in os.scandir("/") if e.name in needed or not is_setting(e.name)]
+    entries.sort(key=lambda e: (e.name not in needed, e.is_file(follow_symlinks=False)))
+    for entry in entries[: max(MOST_ENTRIES, len(needed))]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            _show(entry, f"{at}/{entry.name}", of_image.get(entry.name))
     kernel.change_root(at)
+
+
+def _show(entry: os.DirEntry, target: str, content: bytes | None) -> None:
+    """Make `entry` of the present root visible at `target`; with `content`, a file that has it."""
+    if content is not None:
+        with open(target, "wb") as file:
+            file.write(content)
+    elif entry.is_symlink():
+        os.symlink(os.readlink(entry.path), target)
+    else:
+        folder = stat.S_ISDIR(os.lstat(entry.path).st_mode)
+        make = os.mkdir if folder else os.mknod
+        make(target)
+        try:
+            if entry.name == "proc":  # The kernel mounts one only where another is seen whole.
+                kernel.mount("proc", target, "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+            elif entry.name not in GUARDED:
+                kernel.bind(entry.path, target)
+        except OSError:  # The agent has removed or replaced it.
+            (os.rmdir if folder else os.unlink)(target)
+            raise
 
 
 def pack(folder: str) -> bytes:

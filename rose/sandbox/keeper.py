@@ -292,7 +292,8 @@ class Keeper:
                 close_but(held, *spaces, *fds)
                 os.read(held, 1)
                 if order["do"] == "check":
-                    check.run(spec, order, spaces[: len(check.JOINED)], fds)
+                    image = spec["image"] or f"{self.base}/host"
+                    check.run(spec, order, image, spaces[: len(check.JOINED)], fds)
                 (within.capture if order["do"] == "capture" else within.revive)(
                     order, self.criu_cache(user), spaces, fds
                 )

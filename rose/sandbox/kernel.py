@@ -137,7 +137,11 @@ def join(namespace: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     done = LIBC.mount(
-        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+        os.fsencode(source),
+        os.fsencode(target),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        options.encode(),
     )
     _check(done, f"mount {kind or 'bind'} {source} on {target} ({options})")
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rose import processes
+from rose.sandbox import check
 from rose.sandbox.backend import Fresh, SandboxError, Spec
-from rose.sandbox.check import SETTINGS
 
 START_S = 60.0
 FILE_S = 30.0
@@ -189,7 +189,7 @@ class Piped:
         folders = " ".join(shlex.quote(os.path.dirname(path)) for path in collect)
         script = (
             f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
-            f"done 2>/dev/null; (cd / && rm -rf -- {' '.join(SETTINGS)}); "
+            f"done 2>/dev/null; {_remove_settings(self.spec.image)}; "
             f"rm -rf {shlex.quote(at)} {folders}; mkdir -p {shlex.quote(at)} "
             f"{folders} && tar x -C {shlex.quote(at)} && cd {shlex.quote(self.spec.workdir)} && "
             f"echo {BEGUN} >&2 && HOME=$(mktemp -d) PYTHONNOUSERSITE=1 exec {shlex.join(argv)} "
@@ -261,3 +261,16 @@ async def _until_nul(fd: int, words: bytearray) -> None:
         await done
     finally:
         loop.remove_reader(fd)
+
+
+def _remove_settings(image: str | None) -> str:
+    """Return the command that removes an agent's `check.SETTINGS` from `/`, and not the image's own
+    files and folders. Of an image that is one file no names are known here: its folders stay."""
+    whole = image is None or os.path.isdir(image)
+    names = os.listdir(image) if image is not None and whole else []
+    kept = "|".join(["''", *(shlex.quote(name) for name in names if check.is_setting(name))])
+    remove = "rm -rf" if whole else "rm -f"
+    return (
+        f"(cd / && for f in {' '.join(check.SETTINGS)}; do case $f in {kept}) ;; "
+        f'*) {remove} -- "$f" 2>/dev/null;; esac; done)'
+    )

@@ -153,6 +153,7 @@ class BackOff:
 
     def granted(self) -> None:
         self.refusals = 0
+        self._same.clear()
 
     def waits(self, at: float, first_s: float) -> bool:
         """True for `first_s` after a refusal, twice that after the next in a row, and so on up to

@@ -86,7 +86,7 @@ PLACES = ("setup", "python", "works")
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_script_reaches_the_work_wherever_the_job_is(job, tmp_path, place, number):
     process = job()
     for each in PLACES:
@@ -116,3 +116,12 @@ def test_a_signal_to_all_of_the_job_counts_once_and_a_failure_is_told_without_a_
     assert process.returncode == 1
     assert (tmp_path / "got").read_text() == str(int(signal.SIGTERM))
     assert said.splitlines()[-1] == "failed: the disk is full" and "Traceback" not in said
+
+
+def test_its_code_is_the_works_in_posix_mode_too(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("POSIXLY_CORRECT", "1")
+    for place in PLACES:
+        (tmp_path / f"gate-{place}").touch()
+    process = job()
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said

@@ -689,5 +689,6 @@ def test_a_missing_time_limit_and_memory_of_whole_nodes_are_doubts(make_config, 
     assert "time" not in doubts("cluster.slurm.trainer.time='1-00:00:00'").split("mem=0")[0]
     assert "mem=0" not in doubts("cluster.slurm.rollout.mem=64G")
     assert "mem=0" not in doubts("cluster.slurm.rollout.exclusive=true")
+    assert "time=null" not in doubts("cluster.slurm.trainer.sbatch=[--time=2-0]")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "60")
     assert "time=null" not in doubts()

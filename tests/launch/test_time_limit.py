@@ -119,11 +119,11 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     [
         ("2", 120),
         (2, 120),
-        ("2:30", 150),
-        ("1:02:03", 3723),
+        ("2:30", 180),
+        ("1:02:03", 3780),
         ("1-0", 86400),
         ("2-01:30", 178200),
-        ("1-00:00:10", 86410),
+        ("1-00:00:10", 86460),
         ("UNLIMITED", None),
         ("soon", None),
     ],
@@ -136,7 +136,7 @@ def test_times_are_read_as_slurm_reads_them(limit, seconds):
     ("overrides", "key"),
     [
         (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
-        (["cluster.slurm.trainer.time='2:59'"], "cluster.slurm.trainer.time='2:59'"),
+        (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
         (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
         (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
         (
@@ -160,11 +160,33 @@ def test_a_limit_with_time_for_a_step_is_taken_unless_saving_takes_that_time(
     resume.note_save(c.run_dir, 200.0)
     with pytest.raises(ConfigError, match="time='10'.* its last checkpoint took 200 s"):
         slurm.submit(c, layout(c), Console(quiet=True))
-    monkeypatch.setenv("SBATCH_TIMELIMIT", "00:02:30")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "00:01:30")
     c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=other")
-    with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT='00:02:30': Slurm warns"):
+    with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT='00:01:30': Slurm warns"):
         slurm.submit(c, layout(c), Console(quiet=True))
     assert not c.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.slurm.trainer.time='2:30'"],
+        ["cluster.slurm.trainer.time='2:00'", "cluster.slurm.trainer.sbatch=[--time=1-0]"],
+        ["cluster.slurm.trainer.sbatch=[--time=1-0]"],
+        ["cluster.slurm.trainer.time='1-0'"],
+    ],
+)
+def test_only_the_limit_that_slurm_will_use_counts(make_config, overrides):
+    """sbatch rounds up to minutes, takes the last option, and the variable only without one."""
+    c = make_config("cluster=slurm", *overrides)
+    assert time_limit.too_short(c, c.cluster.slurm.warning_s, "1") == ""
+
+
+def test_a_link_to_a_folder_in_whose_name_numbers_would_be_put_is_refused(make_config, tmp_path):
+    (tmp_path / "r%j").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "r%j")
+    with pytest.raises(ConfigError, match="output_dir=.*without %j"):
+        make_config("cluster=slurm", f"output_dir={tmp_path / 'link'}")
 
 
 @pytest.mark.parametrize("folder", ["/tmp/o%j", "/runs/%A/x", "/a%t"])

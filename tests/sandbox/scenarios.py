@@ -286,6 +286,36 @@ async def a_check_has_none_of_the_agents_settings_in_the_root(box):
     assert (await check(box, "cat /asked/deep")).output == "deep\n"
 
 
+async def a_check_runs_whatever_the_agent_makes_of_the_root(box):
+    """Else it could choose to have its work thrown away in place of a reward of 0."""
+    strange = r"mkdir /$'a\xff'; : > /$'b\xff'; ln -s nowhere /dangling; mkfifo /pipe"
+    await box.run(f"{strange}; for i in {{1..1100}}; do mkdir /d$i; done", LONG_S)
+    race = "while :; do f=$(mktemp /t.XXXX); rm $f; mkdir $f; rmdir $f; done"
+    await box.run(f"({race}) >/dev/null 2>&1 &", LONG_S)
+    for _ in range(5):
+        done = await check(box, "ls /tests /usr/bin/env; pwd")
+        assert done.code == 0 and done.output.split()[-1] == "/app", done
+
+
+async def a_check_has_what_the_image_had(_):
+    """Settings and packages of an image's own root are there for its tests, as they were."""
+    with tempfile.TemporaryDirectory() as image:
+        os.chmod(image, 0o755)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            os.symlink(f"usr/{name}", f"{image}/{name}")
+        for name in ("etc", ".venv", "node_modules"):
+            os.mkdir(f"{image}/{name}")
+        for name in (".venv/marker", "node_modules/left", "pytest.ini"):
+            with open(f"{image}/{name}", "w") as file:
+                file.write("given\n")
+        spec = Spec(image=image, mounts=(Mount("/usr", "/usr"),), limits=SMALL)
+        async with await Sandbox.start(spec, "namespaces") as box:
+            await box.run("echo mine | tee /pytest.ini /tox.ini /.coveragerc", LONG_S)
+            look = "cat /.venv/marker /node_modules/left /pytest.ini; ls /tox.ini /.coveragerc"
+            done = await check(box, f"{look} 2>/dev/null", ("/bin/sh", "/tests/check.sh"))
+            assert done.output.split() == ["given"] * 3, done
+
+
 async def a_check_outlives_what_fills_the_sandbox(box):
     fill = """
 import os, time

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,9 +30,6 @@ LOG_BYTES = 2000  # of a program's last words in an error
 MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
 LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # appending: it may be cut
 END_S = 5.0  # for killed processes to be gone
-# An ended process that is still there after this time is one that nobody waits for.
-UNCLAIMED_S = 10.0
-_unclaimed: dict[int, float] = {}  # pid of an ended process -> when it was first seen
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
@@ -108,26 +105,27 @@ def _family(pid: int, name: str) -> list[psutil.Process]:
     found = []
     with contextlib.suppress(psutil.Error):
         found += psutil.Process(pid).children(recursive=True)
-    ended = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_ZOMBIE:
-                ended.add(process.pid)
+                _reap(process.pid)
             elif process.pid != pid and process.environ().get(MARK) == name:
                 found.append(process)
-    _reap(ended)
     return found
 
 
-def _reap(ended: set[int]) -> None:
-    """Reap those of the `ended` processes for which nobody has waited for `UNCLAIMED_S`.
+def _reap(pid: int) -> None:
+    """Reap an ended process that was the first of a PID namespace, as of an agent's own sandbox.
 
-    They are the host's by adoption: what started them has ended, as the keeper of an agent's own
-    sandboxes. A process that the host started itself is waited for at once."""
-    now = time.monotonic()
-    for pid in _unclaimed.keys() - ended:
-        _unclaimed.pop(pid, None)
-    for pid in ended:
-        if _unclaimed.setdefault(pid, now) + UNCLAIMED_S <= now:
-            with contextlib.suppress(ChildProcessError):  # It is another process's child.
-                os.waitpid(pid, os.WNOHANG)
+    When the sandbox's keeper has ended, the host adopts it, and nobody waits for it. The host's
+    other children are left alone: whoever started one may ask for its exit code at any time."""
+    with contextlib.suppress(OSError):  # It is gone, or another process's child.
+        if _namespaces(pid) > _namespaces(os.getpid()):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _namespaces(pid: int) -> int:
+    """Return in how many nested PID namespaces, from that of /proc inwards, a process is."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^NSpid:(.*)", status, re.MULTILINE)
+    return len(found[1].split()) if found else 0

@@ -358,7 +358,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         "without backslashes, at which Slurm leaves the %j in the log's name as it is",
     )
     need(
-        re.search(r"%[jtAa]", os.path.abspath(c.output_dir)) is None,
+        re.search(r"%[jtAa]", os.path.realpath(c.output_dir)) is None,
         "output_dir",
         "a path without %j, %t, %A and %a, in whose place submitit would write the job's numbers",
     )

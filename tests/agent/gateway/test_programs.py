@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import textwrap
 import time
@@ -353,28 +354,27 @@ def test_nothing_of_a_program_stays_behind(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_an_ended_program_started_in_another_session_is_reaped(run, monkeypatch):
-    monkeypatch.setattr(program, "UNCLAIMED_S", 0.0)
+def test_what_is_left_of_a_programs_own_sandbox_is_reaped_and_no_child_of_others(run):
     source = """
-        import subprocess, sys
-        # Ends with its input, which this program holds; its child, in its session, ends with it.
-        leaves = (
-            "import ctypes, os, sys, time\\n"
-            "if os.fork() == 0: ctypes.CDLL(None).prctl(1, 9); time.sleep(600)\\n"
-            "sys.stdin.read()"
-        )
-        words = [sys.executable, "-c", leaves]
-        subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env={})
-        ask("a")
-        reward(1.0)
+        import asyncio
+        from rose.sandbox import Sandbox, Spec
+
+        async def main():
+            async with await Sandbox.start(Spec()) as box:
+                ask("a")
+                reward(float((await box.run("(exit 3)", 10.0)).code == 3))
+
+        asyncio.run(main())
     """
     before = {child.pid for child in psutil.Process().children()}
+    another = subprocess.Popen(["sh", "-c", "exit 7"])
     assert run(source).reward == 1.0
     deadline = time.monotonic() + 30
-    while left := [c for c in psutil.Process().children() if c.pid not in before]:
+    while left := {c.pid for c in psutil.Process().children()} - before - {another.pid}:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
         program._family(os.getpid(), "another")  # The end of the next program calls it, too.
+    assert another.wait() == 7
 
 
 def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
