@@ -34,7 +34,8 @@ SETTINGS = (
     *("jsconfig.json", "*.config.*", "go.mod", "go.work", "Cargo.toml", "pom.xml", "*.gradle*"),
     *("Gemfile", "Rakefile", ".[!.]*"),
 )
-OWN = ("dev", "etc", "proc", "root", "run", "tmp")  # what every sandbox's root has
+# Every sandbox has these in its root.
+OWN = ("dev", "etc", "proc", "root", "run", "tmp")
 MOST_ENTRIES = 1000  # mounts of a check's root; the kernel bounds those of a sandbox at 100,000
 JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
 

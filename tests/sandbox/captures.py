@@ -452,6 +452,7 @@ async def damage_is_named(folder):
         "CRIU can't make the processes again: ": lambda at: (at / "image/pstree.img").write_bytes(
             bytes((at / "image/pstree.img").stat().st_size)
         ),
+        "last_pid: not a whole": lambda at: (at / "last_pid").write_text("x"),
         "an entry without all": listing(lambda e: e[-1].pop("mode")),
     }
     for words, damage in damages.items():

@@ -287,7 +287,7 @@ async def a_check_has_none_of_the_agents_settings_in_the_root(box):
 
 
 async def a_check_runs_whatever_the_agent_makes_of_the_root(box):
-    """Else it could choose to have its work thrown away in place of a reward of 0."""
+    """An agent that could stop its check would have its work thrown away, and not get reward 0."""
     strange = r"mkdir /$'a\xff'; : > /$'b\xff'; ln -s nowhere /dangling; mkfifo /pipe"
     await box.run(f"{strange}; for i in {{1..1100}}; do mkdir /d$i; done", LONG_S)
     race = "while :; do f=$(mktemp /t.XXXX); rm $f; mkdir $f; rmdir $f; done"

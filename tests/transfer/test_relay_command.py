@@ -206,6 +206,15 @@ def test_what_it_cannot_use_is_refused_in_one_line(store, tmp_path, capsys, argu
     assert re.search(why, words) and words.count("\n") == 1 and words.startswith("rose.relay: ")
 
 
+def test_a_default_cache_that_is_a_link_is_refused(store, tmp_path, capsys, monkeypatch):
+    """Another user could have made it where all can make files."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(relay, "_default_cache", lambda upstream: tmp_path / "link")
+    assert relay.main([str(store), "--listen", "127.0.0.1:0"]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_named(store, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
