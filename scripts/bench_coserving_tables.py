@@ -85,7 +85,8 @@ def pooled(runs: list[Run], metric: str) -> float:
 
 def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
     """One a seed: to the mean of S alone's runs under the very same traffic. Of S alone: each run
-    to the seed's other runs, which is the noise of the machine."""
+    to the seed's other runs, which is the noise of the machine. Seeds in which S alone made too few
+    tokens for a latency are left out."""
     found = []
     for run in runs:
         if run.scenario != scenario:
@@ -95,8 +96,8 @@ def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
             for other in runs
             if other.scenario == ALONE and other.seed == run.seed and other is not run
         ]
-        if beside:
-            found.append(run.latency(metric) / mean(beside))
+        if beside and (alone := mean(beside)):
+            found.append(run.latency(metric) / alone)
     return found
 
 
