@@ -62,6 +62,7 @@ GOLDEN = """#!/bin/bash
 
 rose_signals= rose_ready=
 rose_pass() {{ [ -z "$rose_ready" ] || kill -s "$1" "$rose_python" || :; }}
+trap 'rose_signals="$rose_signals INT"; rose_pass INT' INT
 trap 'rose_signals="$rose_signals TERM"; rose_pass TERM' TERM
 trap 'rose_signals="$rose_signals USR2"; rose_pass USR2' USR2
 trap 'rose_ready=1; for rose_signal in $rose_signals; do rose_pass $rose_signal; done' USR1
@@ -71,7 +72,8 @@ module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-(trap '' TERM USR2; export ROSE_BATCH_SHELL=$$; exec {python} -u -m rose.launch.batch '/runs/my runs/qwen7b/submitted') &
+set +o posix
+(trap '' INT TERM USR2; export ROSE_BATCH_SHELL=$$; exec {python} -u -m rose.launch.batch '/runs/my runs/qwen7b/submitted') &
 rose_python=$!
 while kill -0 "$rose_python" 2>/dev/null; do wait "$rose_python" || :; done
 wait "$rose_python"
