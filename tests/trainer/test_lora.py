@@ -142,7 +142,7 @@ def test_a_checkpoint_beside_another_base_is_refused(world, tmp_path):
         run(tmp_path, stage, ranks, RESUMED)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
     tiny_world.save_model(tmp_path / "model")
     more = [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16"]
