@@ -265,11 +265,7 @@ def test_no_rank_loads_torchs_compiler_or_tries_a_c_compiler(world):
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [
-        (0, []),
-        (2, []),
-        (3, ["trainer.gradient_checkpointing=true", "trainer.reduce_dtype=bfloat16"]),
-    ],
+    [(2, []), (3, ["trainer.gradient_checkpointing=true", "trainer.reduce_dtype=bfloat16"])],
 )
 def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
     tiny_world.save_model(tmp_path / "model")
