@@ -83,8 +83,7 @@ def compare(folder, ranks: int, once: str, rounds: str) -> float:
     return size
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_bfloat16_is_scaled_where_it_is_summed(stage, tmp_path):
+def test_bfloat16_is_scaled_where_it_is_summed(tmp_path):
     """Its gradients differ by rounding; a scale left out would be a factor of four."""
     tiny_world.save_model(tmp_path / "model")
     args = ["dapo", DAPO | {"overlong_filtering": False}, 1, "pairs"]
@@ -92,7 +91,7 @@ def test_bfloat16_is_scaled_where_it_is_summed(stage, tmp_path):
     job = {
         "name": "run",
         "settings": [
-            f"trainer.zero_stage={stage}",
+            "trainer.zero_stage=2",
             "deterministic=false",
             "trainer.dtype=bfloat16",
             "model.dtype=bfloat16",
