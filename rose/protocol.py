@@ -120,6 +120,8 @@ class Trajectory(Record):
     turns: int
     response_tokens: int  # sum of mask, of all branches
     truncated: bool = False  # ended by a token or turn limit, not by the environment
+    # which limit that was: "turns", "context", or "answer" for the tokens of one turn; "" without one
+    limit: str = ""
     invalid_calls: int = 0
     stats: dict[str, float] = {}
     started: float = 0.0  # seconds, wall clock
@@ -598,7 +600,7 @@ class BatchSummary(Record):
     rewards: list[float]
     groups: list[int]  # (N,): index of the group within the batch
     response_tokens: list[int]
-    truncated: list[bool]
+    truncated: list[bool]  # only truncation by a limit of tokens, not by the turn limit
     turn_rewards: list[list[float]] = []  # (N,): `Trajectory.turn_rewards`
     # (N,): of each turn, its segment: the turns that the same trajectories of the batch have in
     # common, numbered through the batch; [] in a batch without forks

@@ -132,6 +132,7 @@ class _Episode:
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
         self.cut = False  # a token limit ended the last turn
+        self.limit = ""  # of `Trajectory`
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
         self.outcome = ""  # of the last tool call
@@ -175,7 +176,8 @@ class _Episode:
         if not done and (last := await self.guard.end()) is not None:
             self.reward += last.reward
             self.success = self.success or last.success
-        self.truncated = self.truncated or self.cut
+        if self.cut:
+            self.truncated, self.limit = True, "answer" if self.room > 0 else "context"
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
         return self._trajectory(started, clock())
@@ -436,12 +438,13 @@ class _Episode:
         """Append what was observed if another turn can follow, else end the trajectory as
         truncated."""
         size = sum(len(text) for _, text in observed)
-        ends = self.turns >= self.limits.max_turns or self.chat.least_tokens(size) >= self.room
+        last = self.turns >= self.limits.max_turns
+        ends = last or self.chat.least_tokens(size) >= self.room
         if not ends:
             tokens = await self._written("step", size, self.chat.observations, observed, closed)
             ends = len(tokens) >= self.room
         if ends:
-            self.truncated = True
+            self.truncated, self.limit = True, "turns" if last else "context"
         else:
             self._observe(tokens)
 
@@ -466,6 +469,7 @@ class _Episode:
             turns=self.turns,
             response_tokens=sum(self.mask),
             truncated=self.truncated,
+            limit=self.limit,
             invalid_calls=self.invalid_calls,
             stats={"migrations": float(self.migrations)} | self.stats | self.guard.stats(),
             started=started,

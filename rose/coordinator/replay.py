@@ -99,7 +99,7 @@ def summarise(groups: list[list[Trajectory]], config: Config) -> BatchSummary:
         rewards=[t.reward for t, _ in rows],
         groups=[g for _, g in rows],
         response_tokens=[t.response_tokens for t, _ in rows],
-        truncated=[t.truncated for t, _ in rows],
+        truncated=[t.truncated and t.limit != "turns" for t, _ in rows],
         turn_rewards=[t.turn_rewards for t, _ in rows],
         segments=segments.find([t for t, _ in rows]),
         limits=[closest_limit(t, config) for t, _ in rows],

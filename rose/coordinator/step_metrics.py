@@ -51,6 +51,7 @@ def step_row(
         "branches_mean": float(np.mean([1 + len(t.branches) for t in all_of])),
         "invalid_calls": sum(t.invalid_calls for t in all_of),
         "truncated": sum(t.truncated for t in all_of),
+        "truncated_by_turns": sum(t.limit == "turns" for t in all_of),
         "groups_equal": float(np.mean([not differ([t.reward for t in g]) for g in groups])),
         "failed_trajectories": rollouts.groups.failed,
         "failed_tasks": rollouts.groups.given_up,

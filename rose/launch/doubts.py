@@ -10,7 +10,13 @@ from rose.config import Config, ConfigError
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises."""
-    return stale(c, staleness, corrects) + narrowed(c, corrects) + warming_up(c) + unevaluated(c)
+    return (
+        stale(c, staleness, corrects)
+        + narrowed(c, corrects)
+        + warming_up(c)
+        + unevaluated(c)
+        + unpunished(c)
+    )
 
 
 def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
@@ -51,6 +57,27 @@ def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
         "trained has them, and the others are drawn more often than it draws them, for which "
         f"{by}; {', '.join(other.values())} is exact",
     )
+
+
+def unpunished(c: Config) -> tuple[str, ...]:
+    """Doubts about DAPO's overlong punishment that begins above what a trajectory can reach. With
+    algorithm.args.max_response_tokens=null it goes by the limits themselves."""
+    args = c.algorithm.args
+    most, buffer = args.get("max_response_tokens"), args.get("overlong_buffer")
+    if most is None or buffer == 0:
+        return ()
+    begin = most - (most / 5 if buffer is None else buffer)
+    found = []
+    for name, member in c.env.members.items():
+        turns, key = member.max_turns * member.max_new_tokens, c.env.key_of(name)
+        if min(turns, c.model.max_context) <= begin:
+            found.append(
+                f"algorithm.args.max_response_tokens={most}: the overlong punishment begins above "
+                f"{begin:g} tokens, which no trajectory of {key} reaches: {key}.max_turns="
+                f"{member.max_turns} of {key}.max_new_tokens={member.max_new_tokens} in a context "
+                f"of model.max_context={c.model.max_context}; null goes by these limits"
+            )
+    return tuple(found)
 
 
 def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:

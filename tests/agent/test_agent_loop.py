@@ -398,10 +398,12 @@ def test_the_turn_limit_truncates_after_a_turn(run, tokenizer):
         1.5,
     )
     assert trajectory.mask[-1] == 1, "no observation follows the last turn"
+    assert trajectory.limit == "turns"
 
 
 def test_an_end_on_the_last_turn_is_no_truncation(run, tokenizer):
-    assert not run(Walk(3), Script(tokenizer, STEP), max_turns=3).truncated
+    ended = run(Walk(3), Script(tokenizer, STEP), max_turns=3)
+    assert not ended.truncated and ended.limit == ""
 
 
 class Judged(Walk):
@@ -423,7 +425,7 @@ def test_a_turn_gets_at_most_what_is_left_of_the_context(run, chats, tokenizer):
     script = Script(tokenizer, STEP)
     trajectory = run(Walk(9), script, max_context=prompt + 5)
     assert script.requests[0].sampling.max_new_tokens == 5
-    assert (len(trajectory.mask), trajectory.turns, trajectory.truncated) == (prompt + 5, 1, True)
+    assert (len(trajectory.mask), trajectory.turns, trajectory.limit) == (prompt + 5, 1, "context")
 
 
 @pytest.mark.parametrize("spare, turns", [(0, 1), (1, 2)])
@@ -434,7 +436,7 @@ def test_a_turn_follows_only_where_a_token_of_it_fits(run, chats, tokenizer, spa
     )
     used += len(tokenizer.encode(STEP, add_special_tokens=False)) + 1
     trajectory = run(Walk(9), script, max_context=used + spare)
-    assert (trajectory.turns, trajectory.truncated) == (turns, True)
+    assert (trajectory.turns, trajectory.truncated, trajectory.limit) == (turns, True, "context")
     assert len(trajectory.mask) <= used + spare
 
 
@@ -657,6 +659,7 @@ def test_an_answer_that_a_token_limit_ends_is_truncated_whoever_ends_the_episode
     env = OneAnswer()
     got = run(env, Script(tokenizer, "one two three four", closed=closed), max_new_tokens=most)
     assert (got.truncated, env.action.truncated) == (cut, cut)
+    assert got.limit == ("answer" if cut else "")
 
 
 def test_an_end_of_turn_at_the_limit_is_no_cut(run, tokenizer):

@@ -94,7 +94,7 @@ def test_a_huge_call_is_refused_without_a_token_of_it(chats, tokenizer, monkeypa
     session, error = asyncio.run(scene())
     assert (error.status, error.code) == (400, "context_length_exceeded")
     assert "at least" in error.message and "model.max_context" in error.message
-    assert session.truncated and session._refused == 1
+    assert session.limit and session._refused == 1
 
 
 @pytest.mark.parametrize("characters, beside", [(10, False), (1000, True)])

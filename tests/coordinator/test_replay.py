@@ -92,6 +92,14 @@ def test_the_summary_has_a_row_per_trajectory_in_the_order_of_the_groups(make_co
     assert summary.response_tokens == [8, 4, 12] and summary.truncated == [False, False, True]
 
 
+@pytest.mark.parametrize(
+    "limit, by_length", [("turns", False), ("context", True), ("answer", True)]
+)
+def test_to_an_algorithm_only_lengths_truncate(make_config, limit, by_length):
+    group = [trajectory("g0.0", 0.0, 12, truncated=True, limit=limit)]
+    assert replay.summarise([group], make_config()).truncated == [by_length]
+
+
 def test_the_closest_limit_is_that_of_a_turn_of_all_turns_or_of_the_context(make_config):
     c = make_config(
         "env.max_turns=3", "env.max_new_tokens=20", "model.max_context=100", "+env@eval.sets.s=calculator",

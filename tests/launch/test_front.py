@@ -117,6 +117,23 @@ def test_later_updates_of_a_step_need_a_loss_with_a_ratio(tmp_path):
     front.check(compose_tree(*several, *clips, "cluster.dry_run=true"))
 
 
+@pytest.mark.parametrize("most, buffer, doubted", [
+    (512, "null", True), (512, 352, True), (512, 353, False), (199, "null", False),
+    (5000, 0, False), ("null", "null", False),
+])  # fmt: skip
+def test_a_punishment_that_no_trajectory_reaches_is_a_doubt(make_config, most, buffer, doubted):
+    asked = (
+        f"algorithm.args.max_response_tokens={most}",
+        f"algorithm.args.overlong_buffer={buffer}",
+    )
+    limits = ("env.max_turns=10", "env.max_new_tokens=16", "model.max_context=512")
+    found = doubts.unpunished(make_config("algorithm=dapo", *asked, *limits))
+    assert len(found) == doubted and all("no trajectory of env reaches" in doubt for doubt in found)
+    assert len(doubts.unpunished(make_config("algorithm=dapo", *asked, "env.max_turns=400"))) == (
+        doubted and most == 5000
+    )
+
+
 def test_clips_that_one_update_a_step_never_reaches_are_a_doubt(make_config):
     def found(*overrides, recomputes=True):
         return doubts.unclipped(make_config(*overrides), recomputes)

@@ -168,7 +168,7 @@ class _Run:
     def _excused(self) -> bool:
         """An agent that raises when it is refused a call has no reward, and is one that went on for
         too long. The library's episodes end in order there: what raises is their scoring."""
-        return self.session.truncated and not isinstance(self.agent, Verifiers)
+        return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
     def _fork(
         self, function: str, variables: dict[str, str], *arguments: str
@@ -295,6 +295,7 @@ def _trajectory(
     if not branches:
         raise EnvironmentFailure(start.id, "the program ended without a call of the model")
     first, *others = branches
+    limit = "answer" if any(leaf.cut for leaf in session.history.leaves()) else session.limit
     return Trajectory(
         id=start.id,
         group=start.group,
@@ -307,7 +308,8 @@ def _trajectory(
         success=success,
         turns=session.turns,
         response_tokens=sum(sum(branch.mask) for branch in branches),
-        truncated=session.truncated or any(leaf.cut for leaf in session.history.leaves()),
+        truncated=bool(limit),
+        limit=limit,
         invalid_calls=session.invalid_calls,
         stats={
             "migrations": float(session.migrations),

@@ -115,7 +115,8 @@ class Session:
         self._max_context, self._sampling, self._clock = max_context, sampling, clock
         self.history = History(chat)
         self.turns = self.migrations = self.invalid_calls = 0
-        self.truncated = False  # a call was refused: the context or the calls are used up
+        # "context" or "turns" once a call was refused because that is used up
+        self.limit = ""
         self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
@@ -237,7 +238,7 @@ class Session:
             raise error
 
     def _too_long(self, tokens: str) -> ApiError:
-        self.truncated = True
+        self.limit = "context"
         return ApiError(
             400,
             f"the messages have {tokens} tokens; the model's context holds {self._max_context} "
@@ -252,7 +253,7 @@ class Session:
         if room <= 0:
             raise self._too_long(str(len(context) // 4))
         if self.turns >= self._limits.max_turns:
-            self.truncated = True
+            self.limit = "turns"
             raise ApiError(
                 403, f"a trajectory has {self._limits.max_turns} calls at most", "turn_limit"
             )

@@ -29,7 +29,7 @@ class Summary:
     rewards: Tensor  # (N,) float64
     groups: Tensor  # (N,) int64 in [0, G)
     response_tokens: Tensor  # (N,) int64
-    truncated: Tensor  # (N,) bool
+    truncated: Tensor  # (N,) bool: by a limit of tokens, not of turns
     # (N, K) float64, K turns at most: of each turn, NaN behind a trajectory's last and where the
     # environment gives none
     turn_rewards: Tensor | None = None

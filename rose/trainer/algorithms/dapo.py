@@ -34,8 +34,9 @@ class Dapo:
     """`overlong_buffer` tokens before the limit the punishment starts to grow, from 0 to -1 reward;
     None takes a fifth of the limit, as the paper does, and 0 switches it off. The limit is
     `max_response_tokens` of a whole trajectory; None takes, for each trajectory, the one of the
-    run's that it came closest to (`Summary.limits`). `overlong_filtering` gives truncated
-    trajectories no loss: their reward says more about the limit than about the answer."""
+    run's that it came closest to (`Summary.limits`). `overlong_filtering` gives trajectories that
+    were truncated by their length no loss, since their reward says more about the limit than about
+    the answer. Those that used up their turns keep theirs."""
 
     clip_low: ClipLow
     clip_high: NonNegative

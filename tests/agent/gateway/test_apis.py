@@ -264,7 +264,7 @@ def test_a_context_that_is_too_long_is_each_apis_own_refusal(serve):
             async with anthropic_client(world) as client:
                 with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                     await client.messages.create(max_tokens=5, **long)
-            assert world.session.truncated and world.policy.requests == []
+            assert world.session.limit and world.policy.requests == []
 
     asyncio.run(go())
 
@@ -317,7 +317,7 @@ def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
             world.policy.gate.set()
             got = await asyncio.gather(*calls, return_exceptions=True)
             assert sum(not isinstance(each, Exception) for each in got) == 2, "max_turns"
-            assert world.session.truncated
+            assert world.session.limit
 
     asyncio.run(go())
 

@@ -119,7 +119,8 @@ def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is
         reward(1.0)
     """
     assert not run(source).truncated
-    assert run(source, max_new_tokens=1).truncated
+    cut = run(source, max_new_tokens=1)
+    assert cut.truncated and cut.limit == "answer"
     with pytest.raises(EnvironmentFailure, match="ended with code 3"):
         run(f"{source}    raise SystemExit(3)", max_new_tokens=1)
 
@@ -298,6 +299,7 @@ def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, li
         raise SystemExit("not reached")
     """, **limit)  # fmt: skip
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
+    assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
 
 
 @pytest.mark.slow
