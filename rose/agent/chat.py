@@ -3,14 +3,16 @@
 A conversation's first prompt is rendered by the template as usual. After that only the text between
 the end of the policy's turn and its next generation prompt is encoded and appended: a template may
 rewrite earlier turns (Qwen3 drops their thinking), a trajectory must not. That text is the
-template's rendering of a dummy conversation, after the dummy answer. Left out: images, and
-templates that write a tool's result only behind a message with calls.
+template's rendering of a dummy conversation, after the dummy answer. What a template gets is what
+`vllm serve` gives it (rose/agent/template.py). Left out: images, and tools with templates that
+write a result only behind a message with calls, or else than behind one without.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import os
 import re
@@ -20,16 +22,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import transformers
-from jinja2 import TemplateError
 
 from rose.agent import tool_formats
 from rose.agent.envs.base import Action, outside_thoughts
-from rose.agent.tool_calls import CLOSE, FORM, OPEN, BadCall, Reading
+from rose.agent.template import TOOLS_AS_TEXT, served_messages, served_tool
+from rose.agent.tool_calls import CLOSE, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
 
 ANSWER = "ROSE-ANSWER-7f3a"
 OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
+# Contents by which the guess what a template does to one is tried.
+TRIED = ("", "\n \u00a0" + OBSERVATION + "\\n\t ", "0", "<b> & 'x'\n\nÄ\u2028 \"" + OBSERVATION)
+# Thoughts, which templates write into prompts and leave out of earlier turns.
+THINKING = re.compile(r"</?think>|\[/?THINK\]|\s")
 LOOP_CHARACTERS = 20_000  # are made tokens of within the event loop: some milliseconds
 COMPOSED = 4  # characters that NFC makes one, at most: a Greek letter with three marks
 CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
@@ -70,7 +76,19 @@ class _Gap:
 
     end: str  # the end-of-turn token
     texts: tuple[str, ...]
-    escaped: tuple[bool, ...]  # whether the template writes a content as a JSON string
+    # What the template does to each content: whether it is written as a JSON string, and trimmed.
+    # None where it does something else, so that each message has to be rendered.
+    forms: tuple[tuple[bool, bool], ...] | None
+
+    def write(self, contents: Sequence[str]) -> str:
+        """The text behind the end of the turn."""
+        whole = [self.texts[0]]
+        for text, (escaped, trimmed), after in zip(
+            contents, self.forms, self.texts[1:], strict=True
+        ):
+            text = text.strip() if trimmed else text
+            whole += [json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text, after]
+        return "".join(whole)
 
 
 class ChatFormat:
@@ -100,9 +118,11 @@ class ChatFormat:
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._longest = _longest_token(self._backend)
         self.native_tools = self._has_tools()
+        if not self.native_tools:
+            self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
         self._gap = functools.lru_cache(CACHE)(self._find_gap)
-        for role in ("tool", "user"):
-            self._gap((role,))
+        self._gap(("user",), False)
+        self.tools_problem = self._find_tools_problem()  # "" where environments may have tools
         self._named_thoughts = reasoning_format != tool_formats.AUTO
         self._opens_thought = self._render([_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
@@ -117,8 +137,8 @@ class ChatFormat:
         return cls(folder, model.chat_template_args, *formats, model.end_of_turn)
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """First prompt, up to and including the generation prompt. `messages` are as Hugging Face's
-        templates take them: calls in `tool_calls`, their arguments an object.
+        """First prompt, up to and including the generation prompt. `messages` are OpenAI's, with
+        texts or parts of text.
 
         Templates that ignore tools (SmolLM2) get them described in the system message, and calls
         and results as text. Raises `CannotExtend` when the template refuses the messages.
@@ -140,8 +160,8 @@ class ChatFormat:
 
     def written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         """The text whose tokens are `start`'s. Raises `CannotExtend`."""
-        if not self.native_tools:
-            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
+        if tools and self.tools_problem:
+            raise CannotExtend(self.tools_problem)
         try:
             return self._render(messages, tools)
         except Exception as error:  # a template is a program: of what its author didn't think of
@@ -154,21 +174,32 @@ class ChatFormat:
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
         return list(map(len, self._backend.encode_batch(texts, add_special_tokens=False)))
 
-    def observation(self, text: str, role: Observer, closed: bool = True) -> list[int]:
+    def observation(
+        self, text: str, role: Observer, closed: bool = True, tools: bool | None = None
+    ) -> list[int]:
         """Tokens from the policy's last token to its next turn.
 
         `closed`: the last token was an end-of-turn token; else (cut by a limit) one is supplied.
+        `tools`: whether the trajectory has tools; by default, where a tool says something.
         """
-        return self.observations([(role, text)], closed)
+        return self.observations([(role, text)], closed, tools)
 
     def observations(
-        self, messages: Sequence[tuple[Observer, str]], closed: bool = True
+        self,
+        messages: Sequence[tuple[Observer, str]] | Sequence[dict[str, Any]],
+        closed: bool = True,
+        tools: bool | None = None,
     ) -> list[int]:
-        """As `observation` for several (who says it, text) in a row: results of calls in one turn,
-        and what a user says after them. Raises `CannotExtend`."""
-        short = sum(len(text) for _, text in messages) <= CACHED
-        tokens = self._observation if short else self._observation_tokens
-        return list(tokens(tuple(messages), closed))
+        """As `observation` for several (who says it, text), or OpenAI's messages, in a row: results
+        of calls in one turn, and what a user says after them. Raises `CannotExtend`."""
+        whole = list(messages)
+        if whole and isinstance(whole[0], tuple):
+            whole = _observed(*zip(*whole, strict=True))
+        if tools is None:
+            tools = any(message["role"] == "tool" for message in whole)
+        key = json.dumps(whole)
+        write = self._observation if len(key) <= CACHED else self._observation_tokens
+        return list(write(key, closed, tools))
 
     def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
         """Thought, content and calls of a turn's text."""
@@ -195,6 +226,11 @@ class ChatFormat:
             tokens.pop()
         return self._backend.decode(tokens, skip_special_tokens=False)
 
+    @property
+    def template(self) -> str:
+        """What writes conversations without tools, and with them unless `native_tools`."""
+        return self._tokenizer.get_chat_template()
+
     def _load(self):
         try:
             tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)
@@ -218,9 +254,12 @@ class ChatFormat:
     def _render(
         self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = True
     ) -> str:
+        tools = [served_tool(tool) for tool in tools] if tools else None
+        template = self._tokenizer.get_chat_template(None, tools)
         return self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
+            served_messages(messages, template),
+            tools=tools,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=prompt,
             **self.template_args,
@@ -236,39 +275,66 @@ class ChatFormat:
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
         return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
-    def _observation_tokens(
-        self, messages: tuple[tuple[Observer, str], ...], closed: bool
-    ) -> list[int]:
-        gap = self._gap(tuple(role for role, _ in messages))
-        whole = [gap.end, gap.texts[0]]
-        for (_, text), escaped, after in zip(messages, gap.escaped, gap.texts[1:], strict=True):
-            text = self.neutral(text)
-            whole += [json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text, after]
-        tokens = self._encode("".join(whole))
+    def _observation_tokens(self, written: str, closed: bool, tools: bool) -> list[int]:
+        messages = json.loads(written)
+        for message in messages:
+            texts = message["content"]
+            message["content"] = (
+                self.neutral(texts) if isinstance(texts, str) else list(map(self.neutral, texts))
+            )
+        gap = self._gap(tuple(message["role"] for message in messages), tools)
+        plain = all(isinstance(m["content"], str) and "name" not in m for m in messages)
+        named = all(m.get("tool_call_id") in (None, _call_id(i)) for i, m in enumerate(messages))
+        if (
+            plain
+            and gap.forms is not None
+            and (named or _call_id(0)[:-1] not in "".join(gap.texts))
+        ):
+            text = gap.end + gap.write([message["content"] for message in messages])
+        else:
+            said = [_message("user"), _message("assistant", ANSWER), *messages]
+            text = self._after_answer(said, tools)
+        tokens = self._encode(text)
         return tokens[1:] if closed else tokens
 
     def _has_tools(self) -> bool:
-        tool = {
-            "type": "function",
-            "function": {"name": "rose_probe", "description": "", "parameters": {}},
-        }
+        """True where the template lists tools."""
         try:
-            result = _message("tool") | {"tool_call_id": _call_id(0)}
-            self._render([_message("user"), _message("assistant"), result])
-            return "rose_probe" in self._render([_message("user")], [tool])
-        except TemplateError:  # it knows no tool role
+            return tool_formats.PROBE.name in self._render(
+                [_message("user")], [tool_formats.PROBE_TOOL]
+            )
+        except Exception:  # as in `written`
             return False
+
+    def _find_tools_problem(self) -> str:
+        """Why no environment with tools can be played with this template; "" if one can."""
+        try:
+            self._gap(("user",), True)
+            self._gap(("tool",), True)
+            said = _message("tool", OBSERVATION) | {"tool_call_id": _call_id(0)}
+            call = _call({"text": ANSWER})
+            text = self._after_answer([_message("user"), call, said], True)
+            ends = [text.find(end) for end in self._eos_texts() if end in text]
+            after = text[min(ends) :] if ends else text
+            plain = [_message("user"), _message("assistant", ANSWER), said]
+            if self.native_tools and after != (behind := self._after_answer(plain, True)):
+                raise self._cannot(
+                    "its chat template writes a tool's result otherwise behind a call "
+                    f"({after!r}) than behind an answer without one ({behind!r})"
+                )
+        except CannotExtend as error:
+            return f"{error}; such a template can't be used with tools"
+        return ""
 
     def _written_call(self) -> str | None:
         """What the template writes for one call, up to the end of the turn; None if it ignores
         calls."""
-        call = {"id": _call_id(0), "type": "function", "function": _probe_function()}
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        reply = _call(tool_formats.PROBE.arguments)
         tools = [tool_formats.PROBE_TOOL]
         try:
             before = self._render([_message("user")], tools)
             text = self._render([_message("user"), reply], tools, prompt=False)
-        except (TemplateError, TypeError, KeyError):
+        except Exception:  # as in `written`
             return None
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
             return None
@@ -279,20 +345,14 @@ class ChatFormat:
             written = written.removesuffix(end)
         return written
 
-    def _find_gap(self, roles: tuple[Observer, ...]) -> _Gap:
+    def _find_gap(self, roles: tuple[Observer, ...], tools: bool) -> _Gap:
         """Rendered twice, the second time after one turn more: the same must come after the
-        answer."""
+        answer, and a turn must not change what the prompt before it had."""
         contents = [OBSERVATION.format(i) for i in range(len(roles))]
-        observed = [
-            _message(role, content) | ({"tool_call_id": _call_id(i)} if role == "tool" else {})
-            for i, (role, content) in enumerate(zip(roles, contents, strict=True))
-        ]
-        observed = observed if self.native_tools else _as_text(observed)
-        reply = _message("assistant", ANSWER)
-        between = self._after_answer([_message("user"), reply, *observed])
-        later = self._after_answer(
-            [_message("user"), _message("assistant"), _message("user"), reply, *observed]
-        )
+        reply, observed = _message("assistant", ANSWER), _observed(roles, contents)
+        begun = [_message("user"), reply, *observed]
+        between = self._after_answer(begun, tools)
+        later = self._after_answer([_message("user"), _message("assistant"), *begun], tools)
         if between != later:
             raise self._cannot(
                 f"what its chat template writes after an answer depends on the turns before "
@@ -304,7 +364,42 @@ class ChatFormat:
                 f"its chat template ends an answer with {between[:30]!r}, which is none of its "
                 f"end-of-turn tokens {self._eos_texts()}; model.end_of_turn names others"
             )
-        return _Gap(end, *self._cut(between[len(end) :], contents))
+        again = [_message("user"), _message("assistant"), *observed]
+        self._check_opening([_message("user")], again, observed, tools)
+        texts, escaped = self._cut(between[len(end) :], contents)
+        for trims in itertools.product((False, True), repeat=len(set(roles))):
+            trimmed = dict(zip(sorted(set(roles)), trims, strict=True))
+            forms = tuple((e, trimmed[r]) for e, r in zip(escaped, roles, strict=True))
+            gap = _Gap(end, texts, forms)
+            if all(self._is_written(gap, roles, text, tools) for text in TRIED):
+                return gap
+        return _Gap(end, texts, None)
+
+    def _is_written(self, gap: _Gap, roles: tuple[Observer, ...], text: str, tools: bool) -> bool:
+        """Whether the template writes observations of this text as `gap` does."""
+        contents = [text.replace("{}", str(i)) for i in range(len(roles))]
+        said = [_message("user"), _message("assistant", ANSWER), *_observed(roles, contents)]
+        return self._after_answer(said, tools) == gap.end + gap.write(contents)
+
+    def _check_opening(
+        self, first: list[dict], second: list[dict], observed: list[dict], tools: bool
+    ) -> None:
+        """Raises `CannotExtend` where an answer changes what its prompt had, as in templates that
+        list the tools before the last user's message. Thoughts may go."""
+        found = []
+        for messages in (first, second):
+            prompt = self._written_prompt(messages, tools)
+            reply = _message("assistant", ANSWER)
+            before = self._written_prompt([*messages, reply, *observed], tools).partition(ANSWER)[0]
+            shared = len(os.path.commonprefix([prompt, before]))
+            lost, gained = (THINKING.sub("", text[shared:]) for text in (prompt, before))
+            found.append(gained)
+            if lost or gained != found[0]:
+                raise self._cannot(
+                    f"its chat template ends a prompt with {prompt[shared:]!r} and has "
+                    f"{before[shared:]!r} there once it is answered; tokens of a trajectory could "
+                    "not stay as they were"
+                )
 
     def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
         """(texts around the contents, whether each of these is escaped)."""
@@ -321,14 +416,16 @@ class ChatFormat:
             raise self._cannot("its chat template does not write each message once, in order")
         return (*texts, text), tuple(escaped)
 
-    def _after_answer(self, messages: list[dict]) -> str:
+    def _written_prompt(self, messages: list[dict], tools: bool) -> str:
         try:
-            text = self._render(messages)
-        except (TemplateError, TypeError, KeyError) as error:
+            return self._render(messages, [tool_formats.PROBE_TOOL] if tools else None)
+        except Exception as error:  # as in `written`
             raise self._cannot(
                 f"its chat template refuses a conversation of several turns: {error}"
             ) from error
-        before, found, after = text.partition(ANSWER)
+
+    def _after_answer(self, messages: list[dict], tools: bool) -> str:
+        before, found, after = self._written_prompt(messages, tools).partition(ANSWER)
         if not found or ANSWER in after or OBSERVATION.partition("{")[0] in before:
             raise self._cannot("its chat template does not write each message once, in order")
         return after
@@ -372,40 +469,21 @@ def _message(role: str, content: str = "x") -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _describe(messages: list[dict], tools: list[dict]) -> list[dict]:
-    """Messages whose system message lists the tools and how to call one."""
-    listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    text = f"# Tools\n{listed}\nTo call a tool, write {FORM}"
-    if messages[0]["role"] == "system":
-        return [_message("system", f"{messages[0]['content']}\n\n{text}"), *messages[1:]]
-    return [_message("system", text), *messages]
+def _observed(roles: Sequence[Observer], contents: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages after an answer."""
+    return [
+        _message(role, content) | ({"tool_call_id": _call_id(i)} if role == "tool" else {})
+        for i, (role, content) in enumerate(zip(roles, contents, strict=True))
+    ]
 
 
-def _as_text(messages: list[dict]) -> list[dict]:
-    """For templates that know no tools: calls in Hermes form, results in a user's message, those in
-    a row in one."""
-    merged: list[dict] = []
-    for message in messages:
-        role, content = message["role"], message.get("content") or ""
-        if role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
-            if merged and merged[-1].get("results"):
-                merged[-1]["content"] += f"\n{content}"
-            else:
-                merged.append(_message("user", content) | {"results": True})
-            continue
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            written = json.dumps({"name": function["name"], "arguments": function["arguments"]})
-            content += f"{OPEN}\n{written}\n{CLOSE}"
-        merged.append(_message(role, content))
-    return [_message(message["role"], message["content"]) for message in merged]
+def _call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message that calls the probe."""
+    function = {"name": tool_formats.PROBE.name, "arguments": arguments}
+    call = {"id": _call_id(0), "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _call_id(index: int) -> str:
     """Nine letters and digits, as Mistral's templates demand."""
     return f"rose{index:05d}"
-
-
-def _probe_function() -> dict[str, Any]:
-    return {"name": tool_formats.PROBE.name, "arguments": tool_formats.PROBE.arguments}

@@ -57,7 +57,7 @@ def parse(text: str) -> Action | BadCall:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """(thought, said). The last mark that ends a thought counts, unless it is an argument's text."""
+    """(thought, said). The last mark that ends a thought counts, but for an argument's text."""
     at = text.rfind(END)
     spans = list(_values(text)) if at >= 0 else []
     while any(start <= at < end for start, end in spans):
