@@ -126,7 +126,9 @@ class ChatFormat:
         self._named_thoughts = reasoning_format != tool_formats.AUTO
         self._opens_thought = self._render([_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
-        self.format = tool_formats.find(tool_format, self._tokenizer, self._written_call())
+        self.format = tool_formats.find(
+            tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
+        )
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 

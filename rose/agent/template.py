@@ -106,7 +106,8 @@ def texts(content: Any) -> list[str]:
 
 def _served_message(message: dict[str, Any], parts: bool) -> dict[str, Any]:
     role, found = message["role"], texts(message.get("content"))
-    served: dict[str, Any] = {"role": role, "content": "\n".join(found)}
+    whole = "\n".join(found if parts else filter(None, found))  # vLLM leaves out empty texts there
+    served: dict[str, Any] = {"role": role, "content": whole}
     if parts and role != "tool":
         served["content"] = [{"type": "text", "text": text} for text in found]
     if role == "assistant":

@@ -122,14 +122,20 @@ GPT_OSS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
+MARKS = ["<|eot_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"]
+
 
 def save(tokenizer, template, folder):
     """A model's folder with this template, or with several by their names."""
     own = copy.deepcopy(tokenizer)
     own.bos_token = own.bos_token or "<|endoftext|>"
-    if "<|eot_id|>" in template:
-        own.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})
-        own.eos_token = "<|eot_id|>"
+    marks = [
+        mark
+        for mark in MARKS
+        if mark in template or mark == "<|python_tag|>" and "<|eot_id|>" in template
+    ]
+    own.add_special_tokens({"additional_special_tokens": marks})
+    own.eos_token = "<|eot_id|>" if "<|eot_id|>" in marks else own.eos_token
     own.chat_template = template
     own.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
