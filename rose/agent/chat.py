@@ -12,30 +12,32 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import transformers
 
 from rose.agent import tool_formats
 from rose.agent.envs.base import Action, outside_thoughts
+from rose.agent.gaps import (
+    ANSWER,
+    CannotExtend,
+    Gaps,
+    Observer,
+    call_id,
+    calling,
+    observed_messages,
+    plain_message,
+)
 from rose.agent.template import TOOLS_AS_TEXT, served_messages, served_tool
 from rose.agent.tool_calls import CLOSE, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
 
-ANSWER = "ROSE-ANSWER-7f3a"
-OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
-# Contents by which the guess what a template does to one is tried.
-TRIED = ("", "\n \u00a0" + OBSERVATION + "\\n\t ", "0", "<b> & 'x'\n\nÄ\u2028 \"" + OBSERVATION)
-# Thoughts, which templates write into prompts and leave out of earlier turns.
-THINKING = re.compile(r"</?think>|\[/?THINK\]|\s")
 LOOP_CHARACTERS = 20_000  # are made tokens of within the event loop: some milliseconds
 COMPOSED = 4  # characters that NFC makes one, at most: a Greek letter with three marks
 CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
@@ -46,12 +48,7 @@ NAMED = ("qwen3", "qwen3_moe")
 
 RESPONSE = {"<tool_response>", "</tool_response>"}
 
-Observer = Literal["tool", "user"]
 Tokens = TypeVar("Tokens")
-
-
-class CannotExtend(ConfigError):
-    """The template doesn't write these messages after an answer in a way that could be appended."""
 
 
 def tokenizer_class(folder: str | Path) -> type:
@@ -68,27 +65,6 @@ def tokenizer_class(folder: str | Path) -> type:
         if name is not None and hasattr(transformers, name):
             return getattr(transformers, name)
     return transformers.AutoTokenizer
-
-
-@dataclass(frozen=True)
-class _Gap:
-    """The text between an answer and the next turn, `texts` around the messages' contents."""
-
-    end: str  # the end-of-turn token
-    texts: tuple[str, ...]
-    # What the template does to each content: whether it is written as a JSON string, and trimmed.
-    # None where it does something else, so that each message has to be rendered.
-    forms: tuple[tuple[bool, bool], ...] | None
-
-    def write(self, contents: Sequence[str]) -> str:
-        """The text behind the end of the turn."""
-        whole = [self.texts[0]]
-        for text, (escaped, trimmed), after in zip(
-            contents, self.forms, self.texts[1:], strict=True
-        ):
-            text = text.strip() if trimmed else text
-            whole += [json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text, after]
-        return "".join(whole)
 
 
 class ChatFormat:
@@ -120,11 +96,11 @@ class ChatFormat:
         self.native_tools = self._has_tools()
         if not self.native_tools:
             self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
-        self._gap = functools.lru_cache(CACHE)(self._find_gap)
-        self._gap(("user",), False)
-        self.tools_problem = self._find_tools_problem()  # "" where environments may have tools
+        self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
+        self._gaps.of(("user",), False)
+        self.tools_problem = self._gaps.tools_problem()  # "" where environments may have tools
         self._named_thoughts = reasoning_format != tool_formats.AUTO
-        self._opens_thought = self._render([_message("user")]).rstrip().endswith("<think>")
+        self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
         self.format = tool_formats.find(
             tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
@@ -192,11 +168,11 @@ class ChatFormat:
         closed: bool = True,
         tools: bool | None = None,
     ) -> list[int]:
-        """As `observation` for several (who says it, text), or OpenAI's messages, in a row: results
-        of calls in one turn, and what a user says after them. Raises `CannotExtend`."""
+        """Do as `observation` for several (who says it, text), or OpenAI's messages, in a row:
+        results of calls in one turn, and what a user says after them. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
-            whole = _observed(*zip(*whole, strict=True))
+            whole = observed_messages(*zip(*whole, strict=True))
         if tools is None:
             tools = any(message["role"] == "tool" for message in whole)
         key = json.dumps(whole)
@@ -230,7 +206,8 @@ class ChatFormat:
 
     @property
     def template(self) -> str:
-        """What writes conversations without tools, and with them unless `native_tools`."""
+        """Return the template of conversations without tools. With `native_tools` unset it is that
+        of all conversations."""
         return self._tokenizer.get_chat_template()
 
     def _load(self):
@@ -284,18 +261,14 @@ class ChatFormat:
             message["content"] = (
                 self.neutral(texts) if isinstance(texts, str) else list(map(self.neutral, texts))
             )
-        gap = self._gap(tuple(message["role"] for message in messages), tools)
+        gap = self._gaps.of(tuple(message["role"] for message in messages), tools)
         plain = all(isinstance(m["content"], str) and "name" not in m for m in messages)
-        named = all(m.get("tool_call_id") in (None, _call_id(i)) for i, m in enumerate(messages))
-        if (
-            plain
-            and gap.forms is not None
-            and (named or _call_id(0)[:-1] not in "".join(gap.texts))
-        ):
+        named = all(m.get("tool_call_id") in (None, call_id(i)) for i, m in enumerate(messages))
+        if plain and gap.forms is not None and (named or call_id(0)[:-1] not in "".join(gap.texts)):
             text = gap.end + gap.write([message["content"] for message in messages])
         else:
-            said = [_message("user"), _message("assistant", ANSWER), *messages]
-            text = self._after_answer(said, tools)
+            said = [plain_message("user"), plain_message("assistant", ANSWER), *messages]
+            text = self._gaps.after_answer(said, tools)
         tokens = self._encode(text)
         return tokens[1:] if closed else tokens
 
@@ -303,40 +276,20 @@ class ChatFormat:
         """True where the template lists tools."""
         try:
             return tool_formats.PROBE.name in self._render(
-                [_message("user")], [tool_formats.PROBE_TOOL]
+                [plain_message("user")], [tool_formats.PROBE_TOOL]
             )
-        except Exception:  # as in `written`
+        except Exception:  # A template is a program, which may raise anything.
             return False
-
-    def _find_tools_problem(self) -> str:
-        """Why no environment with tools can be played with this template; "" if one can."""
-        try:
-            self._gap(("user",), True)
-            self._gap(("tool",), True)
-            said = _message("tool", OBSERVATION) | {"tool_call_id": _call_id(0)}
-            call = _call({"text": ANSWER})
-            text = self._after_answer([_message("user"), call, said], True)
-            ends = [text.find(end) for end in self._eos_texts() if end in text]
-            after = text[min(ends) :] if ends else text
-            plain = [_message("user"), _message("assistant", ANSWER), said]
-            if self.native_tools and after != (behind := self._after_answer(plain, True)):
-                raise self._cannot(
-                    "its chat template writes a tool's result otherwise behind a call "
-                    f"({after!r}) than behind an answer without one ({behind!r})"
-                )
-        except CannotExtend as error:
-            return f"{error}; such a template can't be used with tools"
-        return ""
 
     def _written_call(self) -> str | None:
         """What the template writes for one call, up to the end of the turn; None if it ignores
         calls."""
-        reply = _call(tool_formats.PROBE.arguments)
+        reply = calling(tool_formats.PROBE.arguments)
         tools = [tool_formats.PROBE_TOOL]
         try:
-            before = self._render([_message("user")], tools)
-            text = self._render([_message("user"), reply], tools, prompt=False)
-        except Exception:  # as in `written`
+            before = self._render([plain_message("user")], tools)
+            text = self._render([plain_message("user"), reply], tools, prompt=False)
+        except Exception:  # A template is a program, which may raise anything.
             return None
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
             return None
@@ -347,91 +300,6 @@ class ChatFormat:
             written = written.removesuffix(end)
         return written
 
-    def _find_gap(self, roles: tuple[Observer, ...], tools: bool) -> _Gap:
-        """Rendered twice, the second time after one turn more: the same must come after the
-        answer, and a turn must not change what the prompt before it had."""
-        contents = [OBSERVATION.format(i) for i in range(len(roles))]
-        reply, observed = _message("assistant", ANSWER), _observed(roles, contents)
-        begun = [_message("user"), reply, *observed]
-        between = self._after_answer(begun, tools)
-        later = self._after_answer([_message("user"), _message("assistant"), *begun], tools)
-        if between != later:
-            raise self._cannot(
-                f"what its chat template writes after an answer depends on the turns before "
-                f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated"
-            )
-        end = next((token for token in self._eos_texts() if between.startswith(token)), None)
-        if end is None:
-            raise self._cannot(
-                f"its chat template ends an answer with {between[:30]!r}, which is none of its "
-                f"end-of-turn tokens {self._eos_texts()}; model.end_of_turn names others"
-            )
-        again = [_message("user"), _message("assistant"), *observed]
-        self._check_opening([_message("user")], again, observed, tools)
-        texts, escaped = self._cut(between[len(end) :], contents)
-        for trims in itertools.product((False, True), repeat=len(set(roles))):
-            trimmed = dict(zip(sorted(set(roles)), trims, strict=True))
-            forms = tuple((e, trimmed[r]) for e, r in zip(escaped, roles, strict=True))
-            gap = _Gap(end, texts, forms)
-            if all(self._is_written(gap, roles, text, tools) for text in TRIED):
-                return gap
-        return _Gap(end, texts, None)
-
-    def _is_written(self, gap: _Gap, roles: tuple[Observer, ...], text: str, tools: bool) -> bool:
-        """Whether the template writes observations of this text as `gap` does."""
-        contents = [text.replace("{}", str(i)) for i in range(len(roles))]
-        said = [_message("user"), _message("assistant", ANSWER), *_observed(roles, contents)]
-        return self._after_answer(said, tools) == gap.end + gap.write(contents)
-
-    def _check_opening(
-        self, first: list[dict], second: list[dict], observed: list[dict], tools: bool
-    ) -> None:
-        """Raises `CannotExtend` where an answer changes what its prompt had, as in templates that
-        list the tools before the last user's message. Thoughts may go."""
-        found = []
-        for messages in (first, second):
-            prompt = self._written_prompt(messages, tools)
-            reply = _message("assistant", ANSWER)
-            before = self._written_prompt([*messages, reply, *observed], tools).partition(ANSWER)[0]
-            shared = len(os.path.commonprefix([prompt, before]))
-            lost, gained = (THINKING.sub("", text[shared:]) for text in (prompt, before))
-            found.append(gained)
-            if lost or gained != found[0]:
-                raise self._cannot(
-                    f"its chat template ends a prompt with {prompt[shared:]!r} and has "
-                    f"{before[shared:]!r} there once it is answered; tokens of a trajectory could "
-                    "not stay as they were"
-                )
-
-    def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-        """(texts around the contents, whether each of these is escaped)."""
-        texts, escaped = [], []
-        for content in contents:
-            escaped.append(content not in text)
-            before, found, text = text.partition(
-                json.dumps(content)[1:-1] if escaped[-1] else content
-            )
-            if not found:
-                raise self._cannot("its chat template does not write each message once, in order")
-            texts.append(before)
-        if any(OBSERVATION.partition("{")[0] in part for part in [*texts, text]):
-            raise self._cannot("its chat template does not write each message once, in order")
-        return (*texts, text), tuple(escaped)
-
-    def _written_prompt(self, messages: list[dict], tools: bool) -> str:
-        try:
-            return self._render(messages, [tool_formats.PROBE_TOOL] if tools else None)
-        except Exception as error:  # as in `written`
-            raise self._cannot(
-                f"its chat template refuses a conversation of several turns: {error}"
-            ) from error
-
-    def _after_answer(self, messages: list[dict], tools: bool) -> str:
-        before, found, after = self._written_prompt(messages, tools).partition(ANSWER)
-        if not found or ANSWER in after or OBSERVATION.partition("{")[0] in before:
-            raise self._cannot("its chat template does not write each message once, in order")
-        return after
-
     def _eos_texts(self) -> list[str]:
         return [
             self._backend.id_to_token(i)
@@ -441,9 +309,6 @@ class ChatFormat:
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")
-
-    def _cannot(self, text: str) -> CannotExtend:
-        return CannotExtend(f"model.path={self.folder!r}: {text}")
 
 
 def _longest_token(backend: Any) -> int:
@@ -465,27 +330,3 @@ def _longest_token(backend: Any) -> int:
         return 0
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
     return longest * (COMPOSED if normalizer == "NFC" else 1)
-
-
-def _message(role: str, content: str = "x") -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _observed(roles: Sequence[Observer], contents: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages after an answer."""
-    return [
-        _message(role, content) | ({"tool_call_id": _call_id(i)} if role == "tool" else {})
-        for i, (role, content) in enumerate(zip(roles, contents, strict=True))
-    ]
-
-
-def _call(arguments: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message that calls the probe."""
-    function = {"name": tool_formats.PROBE.name, "arguments": arguments}
-    call = {"id": _call_id(0), "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _call_id(index: int) -> str:
-    """Nine letters and digits, as Mistral's templates demand."""
-    return f"rose{index:05d}"

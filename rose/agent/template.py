@@ -1,4 +1,4 @@
-"""What a chat template is given: messages and tools in the shape that `vllm serve` gives them.
+"""Give a chat template its messages and tools in the shape that `vllm serve` gives them.
 
 A model is trained on the tokens that it gets when vLLM serves it, so an agent's parts of a message,
 a tool without a description and the like are written here as vLLM 0.32 writes them
@@ -132,8 +132,8 @@ def _served_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that don't know the role developer: such messages are system messages, and all
-    of these become one, the first."""
+    """Make developers' messages system messages, and all of these the first one, for templates
+    that don't know the role."""
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -159,7 +159,8 @@ def takes_parts(template: str) -> bool:
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
     lists, before = {"messages"}, 0
-    while before < len(lists):  # until no assignment adds a name
+    # Assignments are followed until none adds a name.
+    while before < len(lists):
         before = len(lists)
         for assign in root.find_all(nodes.Assign):
             if _name(assign.node) in lists and isinstance(assign.target, nodes.Name):
@@ -170,7 +171,8 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
         for loop in loops
         if _name(loop.iter) in lists and isinstance(loop.target, nodes.Name)
     }
-    given: dict[int, set[str]] = {}  # by a macro's loop, its parameters that a content is given to
+    # For each loop in a macro: the macro's parameters that get a content.
+    given: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):
         names = [argument.name for argument in macro.args]
         contents: set[str] = set()
@@ -187,7 +189,7 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _root(node: nodes.Node) -> nodes.Node:
-    """What filters, tests and slices are of."""
+    """Return the value that filters, tests and slices are applied to."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

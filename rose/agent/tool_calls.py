@@ -78,8 +78,8 @@ def _values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _closed_at(text: str, start: int) -> int | None:
-    """Where the mark stands that closes the call whose JSON begins at `start`, if it is JSON. Marks
-    in its strings are text."""
+    """Return where the mark stands that closes the call whose JSON begins at `start`. Marks
+    in its strings are text. None where it isn't JSON, or no mark follows."""
     try:
         _, end = JSON.raw_decode(text, SPACE.match(text, start).end())
     except (ValueError, RecursionError):

@@ -143,7 +143,7 @@ def save(tokenizer, template, folder):
 
 
 class Vllm:
-    """What `vllm serve FOLDER` makes of a request's body. Raises what vLLM does."""
+    """Render a request's body as `vllm serve FOLDER` does. Raises what vLLM does."""
 
     def __init__(self, folder):
         from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""What is trained on are the tokens that the served model gets: conversations made at random are
+"""A model is trained on the tokens that it gets when it is served: conversations made at random are
 written alike by the loop, by the gateway for each API, and by `vllm serve`, or refused by both."""
 
 import copy
@@ -172,7 +172,7 @@ APIS = {
 
 
 def tokens_or_none(write, *given):
-    """None where the conversation is refused."""
+    """Return None where the conversation is refused."""
     try:
         return list(write(*given))
     except (CannotExtend, ApiError, VLLMValidationError):

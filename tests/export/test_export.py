@@ -72,12 +72,12 @@ def test_servers_draw_as_training_did(run, tmp_path):
 
 def test_a_template_that_ignores_tools_is_exported_as_training_wrote_it(run, tmp_path):
     model = configuration.load(run.run / "config.json", checked=False).model
-    out = tmp_path / "out"
+    out = tmp_path / "exported"
     out.mkdir()
     make_tokenizer(
         demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)[0]
     ).save_pretrained(out)
-    (out / "config.json").write_text('{"vocab_size": 999, "eos_token_id": null}')
+    (out / "config.json").write_text('{"vocab_size": 999, "model_type": "llama"}')
     plain = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{{- '<|im_start|>assistant\n' }}"
     (out / "chat_template.jinja").write_text(plain)
     folder._name_template(out, model)

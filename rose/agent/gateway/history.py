@@ -38,7 +38,7 @@ class Message:
     calls: tuple[Call, ...] = ()
     thought: str = ""
     call_id: str = ""  # which call a tool's message answers
-    parts: tuple[str, ...] = ()  # of the text, where it came in several
+    parts: tuple[str, ...] = ()  # the texts that `text` joins, where there are several
     name: str = ""
 
     @classmethod
