@@ -278,7 +278,12 @@ def check_formats(c: Config) -> None:
         from rose.agent.chat import ChatFormat  # imports transformers
         from rose.models import resolve
 
-        ChatFormat.of(resolve(c.model), c.model)
+        problem = ChatFormat.of(resolve(c.model), c.model).tools_problem
+        made = (
+            {key: envs.build(member) for key, member in c.environments.values()} if problem else {}
+        )
+        if played := [key for key, env in made.items() if env.requires_tool]:
+            raise ConfigError(f"{problem}, which {', '.join(played)} has; take another model")
 
 
 def check_rows(c: Config, say: Callable[[str], None]) -> None:

@@ -120,7 +120,7 @@ class Trajectory(Record):
     turns: int
     response_tokens: int  # sum of mask, of all branches
     truncated: bool = False  # ended by a token or turn limit, not by the environment
-    # which limit that was: "turns", "context", or "answer" for the tokens of one turn; "" without one
+    # which limit that was: "turns", "context", or "answer" for the tokens of one turn
     limit: str = ""
     invalid_calls: int = 0
     stats: dict[str, float] = {}

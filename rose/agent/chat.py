@@ -3,8 +3,9 @@
 A conversation's first prompt is rendered by the template as usual. After that only the text between
 the end of the policy's turn and its next generation prompt is encoded and appended: a template may
 rewrite earlier turns (Qwen3 drops their thinking), a trajectory must not. That text is the
-template's rendering of a dummy conversation, after the dummy answer. Left out: images, and
-templates that write a tool's result only behind a message with calls.
+template's rendering of a dummy conversation, after the dummy answer. What a template gets is what
+`vllm serve` gives it (rose/agent/template.py). Left out: images, and tools with templates that
+write a result only behind a message with calls, or else than behind one without.
 """
 
 from __future__ import annotations
@@ -15,21 +16,28 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import transformers
-from jinja2 import TemplateError
 
 from rose.agent import tool_formats
 from rose.agent.envs.base import Action, outside_thoughts
-from rose.agent.tool_calls import CLOSE, FORM, OPEN, BadCall, Reading
+from rose.agent.gaps import (
+    ANSWER,
+    CannotExtend,
+    Gaps,
+    Observer,
+    call_id,
+    calling,
+    observed_messages,
+    plain_message,
+)
+from rose.agent.template import TOOLS_AS_TEXT, served_messages, served_tool
+from rose.agent.tool_calls import CLOSE, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
 
-ANSWER = "ROSE-ANSWER-7f3a"
-OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
 LOOP_CHARACTERS = 20_000  # are made tokens of within the event loop: some milliseconds
 COMPOSED = 4  # characters that NFC makes one, at most: a Greek letter with three marks
 CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
@@ -40,12 +48,7 @@ NAMED = ("qwen3", "qwen3_moe")
 
 RESPONSE = {"<tool_response>", "</tool_response>"}
 
-Observer = Literal["tool", "user"]
 Tokens = TypeVar("Tokens")
-
-
-class CannotExtend(ConfigError):
-    """The template doesn't write these messages after an answer in a way that could be appended."""
 
 
 def tokenizer_class(folder: str | Path) -> type:
@@ -62,15 +65,6 @@ def tokenizer_class(folder: str | Path) -> type:
         if name is not None and hasattr(transformers, name):
             return getattr(transformers, name)
     return transformers.AutoTokenizer
-
-
-@dataclass(frozen=True)
-class _Gap:
-    """The text between an answer and the next turn, `texts` around the messages' contents."""
-
-    end: str  # the end-of-turn token
-    texts: tuple[str, ...]
-    escaped: tuple[bool, ...]  # whether the template writes a content as a JSON string
 
 
 class ChatFormat:
@@ -100,13 +94,17 @@ class ChatFormat:
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._longest = _longest_token(self._backend)
         self.native_tools = self._has_tools()
-        self._gap = functools.lru_cache(CACHE)(self._find_gap)
-        for role in ("tool", "user"):
-            self._gap((role,))
+        if not self.native_tools:
+            self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
+        self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
+        self._gaps.of(("user",), False)
+        self.tools_problem = self._gaps.tools_problem()  # "" where environments may have tools
         self._named_thoughts = reasoning_format != tool_formats.AUTO
-        self._opens_thought = self._render([_message("user")]).rstrip().endswith("<think>")
+        self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
-        self.format = tool_formats.find(tool_format, self._tokenizer, self._written_call())
+        self.format = tool_formats.find(
+            tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
+        )
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
@@ -117,8 +115,8 @@ class ChatFormat:
         return cls(folder, model.chat_template_args, *formats, model.end_of_turn)
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """First prompt, up to and including the generation prompt. `messages` are as Hugging Face's
-        templates take them: calls in `tool_calls`, their arguments an object.
+        """First prompt, up to and including the generation prompt. `messages` are OpenAI's, with
+        texts or parts of text.
 
         Templates that ignore tools (SmolLM2) get them described in the system message, and calls
         and results as text. Raises `CannotExtend` when the template refuses the messages.
@@ -140,8 +138,8 @@ class ChatFormat:
 
     def written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         """The text whose tokens are `start`'s. Raises `CannotExtend`."""
-        if not self.native_tools:
-            messages, tools = _as_text(_describe(messages, tools) if tools else messages), []
+        if tools and self.tools_problem:
+            raise CannotExtend(self.tools_problem)
         try:
             return self._render(messages, tools)
         except Exception as error:  # a template is a program: of what its author didn't think of
@@ -154,21 +152,32 @@ class ChatFormat:
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
         return list(map(len, self._backend.encode_batch(texts, add_special_tokens=False)))
 
-    def observation(self, text: str, role: Observer, closed: bool = True) -> list[int]:
+    def observation(
+        self, text: str, role: Observer, closed: bool = True, tools: bool | None = None
+    ) -> list[int]:
         """Tokens from the policy's last token to its next turn.
 
         `closed`: the last token was an end-of-turn token; else (cut by a limit) one is supplied.
+        `tools`: whether the trajectory has tools; by default, where a tool says something.
         """
-        return self.observations([(role, text)], closed)
+        return self.observations([(role, text)], closed, tools)
 
     def observations(
-        self, messages: Sequence[tuple[Observer, str]], closed: bool = True
+        self,
+        messages: Sequence[tuple[Observer, str]] | Sequence[dict[str, Any]],
+        closed: bool = True,
+        tools: bool | None = None,
     ) -> list[int]:
-        """As `observation` for several (who says it, text) in a row: results of calls in one turn,
-        and what a user says after them. Raises `CannotExtend`."""
-        short = sum(len(text) for _, text in messages) <= CACHED
-        tokens = self._observation if short else self._observation_tokens
-        return list(tokens(tuple(messages), closed))
+        """Do as `observation` for several (who says it, text), or OpenAI's messages, in a row:
+        results of calls in one turn, and what a user says after them. Raises `CannotExtend`."""
+        whole = list(messages)
+        if whole and isinstance(whole[0], tuple):
+            whole = observed_messages(*zip(*whole, strict=True))
+        if tools is None:
+            tools = any(message["role"] == "tool" for message in whole)
+        key = json.dumps(whole)
+        write = self._observation if len(key) <= CACHED else self._observation_tokens
+        return list(write(key, closed, tools))
 
     def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
         """Thought, content and calls of a turn's text."""
@@ -195,6 +204,12 @@ class ChatFormat:
             tokens.pop()
         return self._backend.decode(tokens, skip_special_tokens=False)
 
+    @property
+    def template(self) -> str:
+        """Return the template of conversations without tools. With `native_tools` unset it is that
+        of all conversations."""
+        return self._tokenizer.get_chat_template()
+
     def _load(self):
         try:
             tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)
@@ -218,9 +233,12 @@ class ChatFormat:
     def _render(
         self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = True
     ) -> str:
+        tools = [served_tool(tool) for tool in tools] if tools else None
+        template = self._tokenizer.get_chat_template(None, tools)
         return self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
+            served_messages(messages, template),
+            tools=tools,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=prompt,
             **self.template_args,
@@ -236,39 +254,42 @@ class ChatFormat:
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
         return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
-    def _observation_tokens(
-        self, messages: tuple[tuple[Observer, str], ...], closed: bool
-    ) -> list[int]:
-        gap = self._gap(tuple(role for role, _ in messages))
-        whole = [gap.end, gap.texts[0]]
-        for (_, text), escaped, after in zip(messages, gap.escaped, gap.texts[1:], strict=True):
-            text = self.neutral(text)
-            whole += [json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text, after]
-        tokens = self._encode("".join(whole))
+    def _observation_tokens(self, written: str, closed: bool, tools: bool) -> list[int]:
+        messages = json.loads(written)
+        for message in messages:
+            texts = message["content"]
+            message["content"] = (
+                self.neutral(texts) if isinstance(texts, str) else list(map(self.neutral, texts))
+            )
+        gap = self._gaps.of(tuple(message["role"] for message in messages), tools)
+        plain = all(isinstance(m["content"], str) and "name" not in m for m in messages)
+        named = all(m.get("tool_call_id") in (None, call_id(i)) for i, m in enumerate(messages))
+        if plain and gap.forms is not None and (named or call_id(0)[:-1] not in "".join(gap.texts)):
+            text = gap.end + gap.write([message["content"] for message in messages])
+        else:
+            said = [plain_message("user"), plain_message("assistant", ANSWER), *messages]
+            text = self._gaps.after_answer(said, tools)
+        tokens = self._encode(text)
         return tokens[1:] if closed else tokens
 
     def _has_tools(self) -> bool:
-        tool = {
-            "type": "function",
-            "function": {"name": "rose_probe", "description": "", "parameters": {}},
-        }
+        """True where the template lists tools."""
         try:
-            result = _message("tool") | {"tool_call_id": _call_id(0)}
-            self._render([_message("user"), _message("assistant"), result])
-            return "rose_probe" in self._render([_message("user")], [tool])
-        except TemplateError:  # it knows no tool role
+            return tool_formats.PROBE.name in self._render(
+                [plain_message("user")], [tool_formats.PROBE_TOOL]
+            )
+        except Exception:  # A template is a program, which may raise anything.
             return False
 
     def _written_call(self) -> str | None:
         """What the template writes for one call, up to the end of the turn; None if it ignores
         calls."""
-        call = {"id": _call_id(0), "type": "function", "function": _probe_function()}
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        reply = calling(tool_formats.PROBE.arguments)
         tools = [tool_formats.PROBE_TOOL]
         try:
-            before = self._render([_message("user")], tools)
-            text = self._render([_message("user"), reply], tools, prompt=False)
-        except (TemplateError, TypeError, KeyError):
+            before = self._render([plain_message("user")], tools)
+            text = self._render([plain_message("user"), reply], tools, prompt=False)
+        except Exception:  # A template is a program, which may raise anything.
             return None
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
             return None
@@ -279,60 +300,6 @@ class ChatFormat:
             written = written.removesuffix(end)
         return written
 
-    def _find_gap(self, roles: tuple[Observer, ...]) -> _Gap:
-        """Rendered twice, the second time after one turn more: the same must come after the
-        answer."""
-        contents = [OBSERVATION.format(i) for i in range(len(roles))]
-        observed = [
-            _message(role, content) | ({"tool_call_id": _call_id(i)} if role == "tool" else {})
-            for i, (role, content) in enumerate(zip(roles, contents, strict=True))
-        ]
-        observed = observed if self.native_tools else _as_text(observed)
-        reply = _message("assistant", ANSWER)
-        between = self._after_answer([_message("user"), reply, *observed])
-        later = self._after_answer(
-            [_message("user"), _message("assistant"), _message("user"), reply, *observed]
-        )
-        if between != later:
-            raise self._cannot(
-                f"what its chat template writes after an answer depends on the turns before "
-                f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated"
-            )
-        end = next((token for token in self._eos_texts() if between.startswith(token)), None)
-        if end is None:
-            raise self._cannot(
-                f"its chat template ends an answer with {between[:30]!r}, which is none of its "
-                f"end-of-turn tokens {self._eos_texts()}; model.end_of_turn names others"
-            )
-        return _Gap(end, *self._cut(between[len(end) :], contents))
-
-    def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-        """(texts around the contents, whether each of these is escaped)."""
-        texts, escaped = [], []
-        for content in contents:
-            escaped.append(content not in text)
-            before, found, text = text.partition(
-                json.dumps(content)[1:-1] if escaped[-1] else content
-            )
-            if not found:
-                raise self._cannot("its chat template does not write each message once, in order")
-            texts.append(before)
-        if any(OBSERVATION.partition("{")[0] in part for part in [*texts, text]):
-            raise self._cannot("its chat template does not write each message once, in order")
-        return (*texts, text), tuple(escaped)
-
-    def _after_answer(self, messages: list[dict]) -> str:
-        try:
-            text = self._render(messages)
-        except (TemplateError, TypeError, KeyError) as error:
-            raise self._cannot(
-                f"its chat template refuses a conversation of several turns: {error}"
-            ) from error
-        before, found, after = text.partition(ANSWER)
-        if not found or ANSWER in after or OBSERVATION.partition("{")[0] in before:
-            raise self._cannot("its chat template does not write each message once, in order")
-        return after
-
     def _eos_texts(self) -> list[str]:
         return [
             self._backend.id_to_token(i)
@@ -342,9 +309,6 @@ class ChatFormat:
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")
-
-    def _cannot(self, text: str) -> CannotExtend:
-        return CannotExtend(f"model.path={self.folder!r}: {text}")
 
 
 def _longest_token(backend: Any) -> int:
@@ -366,46 +330,3 @@ def _longest_token(backend: Any) -> int:
         return 0
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
     return longest * (COMPOSED if normalizer == "NFC" else 1)
-
-
-def _message(role: str, content: str = "x") -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _describe(messages: list[dict], tools: list[dict]) -> list[dict]:
-    """Messages whose system message lists the tools and how to call one."""
-    listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    text = f"# Tools\n{listed}\nTo call a tool, write {FORM}"
-    if messages[0]["role"] == "system":
-        return [_message("system", f"{messages[0]['content']}\n\n{text}"), *messages[1:]]
-    return [_message("system", text), *messages]
-
-
-def _as_text(messages: list[dict]) -> list[dict]:
-    """For templates that know no tools: calls in Hermes form, results in a user's message, those in
-    a row in one."""
-    merged: list[dict] = []
-    for message in messages:
-        role, content = message["role"], message.get("content") or ""
-        if role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
-            if merged and merged[-1].get("results"):
-                merged[-1]["content"] += f"\n{content}"
-            else:
-                merged.append(_message("user", content) | {"results": True})
-            continue
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            written = json.dumps({"name": function["name"], "arguments": function["arguments"]})
-            content += f"{OPEN}\n{written}\n{CLOSE}"
-        merged.append(_message(role, content))
-    return [_message(message["role"], message["content"]) for message in merged]
-
-
-def _call_id(index: int) -> str:
-    """Nine letters and digits, as Mistral's templates demand."""
-    return f"rose{index:05d}"
-
-
-def _probe_function() -> dict[str, Any]:
-    return {"name": tool_formats.PROBE.name, "arguments": tool_formats.PROBE.arguments}

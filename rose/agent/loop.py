@@ -170,7 +170,7 @@ class _Episode:
                 self.invalid_calls += step.invalid
                 done = done or step.done
             if not done:
-                await self._prepare_next(observed, closed)
+                await self._prepare_next(observed, closed, bool(first.tools))
             if not done and not self.truncated:
                 self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
@@ -434,14 +434,18 @@ class _Episode:
         results = step.observations or (step.observation,)
         return [step], [("tool", result) for result in results]
 
-    async def _prepare_next(self, observed: list[tuple[Observer, str]], closed: bool) -> None:
+    async def _prepare_next(
+        self, observed: list[tuple[Observer, str]], closed: bool, tools: bool
+    ) -> None:
         """Append what was observed if another turn can follow, else end the trajectory as
         truncated."""
         size = sum(len(text) for _, text in observed)
         last = self.turns >= self.limits.max_turns
         ends = last or self.chat.least_tokens(size) >= self.room
         if not ends:
-            tokens = await self._written("step", size, self.chat.observations, observed, closed)
+            tokens = await self._written(
+                "step", size, self.chat.observations, observed, closed, tools
+            )
             ends = len(tokens) >= self.room
         if ends:
             self.truncated, self.limit = True, "turns" if last else "context"

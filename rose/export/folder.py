@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from rose import config as configuration
 from rose import files, models
+from rose.agent.chat import ChatFormat
 from rose.config import Config, ConfigError, Model, Rollout
 from rose.export import adapter
 from rose.export.card import Exported, text
@@ -72,6 +73,7 @@ def export(
         else:
             copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
             _name_ends(part, config.model)
+            _name_template(part, config.model)
             _name_sampling(part, config.rollout)
         size = sum(t.nbytes for t in weights.tensors)
         alone = lora and not merge
@@ -242,6 +244,18 @@ def _name_ends(folder: Path, model: Model) -> None:
         ends = models.end_tokens(folder, model.end_of_turn)
         whole = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": ends}
         path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def _name_template(folder: Path, model: Model) -> None:
+    """Servers write tools as training did: a template that ignores tools gets a part that describes
+    them."""
+    try:
+        chat = ChatFormat.of(folder, model)
+    # A damaged tokenizer raises whatever its reader stumbles on. The weights are good without it.
+    except Exception:
+        return
+    if not chat.native_tools:
+        (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
 
 
 def _name_sampling(folder: Path, rollout: Rollout) -> None:

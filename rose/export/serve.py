@@ -25,7 +25,7 @@ SHOWS_NO_TOOLS = (
 def commands(config: Config, base: Path, out: Path, adapter: bool) -> str:
     """Return lines of sh, the first of which works where the run worked. `base`: the folder of the
     model that the run began with; `adapter`: `out` holds an adapter alone."""
-    tools, notes = _tools(config, base)
+    tools, notes = _tools(config, base, adapter)
     options = [*_model(config, base, out, adapter), *_exact(config), *tools, *_template(config)]
     on_gpus = ["vllm", "serve", *options]
     if config.rollout.tensor_parallel > 1:
@@ -60,15 +60,16 @@ def _exact(config: Config) -> list[str]:
     return [*exact, "--max-model-len", str(config.model.max_context)]
 
 
-def _tools(config: Config, base: Path) -> tuple[list[str], list[str]]:
-    """(options, lines of notes). No options for a tokenizer that can't be read here."""
+def _tools(config: Config, base: Path, adapter: bool) -> tuple[list[str], list[str]]:
+    """Return (options, lines of notes). A tokenizer that can't be read here gives no options."""
     try:
         chat = ChatFormat.of(base, config.model)
     # A damaged tokenizer raises whatever its reader stumbles on. The weights are good without it.
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return [], [f"# tool calls are not read: {said}"]
-    notes = [] if chat.native_tools else [SHOWS_NO_TOOLS]
+    # A whole export has a template that describes them; an adapter is served with its base's.
+    notes = [SHOWS_NO_TOOLS] if adapter and not chat.native_tools else []
     return ["--enable-auto-tool-choice", "--tool-call-parser", chat.format.name], notes
 
 

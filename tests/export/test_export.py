@@ -22,6 +22,7 @@ from rose.transfer import versions
 from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, Missing
 from rose.transfer.receive import materialise
+from scripts.make_tiny_model import demonstrations, make_tokenizer
 from tests.transfer.worlds import World, same
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -67,6 +68,23 @@ def test_servers_draw_as_training_did(run, tmp_path):
     made = json.loads((done.out / "generation_config.json").read_text())
     assert made["temperature"] == rollout.temperature and made["eos_token_id"] == [1, 2]
     assert "repetition_penalty" not in made
+
+
+def test_a_template_that_ignores_tools_is_exported_as_training_wrote_it(run, tmp_path):
+    model = configuration.load(run.run / "config.json", checked=False).model
+    out = tmp_path / "exported"
+    out.mkdir()
+    make_tokenizer(
+        demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)[0]
+    ).save_pretrained(out)
+    (out / "config.json").write_text('{"vocab_size": 999, "model_type": "llama"}')
+    plain = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{{- '<|im_start|>assistant\n' }}"
+    (out / "chat_template.jinja").write_text(plain)
+    folder._name_template(out, model)
+    once = (out / "chat_template.jinja").read_text(encoding="utf-8")
+    assert once.endswith(plain) and "To call a tool" in once
+    folder._name_template(out, model)
+    assert (out / "chat_template.jinja").read_text(encoding="utf-8") == once
 
 
 def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_path):

@@ -72,8 +72,11 @@ def test_the_tool_parser_is_the_form_that_the_template_writes(make_config, base)
         ((TRL_TEMPLATES / "qwen2_5.jinja").read_text(), "hermes"),
         (SMOLLM2, "hermes"),
     ):
-        words, _, text = commands(make_config(), base(template))
+        folder = base(template)
+        words, _, text = commands(make_config(), folder)
         assert options(words)["--tool-call-parser"] == [parser]
+        assert serve.SHOWS_NO_TOOLS not in text, "the export's own template describes them"
+        *_, text = commands(make_config(LORA), folder, adapter=True)
         assert (serve.SHOWS_NO_TOOLS in text) == (template == SMOLLM2)
 
 

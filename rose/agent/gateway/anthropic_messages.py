@@ -16,6 +16,7 @@ from rose.agent.gateway.history import Call, Message
 from rose.agent.gateway.session import Answer, ApiError, Query
 
 TEXT = ("text",)
+BILLING = "x-anthropic-billing-header"
 
 
 def read(body: dict[str, Any]) -> Query:
@@ -23,7 +24,7 @@ def read(body: dict[str, Any]) -> Query:
     fields.free_text(take(body, "output_config", dict, {}).get("format"), "output_config.format")
     fields.free_text(body.get("output_format"), "output_format")
     messages: list[Message] = []
-    if system := fields.text(body.get("system"), TEXT, "system"):
+    if system := _system(body.get("system"), "system"):
         messages.append(Message("system", system))
     listed = fields.items(take(body, "messages", list), "messages")
     for i, each in enumerate(listed):
@@ -47,14 +48,28 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     role, content = take(raw, "role", str), take(raw, "content", (str, list))
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
+    if role == "system":
+        return [Message(role, text)] if (text := _system(content, where)) else []
     if isinstance(content, str):
         return [Message(role, content)]
     blocks = fields.items(content, f"{where}.content")
     if role == "assistant":
         return [_assistant(blocks, where)]
     results = [_result(b, where) for b in blocks if b.get("type") == "tool_result"]
-    said = [block for block in blocks if block.get("type") != "tool_result"]
-    return results + ([Message(role, fields.text(said, TEXT, where))] if said else [])
+    said = _said([block for block in blocks if block.get("type") != "tool_result"], where)
+    return results + ([Message.of(role, said)] if said else [])
+
+
+def _system(content: Any, where: str) -> str:
+    """The text of a system message, without the line that Claude Code writes anew into each call;
+    vLLM drops it, too."""
+    found = fields.texts(content, TEXT, where)
+    return "".join(text for text in found if not text.startswith(BILLING))
+
+
+def _said(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
+    """Texts that aren't empty."""
+    return tuple(text for text in fields.texts(blocks, TEXT, where) if text)
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
@@ -68,20 +83,22 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
                 thought.append(take(block, "thinking", str))
             case _:
                 said.append(block)
-    text = fields.text(said, TEXT, f"{where}.content")
-    return Message("assistant", text, tuple(calls), "".join(thought))
+    parts = _said(said, f"{where}.content")
+    return Message.of("assistant", parts, calls=tuple(calls), thought="".join(thought))
 
 
 def _result(block: dict[str, Any], where: str) -> Message:
-    text = fields.text(block.get("content"), TEXT, f"{where}.content")
-    return Message("tool", text, call_id=take(block, "tool_use_id", str, ""))
+    texts = fields.texts(block.get("content"), TEXT, f"{where}.content")
+    return Message("tool", "\n".join(texts), call_id=take(block, "tool_use_id", str, ""))
 
 
 def _tool(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("type") not in (None, "custom"):
         raise bad(f"tools: of type {raw['type']!r}; only an agent's own are supported")
-    schema = {"name": raw.get("name"), "description": raw.get("description")}
-    return fields.function(schema | {"parameters": raw.get("input_schema")}, "tools")
+    schema = take(raw, "input_schema", dict, {})
+    if "type" not in schema:
+        schema = schema | {"type": "object"}  # behind the others, as vLLM puts it
+    return fields.function(raw | {"parameters": schema}, "tools")
 
 
 def write(answer: Answer, model: str) -> dict[str, Any]:

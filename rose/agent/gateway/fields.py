@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from rose.agent.gateway.session import ApiError
+from rose.agent.template import served_tool
 
 
 def bad(message: str) -> ApiError:
@@ -45,10 +46,10 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     return found
 
 
-def text(content: Any, kinds: tuple[str, ...], where: str) -> str:
+def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
     """A string, null, or parts of the types `kinds` with `text` in them."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return (content or "",)
     if not isinstance(content, list):
         raise bad(f"{where}: a string or a list of parts is needed")
     found = []
@@ -57,7 +58,7 @@ def text(content: Any, kinds: tuple[str, ...], where: str) -> str:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise bad(f"{where}: parts of type {kind!r} are not supported, only text")
         found.append(take(part, "text", str))
-    return "".join(found)
+    return tuple(found)
 
 
 def arguments(written: Any, where: str) -> dict[str, Any]:
@@ -79,14 +80,11 @@ def items(value: list[Any], where: str) -> list[dict[str, Any]]:
 
 def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
     """A tool as OpenAI's chat API writes it, from {name, description, parameters}."""
-    return {
-        "type": "function",
-        "function": {
-            "name": take(schema, "name", str),
-            "description": take(schema, "description", str, ""),
-            "parameters": take(schema, "parameters", dict, {"type": "object", "properties": {}}),
-        },
-    }
+    take(schema, "name", str)
+    take(schema, "description", str, None)
+    take(schema, "parameters", dict, None)
+    take(schema, "strict", bool, None)
+    return served_tool({"function": schema})
 
 
 def free_text(form: Any, name: str) -> None:

@@ -38,18 +38,28 @@ class Message:
     calls: tuple[Call, ...] = ()
     thought: str = ""
     call_id: str = ""  # which call a tool's message answers
+    parts: tuple[str, ...] = ()  # the texts that `text` joins, where there are several
+    name: str = ""
+
+    @classmethod
+    def of(cls, role: str, parts: tuple[str, ...], **others: Any) -> Message:
+        """Return a message whose text came in `parts`, joined as `vllm serve` does."""
+        several = parts if len(parts) > 1 else ()
+        return cls(role, "\n".join(parts), parts=several, **others)
 
     def key(self) -> list[Any]:
         """What makes two messages the same: not ids, nor how arguments are written."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        return [self.role, self.text.strip(), calls, self.thought.strip()]
+        # An agent may trim what the policy said, not what others did: that is in the tokens.
+        text = self.text.strip() if self.role == "assistant" else self.text
+        return [self.role, text, calls, self.thought.strip(), self.name, *self.parts]
 
     def rendered(self, chat: ChatFormat) -> dict[str, Any]:
         """As templates take it. Marks of the template's in what users and tools say are broken."""
-        foreign = self.role in ("user", "tool")
+        break_marks = chat.neutral if self.role in ("user", "tool") else str
         message: dict[str, Any] = {
             "role": self.role,
-            "content": chat.neutral(self.text) if foreign else self.text,
+            "content": [*map(break_marks, self.parts)] or break_marks(self.text),
         }
         if self.thought:
             message["reasoning_content"] = self.thought
@@ -64,6 +74,8 @@ class Message:
             ]
         if self.role == "tool":
             message["tool_call_id"] = self.call_id
+        if self.name:
+            message["name"] = self.name
         return message
 
 
@@ -110,7 +122,7 @@ class History:
         for length in range(len(messages) - 1, 0, -1):
             node = self._after.get(known[length])
             if node is not None and messages[length - 1].role == "assistant":
-                new = self._appended(messages[length:], node)
+                new = self._appended(messages[length:], node, bool(tools))
                 if new is not None:
                     return Place(node, new)
         rendered = [message.rendered(self._chat) for message in messages]
@@ -127,13 +139,13 @@ class History:
         known = len(best.tokens) // 4 if best else 0
         return Place(best, list(tokens[known:]))
 
-    def _appended(self, new: Sequence[Message], node: Node) -> list[int] | None:
+    def _appended(self, new: Sequence[Message], node: Node, tools: bool) -> list[int] | None:
         """Tokens of messages behind a node's answer; None if they can't stand there."""
         if any(message.role not in ("user", "tool") for message in new):
             return None
         try:
-            said = [(message.role, message.text) for message in new]
-            return self._chat.observations(said, node.closed)
+            said = [message.rendered(self._chat) for message in new]
+            return self._chat.observations(said, node.closed, tools)
         except CannotExtend:
             return None
 

@@ -16,7 +16,7 @@ from rose.agent.gateway.fields import bad, take
 from rose.agent.gateway.history import Call, Message
 from rose.agent.gateway.session import Answer, ApiError, Query
 
-ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+ROLES = ("developer", "system", "user", "assistant")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -46,20 +46,23 @@ def read(body: dict[str, Any]) -> Query:
 
 def _message(raw: dict[str, Any], where: str) -> Message:
     role = take(raw, "role", str)
-    content = fields.text(raw.get("content"), ("text", "refusal"), f"{where}.content")
+    parts = fields.texts(raw.get("content"), ("text", "refusal"), f"{where}.content")
+    name = take(raw, "name", str, "")
     if role == "tool":
-        return Message("tool", content, call_id=take(raw, "tool_call_id", str, ""))
+        given = take(raw, "tool_call_id", str, "")
+        return Message.of("tool", parts, call_id=given, name=name)
     if role not in ROLES:
         raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}, tool")
     if role != "assistant":
-        return Message(ROLES[role], content)
+        return Message.of(role, parts, name=name)
     calls = []
     for call in fields.items(take(raw, "tool_calls", list, []), f"{where}.tool_calls"):
         function = take(call, "function", dict)
         arguments = fields.arguments(function.get("arguments"), f"{where}.tool_calls")
         calls.append(Call(take(call, "id", str, ""), take(function, "name", str), arguments))
-    thought = raw.get("reasoning_content") or raw.get("reasoning") or ""
-    return Message("assistant", content, tuple(calls), thought if isinstance(thought, str) else "")
+    thought = raw.get("reasoning") or raw.get("reasoning_content") or ""
+    thought = thought if isinstance(thought, str) else ""
+    return Message.of("assistant", parts, calls=tuple(calls), thought=thought, name=name)
 
 
 def _tool(raw: dict[str, Any]) -> dict[str, Any]:

@@ -50,34 +50,41 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
     answering = False  # whether the last message is an assistant's that may grow
 
     def grow(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
-        last = messages.pop() if answering else Message("assistant", "")
-        messages.append(
-            Message("assistant", last.text + text, last.calls + calls, last.thought + thought)
-        )
+        last = messages[-1] if answering else None
+        if last is None or text and last.text or thought and last.thought:
+            messages.append(Message("assistant", text, calls, thought))
+        else:
+            found = last.text or text, last.calls + calls, last.thought or thought
+            messages[-1] = Message("assistant", *found)
 
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item.get("type", "message")
         own = kind in ("function_call", "reasoning") or item.get("role") == "assistant"
         if kind == "message" and own:
-            grow(fields.text(item.get("content"), TEXT, where))
+            grow(_first(item.get("content"), where))
         elif kind == "function_call":
             arguments = fields.arguments(item.get("arguments"), where)
             grow(calls=(Call(take(item, "call_id", str), take(item, "name", str), arguments),))
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            grow(thought=fields.text(parts, TEXT, where))
+            grow(thought=_first(parts, where))
         elif kind == "function_call_output":
-            output = fields.text(item.get("output"), TEXT, where)
-            messages.append(Message("tool", output, call_id=take(item, "call_id", str)))
+            output = fields.texts(item.get("output"), TEXT, where)
+            messages.append(Message.of("tool", output, call_id=take(item, "call_id", str)))
         elif kind == "message":
             role = take(item, "role", str)
             if role not in ROLES:
                 raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
-            messages.append(Message(ROLES[role], fields.text(item.get("content"), TEXT, where)))
+            messages.append(Message.of(role, fields.texts(item.get("content"), TEXT, where)))
         else:
             raise bad(f"{where}.type: {kind!r} is not supported")
         answering = own
     return messages
+
+
+def _first(content: Any, where: str) -> str:
+    """The first part's text: what vLLM takes of an assistant's."""
+    return next(iter(fields.texts(content, TEXT, where)), "")
 
 
 def _tool(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""What a chat template writes between a turn of the policy and its next one.
+
+Found by rendering dummy conversations, and refused where tokens of a trajectory could not stay as
+they were. Left out: tokens (rose/agent/chat.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rose.agent import tool_formats
+from rose.config import ConfigError
+
+CACHE = 4096  # sequences of roles; an agent's results and messages in a row are few
+ANSWER = "ROSE-ANSWER-7f3a"
+OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
+# Contents by which the guess what a template does to one is tried.
+TRIED = ("", "\n \u00a0" + OBSERVATION + "\\n\t ", "0", "<b> & 'x'\n\nÄ\u2028 \"" + OBSERVATION)
+# Thoughts, which templates write into prompts and leave out of earlier turns.
+THINKING = re.compile(r"</?think>|\[/?THINK\]|\s")
+
+Observer = Literal["tool", "user"]
+
+
+class CannotExtend(ConfigError):
+    """The template doesn't write these messages after an answer in a way that could be appended."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The text between an answer and the next turn, `texts` around the messages' contents."""
+
+    end: str  # the end-of-turn token
+    texts: tuple[str, ...]
+    # What the template does to each content: whether it is written as a JSON string, and trimmed.
+    # None where it does something else, so that each message has to be rendered.
+    forms: tuple[tuple[bool, bool], ...] | None
+
+    def write(self, contents: Sequence[str]) -> str:
+        """The text behind the end of the turn."""
+        whole = [self.texts[0]]
+        for text, (escaped, trimmed), after in zip(
+            contents, self.forms, self.texts[1:], strict=True
+        ):
+            text = text.strip() if trimmed else text
+            whole += [json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text, after]
+        return "".join(whole)
+
+
+class Gaps:
+    """`render`: (messages, tools) -> the template's text. `ends`: the end-of-turn tokens. `native`:
+    whether the template itself lists tools."""
+
+    def __init__(
+        self,
+        folder: str,
+        render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str],
+        ends: Sequence[str],
+        native: bool,
+    ) -> None:
+        self._folder, self._render, self._ends, self._native = folder, render, ends, native
+        self.of = functools.lru_cache(CACHE)(self._find)
+
+    def tools_problem(self) -> str:
+        """Why no environment with tools can be played with this template; "" if one can."""
+        try:
+            self.of(("user",), True)
+            self.of(("tool",), True)
+            said = plain_message("tool", OBSERVATION) | {"tool_call_id": call_id(0)}
+            call = calling({"text": ANSWER})
+            text = self.after_answer([plain_message("user"), call, said], True)
+            ends = [text.find(end) for end in self._ends if end in text]
+            after = text[min(ends) :] if ends else text
+            plain = [plain_message("user"), plain_message("assistant", ANSWER), said]
+            if self._native and after != (behind := self.after_answer(plain, True)):
+                raise self._cannot(
+                    "its chat template writes a tool's result otherwise behind a call "
+                    f"({after!r}) than behind an answer without one ({behind!r})"
+                )
+        except CannotExtend as error:
+            return f"{error}; such a template can't be used with tools"
+        return ""
+
+    def _find(self, roles: tuple[Observer, ...], tools: bool) -> Gap:
+        """Rendered twice, the second time after one turn more: the same must come after the
+        answer, and a turn must not change what the prompt before it had."""
+        contents = [OBSERVATION.format(i) for i in range(len(roles))]
+        reply, observed = plain_message("assistant", ANSWER), observed_messages(roles, contents)
+        begun = [plain_message("user"), reply, *observed]
+        between = self.after_answer(begun, tools)
+        later = self.after_answer(
+            [plain_message("user"), plain_message("assistant"), *begun], tools
+        )
+        if between != later:
+            raise self._cannot(
+                f"what its chat template writes after an answer depends on the turns before "
+                f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated"
+            )
+        end = next((token for token in self._ends if between.startswith(token)), None)
+        if end is None:
+            raise self._cannot(
+                f"its chat template ends an answer with {between[:30]!r}, which is none of its "
+                f"end-of-turn tokens {self._ends}; model.end_of_turn names others"
+            )
+        again = [plain_message("user"), plain_message("assistant"), *observed]
+        self._check_opening([plain_message("user")], again, observed, tools)
+        texts, escaped = self._cut(between[len(end) :], contents)
+        for trims in itertools.product((False, True), repeat=len(set(roles))):
+            trimmed = dict(zip(sorted(set(roles)), trims, strict=True))
+            forms = tuple((e, trimmed[r]) for e, r in zip(escaped, roles, strict=True))
+            gap = Gap(end, texts, forms)
+            if all(self._is_written(gap, roles, text, tools) for text in TRIED):
+                return gap
+        return Gap(end, texts, None)
+
+    def _is_written(self, gap: Gap, roles: tuple[Observer, ...], text: str, tools: bool) -> bool:
+        """Return whether the template writes observations of this text as `gap` does."""
+        contents = [text.replace("{}", str(i)) for i in range(len(roles))]
+        said = [
+            plain_message("user"),
+            plain_message("assistant", ANSWER),
+            *observed_messages(roles, contents),
+        ]
+        return self.after_answer(said, tools) == gap.end + gap.write(contents)
+
+    def _check_opening(
+        self, first: list[dict], second: list[dict], observed: list[dict], tools: bool
+    ) -> None:
+        """Raises `CannotExtend` where an answer changes what its prompt had, as in templates that
+        list the tools before the last user's message. Thoughts may go."""
+        found = []
+        for messages in (first, second):
+            prompt = self._written_prompt(messages, tools)
+            reply = plain_message("assistant", ANSWER)
+            before = self._written_prompt([*messages, reply, *observed], tools).partition(ANSWER)[0]
+            shared = len(os.path.commonprefix([prompt, before]))
+            lost, gained = (THINKING.sub("", text[shared:]) for text in (prompt, before))
+            found.append(gained)
+            if lost or gained != found[0]:
+                raise self._cannot(
+                    f"its chat template ends a prompt with {prompt[shared:]!r} and has "
+                    f"{before[shared:]!r} there once it is answered; tokens of a trajectory could "
+                    "not stay as they were"
+                )
+
+    def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+        """(texts around the contents, whether each of these is escaped)."""
+        texts, escaped = [], []
+        for content in contents:
+            escaped.append(content not in text)
+            before, found, text = text.partition(
+                json.dumps(content)[1:-1] if escaped[-1] else content
+            )
+            if not found:
+                raise self._cannot("its chat template does not write each message once, in order")
+            texts.append(before)
+        if any(OBSERVATION.partition("{")[0] in part for part in [*texts, text]):
+            raise self._cannot("its chat template does not write each message once, in order")
+        return (*texts, text), tuple(escaped)
+
+    def _written_prompt(self, messages: list[dict], tools: bool) -> str:
+        try:
+            return self._render(messages, [tool_formats.PROBE_TOOL] if tools else None)
+        except Exception as error:  # A template is a program, which may raise anything.
+            raise self._cannot(
+                f"its chat template refuses a conversation of several turns: {error}"
+            ) from error
+
+    def after_answer(self, messages: list[dict], tools: bool) -> str:
+        before, found, after = self._written_prompt(messages, tools).partition(ANSWER)
+        if not found or ANSWER in after or OBSERVATION.partition("{")[0] in before:
+            raise self._cannot("its chat template does not write each message once, in order")
+        return after
+
+    def _cannot(self, text: str) -> CannotExtend:
+        return CannotExtend(f"model.path={self._folder!r}: {text}")
+
+
+def plain_message(role: str, content: str = "x") -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def observed_messages(roles: Sequence[Observer], contents: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages after an answer."""
+    return [
+        plain_message(role, content) | ({"tool_call_id": call_id(i)} if role == "tool" else {})
+        for i, (role, content) in enumerate(zip(roles, contents, strict=True))
+    ]
+
+
+def calling(arguments: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message that calls the probe."""
+    function = {"name": tool_formats.PROBE.name, "arguments": arguments}
+    call = {"id": call_id(0), "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def call_id(index: int) -> str:
+    """Nine letters and digits, as Mistral's templates demand."""
+    return f"rose{index:05d}"

@@ -1,0 +1,205 @@
+"""Chat templates in the styles of public models, and how `vllm serve` renders a request with them:
+by its own functions, in this process, without an engine."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+CHATML = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+HERMES_TOOL_USE = """\
+{{- '<|im_start|>system\\nTools: <tools>' }}
+{%- for t in tools %}{{- '\\n' + (t | tojson) }}{%- endfor %}{{- '</tools><|im_end|>\\n' }}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>tool\\n' }}{%- endif %}
+{{- '<tool_response>\\n' + m.content + '\\n</tool_response>\\n' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+LLAMA3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}
+{%- if loop.first and tools %}{%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{%- endif %}
+{%- if m.tool_calls %}
+{%- if m.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+{%- set f = m.tool_calls[0].function %}
+{{- '{"name": "' + f.name + '", "parameters": ' + (f.arguments | tojson) + '}' }}
+{%- elif m.role == 'tool' %}{{- m.content | tojson }}
+{%- else %}{{- m.content | trim }}{%- endif %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+MISTRAL = """\
+{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
+{%- elif m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}
+{%- if m.tool_call_id | length != 9 %}{{- raise_exception('call ids have 9 characters') }}{%- endif %}
+{{- '[TOOL_RESULTS]' + m.tool_call_id + '[TOOL_CONTENT]' + m.content + '[/TOOL_RESULTS]' }}
+{%- else %}
+{{- m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}
+{%- endfor %}{{- eos_token }}
+{%- endif %}
+{%- endfor %}"""
+# Tools stand before the last user's message, so each of them rewrites what came before.
+MISTRAL_V3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{- m.content }}{%- for c in m.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}
+{%- endfor %}{{- eos_token }}
+{%- endif %}
+{%- endfor %}"""
+GEMMA = """\
+{{- bos_token }}
+{%- set first = '' %}
+{%- if messages[0].role == 'system' %}
+{%- set first = (messages[0].content if messages[0].content is string else messages[0].content[0].text) + '\\n\\n' %}
+{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+{{- '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (first if loop.first else '') }}
+{%- if m.content is string %}{{- m.content | trim }}
+{%- else %}{%- for item in m.content %}{%- if item.type == 'text' %}{{- item.text | trim }}{%- endif %}{%- endfor %}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}"""
+DEEPSEEK = """\
+{{- bos_token }}
+{%- set ns = namespace(after_tool=false, first=true) %}
+{%- if tools %}{{- '## Tools' }}{%- for t in tools %}{{- '\\n' + (t.function | tojson) }}{%- endfor %}{{- '\\n' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{- m.content }}{%- endif %}
+{%- if m.role == 'user' %}
+{%- if ns.after_tool %}{{- '<outputs_end>' }}{%- set ns.after_tool = false %}{%- endif %}
+{{- '<User>' + m.content }}
+{%- endif %}
+{%- if m.role == 'assistant' %}
+{{- '<outputs_end>' if ns.after_tool else '<Assistant>' }}
+{%- set ns.after_tool = false %}{%- set ns.first = true %}
+{{- m.content.split('</think>')[-1] }}
+{%- for c in m.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}{{- eos_token }}
+{%- endif %}
+{%- if m.role == 'tool' %}
+{%- if not ns.after_tool %}{{- '<outputs_begin>' }}{%- endif %}{%- set ns.after_tool = true %}
+{{- '<output>' + m.content + '</output>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<outputs_end>' if ns.after_tool else '<Assistant>' }}{%- endif %}"""
+# A result names the function that the call before it named.
+GPT_OSS = """\
+{%- set ns = namespace(called='') %}
+{%- for t in tools or [] %}{{- '<|start|>developer<|message|>' + (t | tojson) + '<|im_end|>' }}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if not ns.called %}{{- raise_exception('a result without a call') }}{%- endif %}
+{{- '<|start|>functions.' + ns.called + '<|message|>' + (m.content | tojson) + '<|im_end|>' }}
+{%- elif m.tool_calls %}{%- set ns.called = m.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=' + ns.called + '<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|im_end|>' }}
+{%- else %}
+{{- '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+MARKS = ["<|eot_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"]
+
+
+def save(tokenizer, template, folder):
+    """A model's folder with this template, or with several by their names."""
+    own = copy.deepcopy(tokenizer)
+    own.bos_token = own.bos_token or "<|endoftext|>"
+    marks = [
+        mark
+        for mark in MARKS
+        if mark in template or mark == "<|python_tag|>" and "<|eot_id|>" in template
+    ]
+    own.add_special_tokens({"additional_special_tokens": marks})
+    own.eos_token = "<|eot_id|>" if "<|eot_id|>" in marks else own.eos_token
+    own.chat_template = template
+    own.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+class Vllm:
+    """Render a request's body as `vllm serve FOLDER` does. Raises what vLLM does."""
+
+    def __init__(self, folder):
+        from transformers import AutoTokenizer
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        self._tokenizer = get_cached_tokenizer(AutoTokenizer.from_pretrained(folder))
+        self._config = SimpleNamespace(
+            tokenizer_revision=None,
+            revision=None,
+            code_revision=None,
+            trust_remote_code=False,
+            tokenizer=str(folder),
+            model=str(folder),
+            hf_config=SimpleNamespace(model_type="llama"),
+            multimodal_config=None,
+            enable_prompt_embeds=False,
+            max_model_len=1 << 20,
+        )
+
+    def _tokens(self, messages, tools, params):
+        from vllm.renderers.chat_utils import parse_chat_messages
+        from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
+
+        form = resolve_chat_template_content_format(
+            None, tools, "auto", self._tokenizer, model_config=self._config
+        )
+        conversation, _, _ = parse_chat_messages(messages, self._config, content_format=form)
+        given = params.with_defaults({"tools": tools, "tokenize": False})
+        text = safe_apply_chat_template(
+            self._config, self._tokenizer, conversation, **given.get_apply_chat_template_kwargs()
+        )
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def chat(self, body):
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        return self._of_chat(ChatCompletionRequest(**copy.deepcopy(body)))
+
+    def _of_chat(self, request):
+        tools = None if request.tools is None else [t.model_dump() for t in request.tools]
+        return self._tokens(request.messages, tools, request.build_chat_params(None, "auto"))
+
+    def messages(self, body):
+        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+        request = AnthropicMessagesRequest(**copy.deepcopy(body))
+        return self._of_chat(AnthropicServingMessages.to_chat_completion_request(request))
+
+    def responses(self, body):
+        from vllm.entrypoints.openai.responses import utils
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+        request = ResponsesRequest(**copy.deepcopy(body))
+        tools = utils.construct_tool_dicts(request.tools, request.tool_choice)
+        messages = utils.construct_input_messages(
+            request_instructions=request.instructions, request_input=request.input
+        )
+        return self._tokens(messages, tools, request.build_chat_params(None, "auto"))

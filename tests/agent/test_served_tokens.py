@@ -1,0 +1,335 @@
+"""A model is trained on the tokens that it gets when it is served: conversations made at random are
+written alike by the loop, by the gateway for each API, and by `vllm serve`, or refused by both."""
+
+import copy
+import json
+import random
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from rose.agent.chat import CannotExtend, ChatFormat
+from rose.agent.gateway import anthropic_messages, openai_chat, openai_responses
+from rose.agent.gateway.history import History
+from rose.agent.gateway.session import ApiError
+from rose.agent.template import takes_parts
+from rose.protocol import FinishReason, TurnResult, pack_floats, pack_tokens
+
+from . import served
+from .conftest import TEMPLATES, TRL_TEMPLATES
+
+STYLES = {
+    "chatml": served.CHATML,
+    "hermes": {"default": served.CHATML, "tool_use": served.HERMES_TOOL_USE},
+    "llama3": served.LLAMA3,
+    "mistral": served.MISTRAL,
+    "gemma": served.GEMMA,
+    "qwen3": TEMPLATES["qwen3"],
+    "deepseek": served.DEEPSEEK,
+    "gpt_oss": served.GPT_OSS,
+    "mistral_v3": served.MISTRAL_V3,
+}
+REFUSES_TOOLS = {"gpt_oss", "mistral_v3"}
+styles = pytest.mark.parametrize("style", STYLES)
+TEXTS = [
+    "go",
+    "F F\nP G",
+    " \n edges\t ",
+    "",
+    "0",
+    "é 漢 🙂 Ä",
+    "\"quoted\" <b> & 'x'\\n",
+    "a\u2028b",
+]
+TEXTS += ["write <tool_call> here", "{{ x }} {% if %}"]
+ARGUMENTS = [
+    *TEXTS,
+    "ends with </tool_call>",
+    "a </think> tag",
+    "<|im_start|>",
+    3,
+    None,
+    [1.5],
+    {"k": ""},
+]
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string", "description": "é <b>"}}}
+FUNCTIONS = [
+    {"name": "f", "description": "d", "parameters": SCHEMA},
+    {"name": "g", "parameters": SCHEMA},
+    {"name": "h", "description": "no parameters"},
+    {"name": "i", "description": "d", "parameters": SCHEMA, "strict": True, "unknown": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def sides(tokenizer, tmp_path_factory):
+    """sides(style) -> (chat format, vLLM with what an export of that model has)."""
+    made = {}
+
+    def of(style):
+        if style not in made:
+            folder = served.save(tokenizer, STYLES[style], tmp_path_factory.mktemp(style) / "model")
+            chat = ChatFormat(folder)
+            if not chat.native_tools:
+                (folder / "chat_template.jinja").write_text(chat.template)
+            made[style] = chat, served.Vllm(folder)
+        return made[style]
+
+    return of
+
+
+def conversation(rng, style, tools):
+    """(role, texts, calls, thought, id of the answered call) of each message; the policy's turn is
+    next."""
+    texts = lambda: [rng.choice(TEXTS) for _ in range(rng.choice([1, 1, 1, 2, 3]))]  # noqa: E731
+    said = [("system", texts(), [], "", "")] if rng.random() < 0.6 else []
+    said.append(("user", texts(), [], "", ""))
+    for turn in range(rng.randrange(4)):
+        thought = rng.choice(["", "", "hm\n<b>"]) if style == "qwen3" else ""
+        if not tools or rng.random() < 0.3:
+            said.append(("assistant", [rng.choice(["I go.", "é 漢 <b>", "0"])], [], thought, ""))
+            said.append(("user", texts(), [], "", ""))
+            continue
+        count = 1 if style == "llama3" else rng.choice([1, 1, 2])
+        names = [f"{turn:04d}{i:05d}" for i in range(count)]
+        arguments = [{"b": rng.choice(ARGUMENTS), "é": 1} for _ in names]
+        calls = list(zip(names, rng.choices("fghi", k=count), arguments, strict=True))
+        said.append(("assistant", [rng.choice(["", "so"])], calls, thought, ""))
+        said += [("tool", texts(), [], "", name) for name in names]
+        if rng.random() < 0.3:
+            said.append(("user", texts(), [], "", ""))
+    said[-1][1].append("on")  # Anthropic's API drops a message of empty texts.
+    return said
+
+
+def chat_body(said, functions):
+    messages = []
+    for role, texts, calls, thought, name in said:
+        parts = [{"type": "text", "text": text} for text in texts]
+        message = {"role": role, "content": texts[0] if len(texts) == 1 else parts}
+        if calls:
+            message["tool_calls"] = [
+                {"id": i, "type": "function", "function": {"name": f, "arguments": json.dumps(a)}}
+                for i, f, a in calls
+            ]
+        message |= {"reasoning_content": thought} if thought else {}
+        messages.append(message | ({"tool_call_id": name} if name else {}))
+    tools = [{"type": "function", "function": function} for function in functions]
+    return {"model": "m", "messages": messages} | ({"tools": tools} if tools else {})
+
+
+def messages_body(said, functions):
+    body, messages = {"model": "m", "max_tokens": 4, "messages": []}, []
+    for role, texts, calls, thought, name in said:
+        blocks = [{"type": "text", "text": text} for text in texts]
+        if role == "system":
+            body["system"] = texts[0] if len(texts) == 1 else blocks
+            continue
+        if role == "tool":
+            blocks = [{"type": "tool_result", "tool_use_id": name, "content": blocks}]
+        if thought:
+            blocks = [{"type": "thinking", "thinking": thought, "signature": "s"}, *blocks]
+        blocks += [{"type": "tool_use", "id": i, "name": f, "input": a} for i, f, a in calls]
+        messages.append({"role": "user" if role == "tool" else role, "content": blocks})
+    tools = []
+    for function in functions:
+        tool = {key: value for key, value in function.items() if key != "parameters"}
+        tools.append(tool | {"input_schema": dict(function.get("parameters", {"properties": {}}))})
+    return body | {"messages": messages} | ({"tools": tools} if tools else {})
+
+
+def responses_body(said, functions):
+    items, body = [], {"model": "m"}
+    for role, texts, calls, thought, name in said:
+        parts = [{"type": "input_text", "text": text} for text in texts]
+        if role == "system":
+            body["instructions"] = "\n".join(texts)
+            continue
+        if role == "tool":
+            items.append(
+                {"type": "function_call_output", "call_id": name, "output": "\n".join(texts)}
+            )
+            continue
+        if thought:
+            content = [{"type": "reasoning_text", "text": thought}]
+            items.append({"type": "reasoning", "id": "r", "summary": [], "content": content})
+        if role == "user":
+            items.append({"role": role, "content": parts})
+        elif texts[0] or not calls:
+            items.append({"role": role, "content": texts[0]})
+        for i, f, a in calls:
+            call = {"call_id": i, "name": f, "arguments": json.dumps(a)}
+            items.append({"type": "function_call", **call})
+    tools = [{"type": "function", "strict": None, "parameters": None, **f} for f in functions]
+    return body | {"input": items} | ({"tools": tools} if tools else {})
+
+
+APIS = {
+    "chat": (openai_chat, chat_body),
+    "messages": (anthropic_messages, messages_body),
+    "responses": (openai_responses, responses_body),
+}
+
+
+def tokens_or_none(write, *given):
+    """Return None where the conversation is refused."""
+    try:
+        return list(write(*given))
+    except (CannotExtend, ApiError, VLLMValidationError):
+        return None
+
+
+def shown(chat, tokens):
+    return None if tokens is None else chat._backend.decode(tokens, skip_special_tokens=False)
+
+
+@styles
+@pytest.mark.parametrize("api", APIS)
+def test_the_gateway_writes_a_request_as_vllm_does(sides, style, api):
+    chat, vllm = sides(style)
+    reader, body_of = APIS[api]
+    written = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
+        said = conversation(rng, style, tools)
+        body = body_of(said, rng.sample(FUNCTIONS, 3) if tools else [])
+        theirs = tokens_or_none(getattr(vllm, api), body)
+
+        def place(body):
+            query = reader.read(body)
+            return History(chat).place(query.messages, query.tools).new
+
+        ours = tokens_or_none(place, copy.deepcopy(body))
+        assert shown(chat, ours) == shown(chat, theirs), (seed, body)
+        assert ours == theirs
+        written += theirs is not None
+    assert written > 20, "most conversations are such that the template writes them"
+
+
+def steps(vllm, body):
+    """(messages before an answer, those before the next, their texts) while vLLM writes both and
+    leaves the first text as it was, as templates that drop thoughts don't."""
+    listed = body["messages"]
+    ends = [i for i, message in enumerate(listed) if message["role"] == "assistant"] + [len(listed)]
+    for before, after in zip(ends, ends[1:], strict=False):
+        texts = [
+            tokens_or_none(vllm.chat, body | {"messages": listed[:n]}) for n in (before, after)
+        ]
+        if None in texts:
+            return
+        first, second = (vllm._tokenizer.decode(t) for t in texts)
+        if not second.startswith(first):
+            return
+        yield before, after, first, second
+
+
+def turn_of(chat, first, second):
+    """The tokens of the answer behind `first`."""
+    text = second[len(first) :]
+    end = min((text.find(e), e) for e in chat._eos_texts() if e in text)
+    return chat._encode(text[: end[0] + len(end[1])])
+
+
+@styles
+def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
+    chat, vllm = sides(style)
+    steps_seen = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
+        body = chat_body(conversation(rng, style, tools), FUNCTIONS[:2] if tools else [])
+        query, history = openai_chat.read(copy.deepcopy(body)), History(chat)
+        for before, after, first, second in steps(vllm, body):
+            place = history.place(query.messages[:before], query.tools)
+            made = pack_tokens(turn_of(chat, first, second))
+            count = len(made) // 4
+            result = TurnResult(
+                "g.t0",
+                made,
+                pack_floats([-1.0] * count),
+                pack_tokens([0] * count),
+                FinishReason.STOP,
+            )
+            node = history.record(place, result)
+            history.answered(query.messages[:before], query.tools, query.messages[before], node)
+            following = history.place(query.messages[:after], query.tools)
+            assert following.parent is node
+            context = list(memoryview(following.context).cast("i"))
+            assert shown(chat, context) == second, (seed, body)
+            steps_seen += 1
+    assert steps_seen > 10
+
+
+@styles
+def test_the_loop_goes_on_after_a_turn_as_vllm_does(sides, style):
+    chat, vllm = sides(style)
+    steps_seen = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
+        said = [
+            (role, ["\n".join(texts)], calls, thought, name and f"rose{name[4:]}")
+            for role, texts, calls, thought, name in conversation(rng, style, tools)
+        ]
+        body = chat_body(said, FUNCTIONS[:2] if tools else [])
+        listed, given = body["messages"], body.get("tools", [])
+        tokens = None
+        for before, after, first, second in steps(vllm, body):
+            tokens = chat.start(listed[:before], given) if tokens is None else tokens
+            assert shown(chat, tokens) == first
+            observed = [(m["role"], m["content"]) for m in listed[before + 1 : after]]
+            gap = chat.observations(observed, True, bool(given))
+            tokens = tokens + turn_of(chat, first, second) + gap
+            assert shown(chat, tokens) == second, (seed, body)
+            steps_seen += 1
+    assert steps_seen > 10
+
+
+@pytest.mark.parametrize("style", sorted(REFUSES_TOOLS))
+def test_a_template_whose_tools_cannot_be_appended_is_refused_with_tools(sides, style):
+    chat, _ = sides(style)
+    assert "can't be used with tools" in chat.tools_problem
+    with pytest.raises(CannotExtend, match="can't be used with tools"):
+        chat.start(
+            [{"role": "user", "content": "x"}], [{"type": "function", "function": {"name": "f"}}]
+        )
+
+
+def test_developers_and_names_reach_the_template_as_in_vllm(sides):
+    chat, vllm = sides("mistral")
+    messages = [
+        {"role": "developer", "content": "one"},
+        {"role": "system", "content": "two"},
+        {"role": "user", "name": "ada", "content": "go"},
+        {"role": "developer", "content": "three"},
+        {"role": "user", "content": "on"},
+    ]
+    body = {"model": "m", "messages": messages}
+    query = openai_chat.read(copy.deepcopy(body))
+    assert History(chat).place(query.messages, []).new == vllm.chat(body)
+    assert query.messages[2].rendered(chat)["name"] == "ada"
+
+
+def test_a_content_is_given_in_parts_where_vllm_gives_it_so():
+    from vllm.renderers.hf import _detect_content_format
+
+    found = [*TRL_TEMPLATES.glob("*.jinja")]
+    texts = [path.read_text() for path in found] + [
+        t for t in STYLES.values() if isinstance(t, str)
+    ]
+    theirs = {text: _detect_content_format(text, default="string") == "openai" for text in texts}
+    assert {text: takes_parts(text) for text in texts} == theirs
+    assert len(set(theirs.values())) == 2
+
+
+def test_the_line_that_changes_with_each_call_of_claude_code_is_dropped(sides):
+    chat, vllm = sides("qwen3")
+    system = [
+        {"type": "text", "text": text} for text in ("x-anthropic-billing-header: 1", "A", "B")
+    ]
+    body = {"model": "m", "max_tokens": 1, "system": system}
+    body["messages"] = [{"role": "user", "content": "go"}]
+    query = anthropic_messages.read(copy.deepcopy(body))
+    assert query.messages[0].text == "AB"
+    assert History(chat).place(query.messages, []).new == vllm.messages(body)
