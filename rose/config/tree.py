@@ -61,6 +61,9 @@ class Observe(Section):
     save_trajectories: bool
     wandb: Wandb
     mlflow: Mlflow
+    # of which trajectories, events and earlier attempts' journals stay; null: of all. Absent in
+    # what earlier releases stored.
+    keep_steps: Count | None = None
 
 
 class Config(Section):

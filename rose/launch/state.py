@@ -23,7 +23,7 @@ from rich.table import Table
 
 from rose.files import write_whole
 from rose.launch import rank_status
-from rose.observe import terminal
+from rose.observe import disk, terminal
 from rose.observe.status import Status, read_status
 from rose.trainer import checkpoint
 
@@ -167,7 +167,10 @@ def show_run(run_dir: Path, console: Console) -> bool:
         raise RuntimeError(f"its status can't be read: {error}") from None
     if status is not None:
         console.print(progress(run_dir, status), soft_wrap=True, markup=False, highlight=False)
-    return terminal.show_cost(run_dir, console) or status is not None
+    known = terminal.show_cost(run_dir, console) or status is not None
+    if known:
+        disk.show(run_dir, console)
+    return known
 
 
 def progress(run_dir: Path, status: Status) -> str:
