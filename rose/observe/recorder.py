@@ -132,7 +132,8 @@ class RankEvents:
 
 
 def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
-    """Yield a `RankEvents` per recorder, by attempt and rank; lines that a crash tore are left out."""
+    """Yield a `RankEvents` per recorder, by attempt and rank. Lines that a crash tore are left
+    out."""
     found = []
     for path in (Path(run_dir) / "events").glob("*/*.jsonl"):
         with path.open("rb") as file:

@@ -1,17 +1,21 @@
 """What a run takes of a disk is counted, shown, and named where it grew."""
 
+import errno
 import os
 import subprocess
+from contextlib import suppress
 
+import pytest
 from rich.console import Console
 
 from rose.coordinator.journal import Journal, read
 from rose.coordinator.retention import Retention
+from rose.files import refusal
 from rose.launch import state
 from rose.observe import disk, recorder
 from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import Recorder, read_events
-from rose.observe.status import LiveStatus
+from rose.observe.status import LiveStatus, read_status
 from rose.scheduler.events import Tick
 
 
@@ -86,19 +90,36 @@ def test_steps_before_the_kept_ones_go_and_nothing_that_is_still_written(tmp_pat
     assert not [name for name in kept if not (tmp_path / name).exists()]
 
 
-def test_a_full_disk_ends_the_journal_and_the_display_but_raises_nothing(tmp_path, monkeypatch):
-    live, journal = LiveStatus(tmp_path), Journal(tmp_path / "journal/a.jsonl", {})
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 64 KiB in memory."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_ends_the_journal_and_the_display_but_raises_nothing(small, capsys):
+    live, journal = LiveStatus(small), Journal(small / "journal/a.jsonl", {})
     journal.write(Tick(at=1.0), [])
     journal.flush()
-    live._path = tmp_path / "gone/live.json"
+    with suppress(OSError), (small / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert refusal(small).errno == errno.ENOSPC
     live.update(phase="train")
-
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(journal, "_file", type("Full", (), {"name": "a", "write": refuse})())
-    journal.write(Tick(at=2.0), [])
+    for number in range(3000):
+        journal.write(Tick(at=float(number)), [])
     journal.flush()
-    monkeypatch.undo()
+    assert capsys.readouterr().out.count("No space left on device") == 1
+    (small / "filler").unlink()
+    journal.write(Tick(at=9.0), [])  # behind what is lost: a replay would go wrong
     journal.close()
-    assert len(list(read(tmp_path / "journal/a.jsonl"))) == 2
+    entries = list(read(small / "journal/a.jsonl"))[1:]
+    assert [entry.event.at for entry in entries] == [1.0, *map(float, range(len(entries) - 1))]
+    assert len(entries) < 3000 and read_status(small).phase == "starting"
