@@ -61,6 +61,8 @@ class Observe(Section):
     save_trajectories: bool
     wandb: Wandb
     mlflow: Mlflow
+    # of which trajectories, events and earlier attempts' journals stay; null: of all
+    keep_steps: Count | None
 
 
 class Config(Section):

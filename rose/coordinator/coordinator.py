@@ -33,6 +33,7 @@ from rose.coordinator.hybrid_turns import HybridTurns
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.replicas import Replicas, remove_left
+from rose.coordinator.retention import Retention
 from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
 from rose.coordinator.stopping import StepEnd
@@ -83,6 +84,7 @@ class Coordinator:
         watching = trackers.start(config, self.run_dir)
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, watching)
         self.metrics.truncate(after_step=self.step if resume_from else -1)
+        self.retention = Retention(run_dir, config.observe.keep_steps, attempt)
         self.members = list(config.env.members) if isinstance(config.env, Mixture) else []
         self.live = LiveStatus(run_dir)
         self.journal = Journal(
@@ -459,6 +461,7 @@ class Coordinator:
             | checkpoint_row(groups)
             | by_member(self.members, [t for group in groups for t in group]),
         )
+        self.retention.step_ended(self.step)
         self.journal.flush()
         self.recorder.span("step", began, synced, step=self.step)
 
@@ -578,7 +581,7 @@ class Coordinator:
     async def _receive_in_spite(self) -> None:
         """Take messages while a run that has failed is saved: others may fail, too."""
         while True:
-            with contextlib.suppress(RunFailed):
+            with contextlib.suppress(RunFailed, OSError):
                 await self._receive()
 
     # ----------------------------------------------------------------- messages and actions

@@ -7,7 +7,7 @@ purity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,38 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """Appends entries to a file, flushed with the metrics of each step and at the end."""
+    """Appends entries to a file, flushed with the metrics of each step and at the end.
+
+    A run goes on without its journal, which is for replays: where the disk refuses an entry, the
+    journal ends, so that finished steps are still saved.
+    """
 
     def __init__(self, path: Path, snapshot: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb")
+        self._over = False
         self._encoder = msgspec.json.Encoder()
         self._file.write(self._encoder.encode(snapshot) + b"\n")
 
     def write(self, event: Event, actions: list[Action]) -> None:
-        self._file.write(self._encoder.encode(Entry(event, actions)) + b"\n")
+        line = self._encoder.encode(Entry(event, actions)) + b"\n"
+        self._try(lambda: self._file.write(line))
 
     def flush(self) -> None:
-        self._file.flush()
+        self._try(self._file.flush)
 
     def close(self) -> None:
+        """Raises OSError for what the disk refuses."""
         self._file.close()
+
+    def _try(self, write: Callable[[], Any]) -> None:
+        if self._over:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._over = True
+            print(f"the journal ends here: {self._file.name}: {error.strerror}", flush=True)
 
 
 def read(path: Path) -> Iterator[Any]:

@@ -54,7 +54,8 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
     if missing is not None:
         raise ConfigError(
             f"rollout.replay={str(run_dir)!r}: {missing} is missing; give the folder of a run with "
-            f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true)"
+            f"trainer.steps={steps} or more saved steps (observe.save_trajectories=true, "
+            "observe.keep_steps=null)"
         )
     stored = Path(run_dir) / "config.json"
     if not stored.is_file():

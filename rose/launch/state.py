@@ -25,7 +25,7 @@ from rich.table import Table
 from rose.files import write_whole
 from rose.launch import logs, rank_status
 from rose.launch.commands import own_environment
-from rose.observe import terminal
+from rose.observe import disk, terminal
 from rose.observe.status import Status, read_status
 from rose.trainer import checkpoint
 
@@ -198,7 +198,10 @@ def show_run(run_dir: Path, console: Console) -> bool:
         raise RuntimeError(f"its status can't be read: {error}") from None
     if status is not None:
         terminal.echo(console, progress(run_dir, status))
-    return terminal.show_cost(run_dir, console) or status is not None
+    known = terminal.show_cost(run_dir, console) or status is not None
+    if known:
+        disk.show(run_dir, console)
+    return known
 
 
 def progress(run_dir: Path, status: Status) -> str:

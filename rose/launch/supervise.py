@@ -32,6 +32,7 @@ from rose.launch import batch, logs, rank_status, resume
 from rose.launch.beats import Beats
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
+from rose.observe import disk
 from rose.protocol import Role
 from rose.transfer import mirror
 
@@ -41,6 +42,8 @@ POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, to
 SETTLE_S = 0.6
 FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
 PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
+# for counting what the run takes of the disk, as an attempt begins and where the disk refuses
+MEASURE_S = 5.0
 LOOK_S = 1.0  # thousands of maps are read in some 10 ms
 KILL_S = 10.0  # the kernel's time to carry out SIGKILL
 TAIL_LINES = 15
@@ -82,6 +85,7 @@ class Job:
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
     beats: Beats = field(default_factory=Beats)
+    before: dict[str, disk.Use] = field(default_factory=dict)  # use of the disk at the start
     lost: bool = False  # the rank that ends the job was killed, vanished, hangs or lost its GPU
 
     @property
@@ -99,6 +103,7 @@ class Job:
             if not self.handled
         }
         try:
+            self.before, _ = disk.measure(self.run_dir, MEASURE_S)
             return self._watch()
         finally:
             end_all(self.process)
@@ -231,7 +236,8 @@ class Job:
                 "what the ranks could still write is in "
                 f"{logs.attempt_folder(self.run_dir, self.attempt)}"
             )
-        text = "\n".join(filter(None, [files.advice(refused, failure), failure]))
+        grown = refused and disk.growth(self.before, disk.measure(self.run_dir, MEASURE_S)[0])
+        text = "\n".join(filter(None, [files.advice(refused, failure), grown, failure]))
         text = files.printable(text)  # An agent's program may have printed what it quotes.
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 

@@ -1,4 +1,5 @@
-"""Spans, instants and counters of a rank: JSON lines in RUN/events/ATTEMPT/ROLE-RANK.jsonl.
+"""Spans, instants and counters of a rank: JSON lines in RUN/events/ATTEMPT/ROLE-RANK.jsonl, of
+which all but the newest few MiB are in ROLE-RANK.000001.jsonl and so on.
 
 Wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects for clocks
 that differ between machines. Lines are flushed about each second and at `close`: a crash loses at
@@ -11,8 +12,9 @@ import io
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ import msgspec
 from rose.files import Lossy
 
 FLUSH_SECONDS = 1.0
+# Bounds how much of a rank's events stays beyond observe.keep_steps, which removes whole files. A
+# rank of the default run writes 2 MiB in 60 steps; quotas commonly allow 0.1 to 1 MiB a file.
+SEGMENT_BYTES = 2**22
+SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of what follows ROLE-RANK and a dot
 
 
 class NullRecorder:
@@ -54,14 +60,13 @@ class Recorder(NullRecorder):
     def __init__(self, run_dir: Path | str, rank: int, role: str, name: str, attempt: int = 1):
         path = Path(run_dir) / "events" / str(attempt) / f"{role}-{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = io.BufferedWriter(Lossy(path, "ab"))
+        self._path = path
+        self._header = {"kind": "rank", "rank": rank, "role": role, "name": name}
+        self._header |= {"attempt": attempt}
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._closing = threading.Event()
-        if self._file.tell():
-            self._file.write(b"\n")  # ends a line that an earlier process tore
-        self._write(kind="rank", rank=rank, role=role, name=name, attempt=attempt, time=time.time())
-        self._file.flush()
+        self._open()
         self._flusher = threading.Thread(target=self._flush_regularly, name="recorder", daemon=True)
         self._flusher.start()
 
@@ -84,10 +89,30 @@ class Recorder(NullRecorder):
         with self._lock:
             self._file.write(line)
 
+    def _open(self) -> None:
+        self._file = io.BufferedWriter(Lossy(self._path, "ab"))
+        if self._file.tell():
+            self._file.write(b"\n")  # ends a line that an earlier process tore
+        self._file.write(self._encoder.encode(self._header | {"time": time.time()}) + b"\n")
+        self._file.flush()
+
     def _flush_regularly(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
             with self._lock:
                 self._file.flush()
+                if self._file.tell() >= SEGMENT_BYTES:
+                    self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        """Go on in an empty file; what is there gets the next number. Where the folder takes no
+        more files, all of it stays in one."""
+        before = self._path.parent.glob(f"{self._path.stem}.{SEGMENT}")
+        number = 1 + max((int(path.stem.rpartition(".")[2]) for path in before), default=0)
+        full = self._file
+        with suppress(OSError):
+            self._path.rename(self._path.with_suffix(f".{number:06d}.jsonl"))
+            self._open()
+            full.close()
 
 
 def _plain(value: Any) -> Any:
@@ -107,16 +132,23 @@ class RankEvents:
 
 
 def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
-    """One `RankEvents` per file, by attempt and rank; lines that a crash tore are left out."""
+    """Yield a `RankEvents` per recorder, by attempt and rank. Lines that a crash tore are left
+    out."""
     found = []
     for path in (Path(run_dir) / "events").glob("*/*.jsonl"):
         with path.open("rb") as file:
             header = next(read_lines(file), None)
         if header and header.get("kind") == "rank":
-            found.append((header["attempt"], header["rank"], path, header))
-    for attempt, rank, path, header in sorted(found, key=lambda item: item[:2]):
-        with path.open("rb") as file:
-            events = [event for event in read_lines(file) if event.get("kind") != "rank"]
+            place = (header["attempt"], header["rank"], path.name.partition(".")[0])
+            found.append((place, path, header))
+    # A name with a number sorts before the newest file's.
+    found.sort(key=lambda item: item[:2])
+    for (attempt, rank, _), files in groupby(found, key=lambda item: item[0]):
+        events: list[dict[str, Any]] = []
+        for _, path, of in files:
+            header = of
+            with path.open("rb") as file:
+                events += (event for event in read_lines(file) if event.get("kind") != "rank")
         yield RankEvents(rank, header["role"], header["name"], attempt, events)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,10 @@ class LiveStatus:
 
     def _write(self) -> None:
         self.status = msgspec.structs.replace(self.status, time=time.time())
-        write_whole(self._path, msgspec.json.encode(self.status))
+        # The display is nothing that a run needs: on a full disk it must not keep a step from
+        # being saved. What must be kept is written by others, which fail.
+        with suppress(OSError):
+            write_whole(self._path, msgspec.json.encode(self.status))
         self._written = time.monotonic()
 
 

@@ -248,4 +248,5 @@ def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_writ
         in output
     )
     assert "a rank was lost" not in output
+    assert "during this attempt, grew (files) by " in output  # the disk's filler
     assert not outlive(disk.path)
