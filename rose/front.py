@@ -236,7 +236,6 @@ def check(tree: dict) -> plan.Plan:
         if c.cluster.kind == "slurm":
             slurm.check_programs()
         else:
-            local.find_mpiexec()
             gpus.for_launcher(c)
         if os.path.exists(stored) and not c.fresh:
             resume.check(stored, c)

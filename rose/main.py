@@ -49,7 +49,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     if world.Get_rank() != me.rank:
         raise RuntimeError(
             f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py "
-            "built for the MPI whose mpiexec started it?"
+            "built for MPICH, or under Slurm for the MPI that cluster.mpi names?"
         )
     mpi_process.unname(world)
     peers = split_by_role(world, me.role)

@@ -93,12 +93,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank:
         rank_main(arguments.mib, arguments.repeats)
-    from rose.launch.local import MPIEXEC_OPTIONS, find_mpiexec
+    from rose.launch.local import MPIEXEC
 
     env = os.environ | configured().cluster.mpi.env | {"OMP_NUM_THREADS": "1"}
     print("receivers  blocked, ms    ours, s   Bcast, s   ours / Bcast", flush=True)
     for receivers in arguments.receivers:
-        ranks = [find_mpiexec(), *MPIEXEC_OPTIONS, "-n", str(receivers + 1)]
+        ranks = [*MPIEXEC, "-n", str(receivers + 1)]
         command = [*ranks, sys.executable, *sys.argv, "--rank"]
         code = subprocess.run(command, env=env, timeout=DEADLINE_S).returncode
         if code:

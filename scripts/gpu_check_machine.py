@@ -74,8 +74,6 @@ def machine(report: Report) -> None:
 
 
 def _host(report: Report) -> None:
-    from rose.launch.local import find_mpiexec
-
     report.figure(
         "cores for this process",
         len(os.sched_getaffinity(0)),
@@ -103,7 +101,6 @@ def _host(report: Report) -> None:
         least=report.sizes.disk_gib,
         remedy="--folder another one",
     )
-    report.figure("mpiexec", find_mpiexec())
     report.figure("Python", f"{sys.version.split()[0]} {sys.executable}")
 
 

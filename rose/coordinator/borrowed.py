@@ -80,7 +80,6 @@ class Borrowed:
         self._patience_s = config.rollout.engine_start_timeout_s
         self._shape = config.model.shape
         self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31
-        self._launcher: tuple[str, ...] = ()
         self._door = Door(run_dir, attempt)
         self._ranks: dict[int, _Rank] = {}  # by address
         self._first = self._next = world_size
@@ -90,8 +89,6 @@ class Borrowed:
         """For ever. The door's files may lie on a slow file system, so another thread looks at
         them."""
         self._tasks = Tasks()
-        # not every site's MPI has one
-        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
         await asyncio.to_thread(self._door.open)
         try:
             await self._tasks.run_until(self._poll())
@@ -161,7 +158,7 @@ class Borrowed:
     async def _serve_rank(self, address: int, rank: _Rank) -> None:
         """From the admission to the end of one rank."""
         try:
-            rank.guest = await Guest.open(self._launcher, self._mpi_env)
+            rank.guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
         except GuestGone as error:
             await asyncio.to_thread(self._door.answer, rank.id, reason=str(error), temporary=True)
             self._disconnect(address, str(error))

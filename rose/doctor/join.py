@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rose import config as configuration
-from rose.config import Config, ConfigError
+from rose.config import Config
 from rose.doctor.finding import END_S, Child, Ended, Finding, srun, task
 from rose.launch import container
 from rose.launch import local as launcher
@@ -37,11 +37,7 @@ STAGES = (
 
 def local(c: Config, folder: Path | None) -> Finding:
     """Both sides on this machine."""
-    try:
-        host = [launcher.find_mpiexec(), *launcher.MPIEXEC_OPTIONS, "-n", "1"]
-    except ConfigError as error:
-        return Finding("failed", PART, str(error))
-    return _join(c, folder, host, lambda _: [()])
+    return _join(c, folder, [*launcher.MPIEXEC, "-n", "1"], lambda _: [()])
 
 
 def over_nodes(c: Config, folder: Path | None) -> Finding:

@@ -57,8 +57,6 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     me = layout(config)[number]
     logs.redirect(run_dir, attempt, me.role, number)
     processes.die_with_parent()
-    # MPICH's mpiexec sends it to the others when a rank has ended
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     guard = os.getpid()
     child = os.fork()
     if child:

@@ -10,7 +10,6 @@ Left out: other machines (Slurm) and what ranks do (rose/main.py).
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -30,35 +29,24 @@ from rose.launch import gpus, logs
 from rose.launch.layout import Rank
 
 RANK_COMMAND = (sys.executable, "-m", "rose.main")
-# Ours decides what a dead rank means, on this host only, even when started inside a Slurm
-# allocation.
-MPIEXEC_OPTIONS = (
-    "-disable-auto-cleanup",
-    "-launcher",
-    "fork",
-    "-rmk",
-    "user",
-    "-hosts",
-    "localhost",
-)
+MPIEXEC = (sys.executable, "-I", str(Path(__file__).with_name("mpiexec.py")))
 
 
 def mpiexec_argv(
-    mpiexec: str,
     ranks: Sequence[Rank],
     run_dir: Path,
     attempt: int,
     rank_command: Sequence[str] = RANK_COMMAND,
     given: Sequence[str] = (),
 ) -> list[str]:
-    """mpiexec's command line: one block per stretch of ranks with the same environment; `given`
-    names the GPUs to hand out. Pure."""
+    """Return mpiexec's command line: one block per stretch of ranks with the same environment.
+    `given` names the GPUs to hand out. What a dead rank means the supervision decides."""
 
     def own(rank: Rank) -> dict[str, str]:
         mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
         return rank.environment | mine
 
-    argv = [mpiexec, *MPIEXEC_OPTIONS]
+    argv = [*MPIEXEC, "-keep"]
     for number, (env, block) in enumerate(groupby(ranks, own)):
         argv += [":"] if number else []
         argv += ["-n", str(len(list(block)))]
@@ -66,19 +54,6 @@ def mpiexec_argv(
             argv += ["-env", name, value]
         argv += [*rank_command, "--run", str(run_dir), "--attempt", str(attempt)]
     return argv
-
-
-def find_mpiexec() -> str:
-    """The mpiexec of this Python's environment (PyPI mpich), else the one on PATH. Raises
-    `ConfigError`."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise ConfigError(
-            f"cluster.kind='local': no mpiexec beside {sys.executable} or on PATH; "
-            "pip install mpich into this environment (or run `make train`)"
-        )
-    return found
 
 
 def environment(c: Config) -> dict[str, str]:
@@ -217,7 +192,7 @@ def start(
 ) -> subprocess.Popen:
     """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone;
     it dies with this process. Its own words go to mpiexec.log beside the ranks' logs."""
-    argv = mpiexec_argv(find_mpiexec(), ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
+    argv = mpiexec_argv(ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
     launcher = os.getpid()
     with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:
         return subprocess.Popen(

@@ -62,13 +62,10 @@ class Guests:
         self._pool, self._spawn = pool, spawn
         self._connecting: dict[str, asyncio.Event] = {}  # by the rank's id
         self._joined: set[_Joined] = set()
-        self._launcher: tuple[str, ...] = ()
 
     async def run(self) -> None:
         """For ever: let ranks in. The door's files may lie on a slow file system, so another thread
         looks at them."""
-        # not every site's MPI has one
-        self._launcher = (local.find_mpiexec(), *local.MPIEXEC_OPTIONS, "-n", "1")
         await asyncio.to_thread(self._door.open)
         beat_at = time.monotonic()
         try:
@@ -102,7 +99,7 @@ class Guests:
         the pool gives others what it held."""
         guest, who = None, f"process {ask.pid} on {ask.host}, job {ask.job}"
         try:
-            guest = await Guest.open(self._launcher, self._mpi_env)
+            guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
             await asyncio.to_thread(self._door.answer, id, worker="reward", port=guest.port)
             async with asyncio.timeout(PATIENCE_S):
                 await self._connecting[id].wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.launch.local import find_mpiexec
+from rose.launch.local import MPIEXEC
 
 HERE = Path(__file__).parent
 
@@ -20,7 +20,7 @@ def ranks(*script: str, deadline_s: float = 240.0) -> str:
         "PYTHONPATH": str(HERE.parents[1]),
     }
     ran = subprocess.run(
-        [find_mpiexec(), "-launcher", "fork", "-n", "3", sys.executable, *script],
+        [*MPIEXEC, "-n", "3", sys.executable, *script],
         cwd=HERE,
         env=env,
         capture_output=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rose.launch.local import find_mpiexec
+from rose.launch.local import MPIEXEC
 from rose.transfer.broadcast import _read_header, make_broadcast
 from rose.transfer.errors import TransferError
 
@@ -26,10 +26,8 @@ MPI = {
 
 def run(case: str, ranks: int, folder: Path) -> str:
     command = [
-        find_mpiexec(),
-        "-launcher",
-        "fork",
-        "-disable-auto-cleanup",
+        *MPIEXEC,
+        "-keep",
         "-n",
         str(ranks),
         sys.executable,

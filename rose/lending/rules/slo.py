@@ -146,8 +146,12 @@ class Promptness:
 
 
 def why_not_alone(predictor: Predictor, slo: Slo, tokens: int, max_batched_tokens: int) -> str:
-    """Why S can't meet its targets even with the device for itself, for one request of so many
-    tokens; "" if it can. Otherwise nothing is to be lent."""
+    """Return why S can't meet its targets even with the device for itself, for one request of so
+    many tokens; "" if it can. Otherwise nothing is to be lent.
+
+    A TPOT is the mean of a request's steps, so both targets of TPOT are compared with the mean:
+    where single steps vary much, their own P99 says nothing of a request's.
+    """
     step = Work((), 1, tokens)
     arrived = [Request(0.0, tokens, 0)]
     p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, max_batched_tokens)
@@ -157,13 +161,13 @@ def why_not_alone(predictor: Predictor, slo: Slo, tokens: int, max_batched_token
     decode = f"a step of 1 decode of {tokens} tokens of context"
     prompt = f"the prefill of {tokens} tokens"
     for what, takes, name in (
-        (decode, predictor.p99(step), "tpot_p99_s"),
+        (decode, predictor.seconds(step), "tpot_p99_s"),
         (decode, predictor.seconds(step), "tpot_p50_s"),
         (prompt, p99, "ttft_p99_s"),
         (prompt, p50, "ttft_p50_s"),
     ):
         if takes > (target := getattr(slo, name)):
-            kind = "at its P99" if "p99" in name else "on average"
+            kind = "at its P99" if name == "ttft_p99_s" else "on average"
             return (
                 f"serving.online.slo.{name}={target:g} s can't be met even alone: {what} takes "
                 f"{takes:.3g} s {kind} on this device; give a looser target, a faster device or a "

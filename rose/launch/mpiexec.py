@@ -1,0 +1,261 @@
+"""Starts ranks on this machine, as MPICH's mpiexec does, and listens nowhere.
+
+    python -I rose/launch/mpiexec.py [-keep] -n 2 [-env NAME VALUE]... COMMAND... [: -n 1 ...]
+
+MPICH's own launcher, hydra, listens on all interfaces without a secret for as long as its ranks
+run, and a dozen bytes from anybody end them. This one speaks with each rank over a socket pair that
+the rank inherits (PMI_FD), by version 1 of MPICH's process management interface: how many ranks
+there are, a table in which each puts its address, and a barrier. It ends with its last rank, with
+the first exit code that isn't 0. A rank that fails ends the others, but not with `-keep`; one that
+calls MPI_Abort always does. All ranks end with it, also if it is killed. Left out: other machines
+(srun), and `MPI_Comm_spawn`, which is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+LIMITS = {"kvsname_max": 256, "keylen_max": 64, "vallen_max": 1024}  # characters, as hydra's
+OPTION = {"-n": 1, "-env": 2}  # and how many words follow
+
+
+@dataclass
+class Rank:
+    number: int
+    process: subprocess.Popen
+    wire: socket.socket
+    unread: bytes = b""
+    spawning: bool = False  # within a request of several lines, which is refused at its end
+
+
+@dataclass
+class World:
+    """The ranks, and the table of what they have put: each its address."""
+
+    size: int
+    # By this name MPICH tells worlds apart, and calls their shared memory on a node.
+    name: str = field(default_factory=lambda: f"kvs_{secrets.token_hex(8)}")
+    ranks: list[Rank] = field(default_factory=list)
+    table: dict[str, str] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # ranks that are in the barrier
+    code: int = 0  # the first exit code that isn't 0
+
+    def __post_init__(self) -> None:
+        # All ranks are on one node: one block of nodes from node 0 on, 1 node of `size` ranks.
+        self.table["PMI_process_mapping"] = f"(vector,(0,1,{self.size}))"
+
+    def answer(self, rank: Rank, line: str) -> str | None:
+        """Return the answer to one line of a rank, as a line of words NAME=VALUE; None if none is
+        due (yet)."""
+        asked = dict(word.partition("=")[::2] for word in line.split())
+        if rank.spawning:
+            if line.strip() != "endcmd":
+                return None
+            rank.spawning = False
+            return "cmd=spawn_result rc=-1 msg=not_supported"
+        match asked.get("cmd", asked.get("mcmd")):
+            case "init":
+                return "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+            case "get_maxes":
+                return _words("maxes", rc=0, **LIMITS)
+            case "get_appnum":
+                return "cmd=appnum rc=0 appnum=0"
+            case "get_my_kvsname":
+                return _words("my_kvsname", rc=0, kvsname=self.name)
+            case "get_universe_size":
+                return _words("universe_size", rc=0, size=self.size)
+            case "put":
+                self.table[asked["key"]] = asked["value"]
+                return "cmd=put_result rc=0 msg=success"
+            case "get":
+                value = self.table.get(asked["key"])
+                if value is None:
+                    return "cmd=get_result rc=-1 msg=key_not_found value=unknown"
+                return _words("get_result", rc=0, msg="success", value=value)
+            case "barrier_in":
+                return self._barrier(rank)
+            case "finalize":
+                return "cmd=finalize_ack rc=0"
+            case "abort":
+                _say(f"rank {rank.number} called MPI_Abort: {line.strip()}")
+                self.code = int(asked.get("exitcode", 1)) % 256 or 1
+                self.end()  # MPICH waits for that, the rank that called it, too.
+                return None
+            case "spawn":
+                rank.spawning = True
+                return None
+            case other:
+                _say(f"rank {rank.number} asked for {other!r}, which is not supported")
+                return f"cmd={other}_result rc=-1 msg=not_supported"
+
+    def end(self) -> None:
+        """Kill all ranks."""
+        for rank in self.ranks:
+            rank.process.kill()
+
+    def _barrier(self, rank: Rank) -> None:
+        self.waiting.add(rank.number)
+        if len(self.waiting) == self.size:
+            self.waiting.clear()
+            for each in self.ranks:
+                _send(each, "cmd=barrier_out rc=0")
+
+
+def blocks(arguments: list[str]) -> list[tuple[int, dict[str, str], list[str]]]:
+    """Return (count, variables, command) of each block between colons. Raises ValueError."""
+    found = []
+    rest = arguments
+    while rest:
+        count, variables = 1, {}
+        while rest and rest[0] in OPTION:
+            name, values = rest[0], rest[1 : 1 + OPTION[rest[0]]]
+            if len(values) < OPTION[name]:
+                raise ValueError(f"{name}: too few words follow")
+            if name == "-n":
+                count = int(values[0])
+            else:
+                variables[values[0]] = values[1]
+            rest = rest[1 + len(values) :]
+        end = rest.index(":") if ":" in rest else len(rest)
+        command, rest = rest[:end], rest[end + 1 :]
+        if not command or count < 1:
+            raise ValueError(f"-n {count}: a number above 0 and a command are needed")
+        found.append((count, variables, command))
+    if not found:
+        raise ValueError("no command")
+    return found
+
+
+def start(world: World, number: int, variables: dict[str, str], command: list[str]) -> Rank:
+    """Start a rank with its end of a socket pair."""
+    ours, theirs = socket.socketpair()
+    own = {
+        "PMI_FD": str(theirs.fileno()),
+        "PMI_RANK": str(number),
+        "PMI_SIZE": str(world.size),
+        "MPI_LOCALRANKID": str(number),
+        "MPI_LOCALNRANKS": str(world.size),
+    }
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | variables | own,
+            pass_fds=[theirs.fileno()],
+            preexec_fn=_ends_with(os.getpid()),
+        )
+    return Rank(number, process, ours)
+
+
+def _ends_with(parent: int) -> Callable[[], None]:
+    prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It was killed before the kernel knew of the wish.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return prepare
+
+
+def serve(world: World, keep: bool) -> None:
+    """Answer the ranks until the last has ended."""
+    children, running = _told_of_ends(), list(world.ranks)
+    with selectors.DefaultSelector() as selector:
+        selector.register(children, selectors.EVENT_READ)
+        for rank in running:
+            selector.register(rank.wire, selectors.EVENT_READ, rank)
+        while running:
+            for key, _ in selector.select():
+                if key.fileobj is children:
+                    children.recv(65536)
+                elif not _read(world, key.data):
+                    selector.unregister(key.fileobj)
+            for rank in [each for each in running if each.process.poll() is not None]:
+                running.remove(rank)
+                _read(world, rank)  # what it said last, such as why it aborts
+                if ended := rank.process.returncode:
+                    _say(f"rank {rank.number} ended with {_shown(ended)}")
+                    world.code = world.code or (ended if ended > 0 else 128 - ended)
+                    if not keep:
+                        world.end()
+
+
+def _told_of_ends() -> socket.socket:
+    """Return a socket that can be read when a child has ended, from now on or before."""
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
+    tells.send(b"!")
+    signal.set_wakeup_fd(tells.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the wakeup socket.
+    return told
+
+
+def _read(world: World, rank: Rank) -> bool:
+    """Answer what a rank has sent. Return whether it can send more."""
+    try:
+        got = rank.wire.recv(65536, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:  # It was killed with something unread.
+        return False
+    *lines, rank.unread = (rank.unread + got).split(b"\n")
+    for line in lines:
+        try:
+            reply = world.answer(rank, line.decode())
+        except (KeyError, UnicodeDecodeError):
+            _say(f"rank {rank.number} sent what is no request: {line[:80]!r}")
+            return False
+        if reply is not None:
+            _send(rank, reply)
+    return bool(got)
+
+
+def _send(rank: Rank, words: str) -> None:
+    with suppress(OSError):  # It has ended, which its process tells.
+        rank.wire.sendall(words.encode() + b"\n")
+
+
+def _words(command: str, **values: object) -> str:
+    return " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in values.items())])
+
+
+def _shown(code: int) -> str:
+    return f"code {code}" if code > 0 else signal.Signals(-code).name
+
+
+def _say(words: str) -> None:
+    print(f"mpiexec: {words}", file=sys.stderr, flush=True)
+
+
+def main() -> NoReturn:
+    arguments = sys.argv[1:]
+    keep = arguments[:1] == ["-keep"]
+    try:
+        asked = blocks(arguments[keep:])
+    except ValueError as error:
+        sys.exit(f"mpiexec: {error}")
+    world = World(sum(count for count, _, _ in asked))
+    try:
+        for count, variables, command in asked:
+            for _ in range(count):
+                world.ranks.append(start(world, len(world.ranks), variables, command))
+    except OSError as error:
+        sys.exit(f"mpiexec: {command[0]} can't be started: {error.strerror}")
+    serve(world, keep)
+    sys.exit(world.code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Ranks of this machine find each other by rose/launch/mpiexec.py, which listens nowhere and lets
+none outlive it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.launch.local import MPIEXEC
+from rose.launch.mpiexec import World, blocks
+
+MPI = {
+    "MPIR_CVAR_CH4_NETMOD": "ofi",
+    "FI_PROVIDER": "tcp;ofi_rxm",
+    "MPIR_CVAR_NOLOCAL": "1",
+    "FI_TCP_IFACE": "lo",
+}
+# Each rank waits for all others, then says what it sees.
+WORLD = """
+import json, os
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+ranks = world.allgather(os.environ["KIND"])
+os.write(1, json.dumps([world.Get_rank(), ranks]).encode() + b"\\n")
+"""
+
+
+def mpiexec(*arguments: str, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*MPIEXEC, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | MPI,
+        **options,
+    )
+
+
+def python(source: str, *words: str) -> list[str]:
+    return [sys.executable, "-c", source, *words]
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    said, complained = process.communicate(timeout=60)
+    return process.returncode, said, complained
+
+
+def test_blocks_are_counted_and_have_their_own_variables():
+    words = [
+        "-n",
+        "2",
+        "-env",
+        "A",
+        "1",
+        "-env",
+        "B",
+        "x=y",
+        "run",
+        "me",
+        ":",
+        "-n",
+        "1",
+        "other",
+        ":",
+        "third",
+    ]
+    assert blocks(words) == [
+        (2, {"A": "1", "B": "x=y"}, ["run", "me"]),
+        (1, {}, ["other"]),
+        (1, {}, ["third"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        ([], "no command"),
+        (["-n", "2"], "a number above 0 and a command"),
+        (["-n", "0", "run"], "a number above 0"),
+        (["-env", "A"], "-env: too few"),
+        (["-n", "two", "run"], "two"),
+    ],
+)
+def test_what_is_no_command_line_is_refused(words, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        blocks(words)
+
+
+def test_ranks_of_two_commands_are_one_world():
+    program = python(WORLD)
+    code, said, complained = ended(
+        mpiexec("-n", "2", "-env", "KIND", "a", *program, ":", "-env", "KIND", "b", *program)
+    )
+    assert code == 0, complained
+    found = sorted(json.loads(line) for line in said.splitlines())
+    assert found == [[number, ["a", "a", "b"]] for number in range(3)]
+
+
+def test_nothing_listens_but_the_ranks_on_loopback():
+    source = f"{WORLD}\nimport time; time.sleep(60)"
+    with mpiexec("-n", "2", "-env", "KIND", "a", *python(source)) as process:
+        try:
+            for _ in range(2):
+                process.stdout.readline()
+            own = psutil.Process(process.pid)
+            assert [c for c in own.net_connections("inet") if c.status == psutil.CONN_LISTEN] == []
+            heard = {
+                connection.laddr.ip
+                for rank in own.children()
+                for connection in rank.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+            assert heard <= {"127.0.0.1"}
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "source, code, words",
+    [
+        ("raise SystemExit(3)", 3, "rank 0 ended with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 ended with SIGKILL"),
+        ("MPI.COMM_WORLD.Abort(5)", 5, "called MPI_Abort"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_gives_its_code(source, code, words):
+    waits = python("from mpi4py import MPI; import time; time.sleep(600)")
+    begins = "from mpi4py import MPI; "
+    got, _, complained = ended(mpiexec(*python(begins + source), ":", "-n", "2", *waits))
+    assert got == code and words in complained
+
+
+def test_with_keep_the_others_go_on():
+    fails, waits = python("raise SystemExit(3)"), python("import time; time.sleep(1); print('on')")
+    got, said, _ = ended(mpiexec("-keep", *fails, ":", *waits))
+    assert (got, said) == (3, "on\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_it(number, tmp_path):
+    source = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
+    process = mpiexec("-n", "2", *python(source))
+    ranks = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    end = time.monotonic() + 30
+    while any(psutil.pid_exists(rank) for rank in ranks):
+        assert time.monotonic() < end, "a rank outlives its launcher"
+        time.sleep(0.02)
+
+
+def test_a_program_that_is_not_there_is_named():
+    code, _, complained = ended(mpiexec("-n", "2", "/no/such/program"))
+    assert code == 1 and "/no/such/program can't be started: No such file" in complained
+
+
+def test_a_rank_that_sends_garbage_ends_nothing():
+    """Only a process with the rank's own socket can send any."""
+    source = (
+        "import os, socket; s = socket.socket(fileno=int(os.environ['PMI_FD']));"
+        "s.sendall(b'cmd=get\\n\\xff\\xfe\\n' + b'x' * 70000); print('sent')"
+    )
+    code, said, complained = ended(mpiexec(*python(source)))
+    assert (code, said) == (0, "sent\n") and "sent what is no request" in complained
+
+
+def test_worlds_have_different_names():
+    """By its name MPICH calls a world's shared memory, which several of a host must not share."""
+    assert World(2).name != World(2).name
+    assert str(Path(MPIEXEC[-1]).name) == "mpiexec.py"
