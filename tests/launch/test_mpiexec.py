@@ -15,6 +15,7 @@ import pytest
 from rose.launch.local import MPIEXEC
 from rose.launch.mpiexec import World, blocks
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 MPI = {
     "MPIR_CVAR_CH4_NETMOD": "ofi",
     "FI_PROVIDER": "tcp;ofi_rxm",
@@ -25,7 +26,9 @@ MPI = {
 WORLD = """
 import json, os
 from mpi4py import MPI
+from rose.comm import mpi_process
 world = MPI.COMM_WORLD
+mpi_process.unname(world)  # ranks that are killed would leave shared memory
 ranks = world.allgather(os.environ["KIND"])
 os.write(1, json.dumps([world.Get_rank(), ranks]).encode() + b"\\n")
 """
@@ -37,7 +40,7 @@ def mpiexec(*arguments: str, **options) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | MPI,
+        env=os.environ | MPI | {"PYTHONPATH": str(REPOSITORY)},
         **options,
     )
 
@@ -130,9 +133,10 @@ def test_nothing_listens_but_the_ranks_on_loopback():
     ],
 )
 def test_a_rank_that_fails_ends_the_others_and_gives_its_code(source, code, words):
-    waits = python("from mpi4py import MPI; import time; time.sleep(600)")
-    begins = "from mpi4py import MPI; "
-    got, _, complained = ended(mpiexec(*python(begins + source), ":", "-n", "2", *waits))
+    variable = ("-env", "KIND", "a")
+    waits = python(f"{WORLD}\nimport time; time.sleep(600)")
+    fails = python(f"{WORLD}\n{source}")
+    got, _, complained = ended(mpiexec(*variable, *fails, ":", "-n", "2", *variable, *waits))
     assert got == code and words in complained
 
 
