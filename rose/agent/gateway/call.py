@@ -33,9 +33,9 @@ import threading
 import traceback
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from rose import processes
+from rose.agent.gateway import reaper
 from rose.agent.gateway.program import LOG_MODE
 from rose.reward import function, values
 
@@ -82,21 +82,25 @@ async def _wait(result: Any) -> Any:
 
 def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
     """In the forked process: never returns. `foreign`: files of the server's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    log = os.open(order["log"], LOG_MODE, 0o600)
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        os.dup2(source, target)
+    for file in (log, *foreign):
+        os.close(file)
+    reaper.run(lambda: _call(called, order), server)
+
+
+def _call(called: str, order: dict[str, Any]) -> NoReturn:
+    """In a process of its own: call the function and end with its code."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # What is to be finalised of the imports, temporary folders among it, is the server's; torch
         # has so much of it that this process would spend more time on that than on its agent.
         KEPT.append(weakref.finalize._registry)
         weakref.finalize._registry = {}
-        os.setsid()
-        processes.die_with_parent(server)
-        log = os.open(order["log"], LOG_MODE, 0o600)
-        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
-            os.dup2(source, target)
-        for file in (log, *foreign):
-            os.close(file)
         os.environ.clear()
         os.environ.update(order["variables"])
         _reseed(int(os.environ["ROSE_SEED"]))

@@ -121,4 +121,4 @@ class _Server:
 def _kill(pid: asyncio.Future[int]) -> None:
     if not pid.cancelled() and pid.exception() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid.result(), signal.SIGKILL)  # it has started nothing yet
+            os.kill(pid.result(), signal.SIGTERM)

@@ -41,6 +41,7 @@ from rose.reward.episode import Episode
 
 REWARD_BYTES = 4096
 SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
+BEGIN_S = 30.0  # for a command's first call, after which it keeps no other from beginning
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
 
@@ -142,11 +143,7 @@ class _Run:
         if isinstance(agent, Verifiers):
             begin, name = self._play(agent), "id: the episode"
         elif agent.function is None:
-            log = self.folder / "log"
-            begin, name = (
-                Program.start(self.start.id, agent.command, self.variables, log),
-                "command",
-            )
+            begin, name = self._command(agent.command), "command"
         else:
             begin, name = self._fork(agent.function, self.variables), "function"
         await self._execute(begin, name, agents=True)
@@ -169,6 +166,27 @@ class _Run:
         """An agent that raises when it is refused a call has no reward, and is one that went on for
         too long. The library's episodes end in order there: what raises is their scoring."""
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
+
+    async def _command(self, argv: list[str]) -> Program:
+        """Start the agent's command when few others begin: until its first call each is busy with
+        its imports, and with a batch of them at once none would come to a call. Raises OSError."""
+        places = self.gateway.beginning
+        await places.acquire()
+        held = [places]
+
+        def release(*_: object) -> None:
+            if held:
+                held.pop().release()
+
+        try:
+            running = await Program.start(self.start.id, argv, self.variables, self.folder / "log")
+        except BaseException:
+            release()
+            raise
+        running.code.add_done_callback(release)
+        self.session.called.add_done_callback(release)
+        asyncio.get_running_loop().call_later(BEGIN_S, release)
+        return running
 
     def _fork(
         self, function: str, variables: dict[str, str], *arguments: str

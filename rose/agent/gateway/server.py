@@ -23,6 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rose import processes
 from rose.agent.chat import LOOP_CHARACTERS
 from rose.agent.gateway import (
     anthropic_messages,
@@ -36,6 +37,7 @@ from rose.agent.gateway.players import Players
 from rose.agent.gateway.session import Answer, ApiError, Query, Session
 from rose.reward.episode import ScoringFailed, score_of
 
+BEGINNING_PER_CORE = 2  # commands that begin at once: one may wait for the disk
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
 KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
 PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
@@ -58,6 +60,8 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self.url = ""
         self.forks = Forks()
+        # of commands: how many more may begin now
+        self.beginning = asyncio.Semaphore(BEGINNING_PER_CORE * processes.cores())
         self.players = Players()
 
     async def open(self, host: str, port: int = 0) -> None:

@@ -118,7 +118,9 @@ class Session:
         # "context" or "turns" once a call was refused because that is used up
         self.limit = ""
         self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[str] = loop.create_future()
+        self.called: asyncio.Future[None] = loop.create_future()  # the agent's first call came
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._open = self._waiting = 0  # requests, and those of them that wait for the model
         self._refused = self._replays = 0
@@ -174,6 +176,8 @@ class Session:
         self._count()
         if is_call:
             self._heard_at = self._clock()
+            if not self.called.done():
+                self.called.set_result(None)
         self._open += 1
         try:
             yield

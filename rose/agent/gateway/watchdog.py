@@ -3,9 +3,9 @@
     python -m rose.agent.gateway.watchdog NAME
 
 waits for the end of its standard input, which only the host holds open, then kills every process
-that bears the host's name in the environment that it was started with. The parent-death signal
-covers what the host itself has started, this all the rest. Left out: programs that clear their
-children's environment.
+that bears the host's name in the environment that it was started with. What runs below a reaper
+(reaper.py) is ended by that; this covers the rest: what a killed reaper has left, and what
+`verifiers` has started. Left out: of these, what has a cleared environment.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -237,7 +238,7 @@ def test_the_runs_own_reward_scores_what_was_said(run):
     "source, words, changed",
     [
         ('ask("a"); raise SystemExit("I give up")', "ended with code 1; it said: I give up", {}),
-        ('ask("a"); os.kill(os.getpid(), 9)', "ended with code -9", {}),
+        ('ask("a"); os.kill(os.getpid(), 9)', "ended with code 137", {}),
         ('ask("a")', "ended without a reward", {}),
         ('ask("a"); reward("high")', "which is no number", {}),
         ('ask("a"); reward(10**400)', "which is not finite", {}),
@@ -339,44 +340,163 @@ def test_what_a_program_prints_does_not_fill_the_disk(run, monkeypatch):
         run(source)
 
 
+BEGINS = """
+import glob, time
+open(f"FOLDER/begun-{os.getpid()}", "w")
+beginning = lambda: len(glob.glob("FOLDER/begun-*")) - len(glob.glob("FOLDER/calls-*"))
+seen = []
+while len(seen) < 20:
+    seen.append(beginning())
+    time.sleep(0.01)
+open(f"FOLDER/calls-{os.getpid()}", "w")
+ask("a")
+reward(max(seen))
+"""
+
+
 @pytest.mark.slow
-def test_nothing_of_a_program_stays_behind(run, tmp_path):
-    """Children in its process group, and one that has left it for a session of its own."""
-    source = f"""
-        import subprocess, sys
-        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-        pids = [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
-        open("{tmp_path}/pids", "w").write(json.dumps(pids))
+def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
+    """... and functions, which are forked with their imports, all at once."""
+    path = tmp_path / "agent.py"
+    path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
+
+    async def go() -> list[float]:
+        gateway = Gateway("tiny")
+        gateway.beginning = asyncio.Semaphore(2)
+        await gateway.open("127.0.0.1")
+
+        def one(number: int):
+            start = msgspec.structs.replace(START, id=f"g0.{number}")
+            agent = Agent(command=[sys.executable, str(path)])
+            policy = Policy(tokenizer, "one", "two")
+            return run_agent(
+                start, agent, gateway, chats["tiny"], policy, limits(), "env", 2000, Sampling(1),
+                time.time,
+            )  # fmt: skip
+
+        try:
+            made = await asyncio.gather(*map(one, range(6)))
+        finally:
+            await gateway.close()
+        return [trajectory.reward for trajectory in made]
+
+    seen = asyncio.run(go())
+    assert max(seen) == 2 and len(seen) == 6
+
+
+# Ways in which a process may get away from the program that started it; each gives its pid.
+AWAY = {
+    "its group": "Popen(sleep).pid",
+    "a session": "Popen(sleep, start_new_session=True).pid",
+    "a session without variables": "Popen(sleep, start_new_session=True, env={}).pid",
+    "a daemon": "daemon(lambda: None)",
+    "a daemon without variables": "daemon(lambda: os.execve(sleep[0], sleep, {}))",
+    "one that hears no signals": "Popen(deaf, start_new_session=True, env={}).pid",
+}
+START_AWAY = """
+import subprocess, sys, time
+from subprocess import Popen
+
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+deaf = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+
+def daemon(become):
+    told, tells = os.pipe()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return int(os.read(told, 20))
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.write(tells, b"%d" % os.getpid())
+    become()
+    time.sleep(600)
+
+def start():
+    open(PIDS, "w").write(str(WAY))
+"""
+
+
+def away(way: str, pids: os.PathLike, then: str) -> str:
+    started = START_AWAY.replace("PIDS", repr(str(pids))).replace("WAY", AWAY[way])
+    return started + textwrap.dedent(then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", AWAY)
+def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
+    source = away(way, tmp_path / "pids", """
+        start()
         ask("a")
         reward(1)
-    """
+    """)  # fmt: skip
+    before = {child.pid for child in psutil.Process().children()}
     assert run(source).reward == 1.0
-    pids = json.loads((tmp_path / "pids").read_text())
-    assert not processes.left(lambda: filter(processes.alive, pids))
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 @pytest.mark.slow
-def test_what_is_left_of_a_programs_own_sandbox_is_reaped_and_no_child_of_others(run):
-    source = """
-        import asyncio
-        from rose.sandbox import Sandbox, Spec
+@pytest.mark.parametrize("way", AWAY)
+def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
+    source = away(way, tmp_path / "pids", """
+        def solve(task):
+            start()
+            ask("a")
+            return 1.0
+    """)  # fmt: skip
+    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 1.0
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
 
-        async def main():
-            async with await Sandbox.start(Spec()) as box:
-                ask("a")
-                reward(float((await box.run("(exit 3)", 10.0)).code == 3))
 
-        asyncio.run(main())
-    """
-    before = {child.pid for child in psutil.Process().children()}
-    another = subprocess.Popen(["sh", "-c", "exit 7"])
-    assert run(source).reward == 1.0
-    deadline = time.monotonic() + 30
-    while left := {c.pid for c in psutil.Process().children()} - before - {another.pid}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-        program._family(os.getpid(), "another")  # The end of the next program calls it, too.
-    assert another.wait() == 7
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "then, words, changed",
+    [
+        ("time.sleep(600)", "neither called nor ended", {"step_timeout_s": 1.5}),
+        ("os._exit(3)", "ended with code 3", {}),
+        ("os.kill(os.getpid(), 9)", "ended with code 137", {}),
+        ("os.killpg(0, 9)", "ended with code 137", {}),
+    ],
+)
+def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, changed):
+    source = away("a daemon without variables", tmp_path / "pids", f"""
+        start()
+        ask("a")
+        {then}
+    """)  # fmt: skip
+    with pytest.raises(EnvironmentFailure, match=words):
+        run(source, **changed)
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+
+
+@pytest.mark.slow
+def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
+    source = away("a daemon", tmp_path / "pids", """
+        start()
+        ask("a")
+        os.kill(os.getppid(), 9)
+        time.sleep(600)
+    """)  # fmt: skip
+    with pytest.raises(EnvironmentFailure, match="ended with code -9"):
+        run(source)
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+
+
+def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path):
+    """Each comes to the reaper when its parent has ended, which is soon."""
+    relay = (
+        "import os, sys, time\nend = time.monotonic() + 60\nfor _ in range(4): os.fork()\n"
+        "open(sys.argv[1], 'w')\n"
+        "while time.monotonic() < end: os.fork() and os._exit(0)"
+    )
+    mark = tmp_path / "runs"
+    limited = ["sh", "-c", '"$@"; sleep 60', "sh", sys.executable, "-c", relay, mark]
+    with subprocess.Popen([*program.REAPER, *limited]) as reaper:
+        processes.until(mark.exists, "a relay")
+        reaper.terminate()
+        assert reaper.wait(30) == 143
+    assert not processes.bearing(str(mark))
 
 
 def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
