@@ -3,10 +3,11 @@ HTTP, on one engine; and what slow rewards cost in an environment and in the poo
 
     python scripts/bench_agents.py [--parts tiny smollm2 bodies rewards] [--agents 64] [--rounds 3]
 
-tiny and smollm2, the models: three ways take turns for `--rounds` rounds on the same seeds,
+tiny and smollm2, the models: four ways take turns for `--rounds` rounds on the same seeds,
 `--agents` trajectories at once: the loop; the gateway with coroutines of this process as agents
 (raw HTTP, so that it is the gateway's cost and not a client library's); the gateway with a forked
-process for each trajectory, as env.args.function has it. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
+process for each trajectory, as env.args.function has it; the gateway with a started one, as
+env.args.command. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
 what a call takes beside its turn, of one agent alone and of all at once, from the request's first
 byte to the answer's last. The model plays freely, so turns differ a little from round to round.
 
@@ -142,8 +143,9 @@ class Bench:
         self.engine, self.chat, self.context, self.gateway = Engine(engine), chat, context, gateway
         self.limits = config.Env("frozen_lake", {}, turns, NEW, 300.0, 1)
         os.environ["BENCH_TURNS"] = str(turns)
-        function = f"{REPOSITORY}/scripts/bench_agents_program.py:solve"
-        self.agent = Agent(function=function, environment=["BENCH_TURNS"])
+        program, given = f"{REPOSITORY}/scripts/bench_agents_program.py", ["BENCH_TURNS"]
+        self.function = Agent(function=f"{program}:solve", environment=given)
+        self.command = Agent(command=[sys.executable, program], environment=given)
         self.beside: list[float] = []  # of each call, seconds beside its turn
         self.calls: list[float] = []  # seconds of each call
 
@@ -180,9 +182,15 @@ class Bench:
         session.history.branches()
         self.gateway.dismiss(session)
 
-    async def by_process(self, start: p.StartTrajectory) -> None:
+    async def by_function(self, start: p.StartTrajectory) -> None:
+        await self._by_process(start, self.function)
+
+    async def by_command(self, start: p.StartTrajectory) -> None:
+        await self._by_process(start, self.command)
+
+    async def _by_process(self, start: p.StartTrajectory, agent: Agent) -> None:
         await run_agent(
-            start, self.agent, self.gateway, self.chat, self.engine, self.limits, "env",
+            start, agent, self.gateway, self.chat, self.engine, self.limits, "env",
             self.context, SAMPLING, time.time,
         )  # fmt: skip
 
@@ -315,7 +323,12 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
     try:
         chat = ChatFormat.of(folder, model)
         bench = Bench(engine, chat, model.max_context, gateway, turns)
-        ways = {"loop": bench.own_loop, "http": bench.over_http, "process": bench.by_process}
+        ways = {
+            "loop": bench.own_loop,
+            "http": bench.over_http,
+            "function": bench.by_function,
+            "command": bench.by_command,
+        }
         for way, play in ways.items():  # caches and imports
             await bench.run(play, f"warm-{way}", 8, 8)
         found: dict[str, list[dict[str, float]]] = {}

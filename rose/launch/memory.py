@@ -100,7 +100,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     worst = max(
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
-    size, share = BYTES[c.trainer.dtype], _trained(c, shape) / c.trainer.ranks
+    size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
     host = {
         "last published version": size * share,
         "offloaded optimizer": _offloaded(c, shape),
@@ -133,14 +133,14 @@ def _shared(c: Config, stage: int) -> int:
     return c.trainer.ranks if c.trainer.zero_stage >= stage else 1
 
 
-def _trained(c: Config, shape: ModelShape) -> int:
+def trained(c: Config, shape: ModelShape) -> int:
     """Parameters that have a gradient."""
     return shape.parameters if c.trainer.lora is None else c.trainer.lora.parameters(shape)
 
 
 def _resting(c: Config, shape: ModelShape) -> Items:
     """Bytes, between two steps."""
-    t, p, size = c.trainer, _trained(c, shape), BYTES[c.trainer.dtype]
+    t, p, size = c.trainer, trained(c, shape), BYTES[c.trainer.dtype]
     held = shape.parameters + (p if t.lora else 0)
     state = 8 * p + (4 * p if size == 2 or t.zero_stage else 0)
     gradients = (4 if t.zero_stage else size) * p / _shared(c, 2)
@@ -163,7 +163,7 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
-    own = _trained(c, shape) / _shared(c, 1)
+    own = trained(c, shape) / _shared(c, 1)
     if t.zero_stage == 3:
         whole, rest = divmod(own, GROUP_PARAMETERS)
         groups = whole * _locked(c, 4 * GROUP_PARAMETERS) + _locked(c, 4 * rest)
@@ -206,7 +206,7 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
-    bucket = 4 * min(_trained(c, shape), BUCKET_ELEMENTS)
+    bucket = 4 * min(trained(c, shape), BUCKET_ELEMENTS)
     layer = _elements(c, shape) if t.gradient_checkpointing else 0
     logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
     chunk = min(tokens, max(1, logits // shape.vocab))
@@ -223,7 +223,7 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     worst = max(work, key=work.__getitem__)
     live = LIVE_PARAMETERS + (_layer(shape) if t.compile else 0)
     gathered = size * min(shape.parameters, live) if t.zero_stage == 3 and t.ranks > 1 else 0
-    reduced = 4 * _trained(c, shape) / t.ranks if t.zero_stage == 1 and size == 4 else 0
+    reduced = 4 * trained(c, shape) / t.ranks if t.zero_stage == 1 and size == 4 else 0
     return {
         "gathered parameters": float(gathered),
         "reduced gradients": float(reduced),
@@ -248,7 +248,7 @@ def _layer(shape: ModelShape) -> int:
 
 def _of_a_layer(c: Config, shape: ModelShape) -> int:
     """Elements of a layer's parameters that have a gradient."""
-    return _trained(c, shape) // shape.layers if c.trainer.lora else _layer(shape)
+    return trained(c, shape) // shape.layers if c.trainer.lora else _layer(shape)
 
 
 def _tokens(c: Config) -> int:
@@ -283,7 +283,7 @@ def _at_the_update(c: Config, shape: ModelShape) -> Items:
     t = c.trainer
     if t.offload_optimizer or (t.zero_stage == 0 and t.dtype == "float32"):
         return {"copy of gradients": 0.0}
-    return {"copy of gradients": 4.0 * min(_trained(c, shape) / _shared(c, 1), GROUP_PARAMETERS)}
+    return {"copy of gradients": 4.0 * min(trained(c, shape) / _shared(c, 1), GROUP_PARAMETERS)}
 
 
 def rollout(c: Config, shape: ModelShape) -> Estimate:
@@ -318,7 +318,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     items |= {name: gib for name, gib in beside.items() if gib}
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
-    version = size * _trained(c, shape) / GIB  # a mirror has no more of one, nor does an engine
+    version = size * trained(c, shape) / GIB  # a mirror has no more of one, nor does an engine
     host = {
         "mirror of new versions": min(c.transfer.mirror_gib, version),
         "staged blocks": min(tp * c.transfer.stage_gib, version),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import ASK_FOR_JOBS, time_limit
-from rose.launch import container, memory
+from rose.launch import container, memory, on_disk
 from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
 from rose.protocol import Role
@@ -331,6 +331,8 @@ def show(plan: Plan, console: Console) -> None:
         )
     if plan.gpus:
         echo(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
+    if plan.shape is not None:
+        echo(console, str(on_disk.of(c, plan.shape)))
     if c.cluster.kind == "slurm":
         echo(console, "; ".join(_nodes(plan)))
     for warning in (*plan.warnings, *_check_limits(c)):

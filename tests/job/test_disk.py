@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rose import config as configuration
+from rose.launch import model, on_disk
 from rose.trainer import checkpoint
 from tests.job.job import Held, Job, trained_on
 
@@ -60,6 +62,11 @@ def test_a_disk_that_fills_up_and_then_fails_ends_the_job_which_continues_once_i
     job = start()
     until_held(held, job, 2)
     whole = contents(checkpoint.latest(job.run))
+    config = configuration.load(job.run / "config.json")
+    expected = on_disk.of(config, model.shape(config))
+    assert len(whole) == expected.files
+    # of a tiny model the names and shapes of its tensors are a fifth
+    assert expected.checkpoint < sum(map(len, whole.values())) < 1.4 * expected.checkpoint
     # room for the step's trajectories and weights, not for its checkpoint of 1.8 MB
     disk.fill(leave=1_200_000)
     held.release(2)

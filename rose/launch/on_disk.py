@@ -1,0 +1,48 @@
+"""How much a run writes into its folder, in bytes and files, since quotas count both. Pure.
+
+A checkpoint holds Adam's two moments and the master weights in fp32, 12 bytes for each trained
+parameter, and the weights themselves in their dtype; ZeRO stage 3 saves no weights beside the
+master's. Its files are nine with one trainer rank, and four for each further one. While one is
+written, trainer.checkpoint_keep others are there. A trajectory takes `TOKEN` bytes a token: its id,
+whether the policy made it, its log-probability and its version. Left out: the journal, the events
+and the versions of weights in between, whose sizes depend on what happens (`rose state` shows
+them).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rose.config import Config, ModelShape
+from rose.launch.memory import BYTES, trained
+from rose.observe.disk import size
+
+TOKEN = 13  # bytes in rollouts/
+
+
+class OnDisk(NamedTuple):
+    checkpoint: int  # bytes of one
+    files: int  # of one
+    checkpoints: int  # that are there at once, at most
+    version: int  # bytes of a whole version of the weights
+    step: int  # bytes of a step's trajectories if each fills its context
+
+    def __str__(self) -> str:
+        return (
+            f"on disk, at most: {self.checkpoints} checkpoints of {size(self.checkpoint)} and "
+            f"{self.files} files each; {size(self.version)} for each whole version of the weights; "
+            f"{size(self.step)} of trajectories a step"
+        )
+
+
+def of(c: Config, shape: ModelShape) -> OnDisk:
+    """What the run takes of the file system on which its folder lies."""
+    trainer, elements = c.trainer, trained(c, shape)
+    weights = BYTES[trainer.dtype] if trainer.zero_stage < 3 else 0
+    return OnDisk(
+        checkpoint=(12 + weights) * elements,
+        files=5 + 4 * trainer.ranks,
+        checkpoints=trainer.checkpoint_keep + 1,
+        version=BYTES[c.model.dtype] * elements,
+        step=TOKEN * trainer.batch_size * c.model.max_context if c.observe.save_trajectories else 0,
+    )
