@@ -1,8 +1,8 @@
-"""Anthropic's messages: POST /v1/messages.
+"""Anthropic's messages: POST /v1/messages, and POST /v1/messages/count_tokens.
 
 Results of tools stand in a user's message; here each becomes a message of its own, before what the
-user says. Left out: images, documents, caching (`cache_control` is ignored), server
-tools, and counting tokens.
+user says. Left out: images, documents, caching (`cache_control` is ignored), server tools, and what
+else `FIELDS` calls refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,43 @@ from rose.agent.gateway.fields import bad, take
 from rose.agent.gateway.history import Call, Message
 from rose.agent.gateway.session import Answer, ApiError, Query
 
+FIELDS = {
+    "model": "returned in the answer; every name is the policy's",
+    "system": fields.USED,
+    "messages": "used: texts and text blocks; the last one must not be the assistant's",
+    "tools": "used: the agent's own",
+    "tool_choice": "`none`: calls in the answer are text; all else is `auto`. With "
+    "`disable_parallel_tool_use` the turn ends with its first call",
+    "max_tokens": fields.USED,
+    "stop_sequences": "used: at most 16 strings",
+    "stream": "used: the turn comes in one piece when it is complete",
+    "output_config": "`format`: only `text`",
+    "output_format": "only `text`",
+    "temperature": fields.SAMPLING,
+    "top_p": fields.SAMPLING,
+    "top_k": fields.SAMPLING,
+    "thinking": fields.APART,
+    "context_management": fields.APART,
+    "metadata": fields.IGNORED,
+    "service_tier": fields.IGNORED,
+    "cache_control": fields.IGNORED,
+    "container": fields.REFUSED,
+    "mcp_servers": fields.REFUSED,
+}
 TEXT = ("text",)
 BILLING = "x-anthropic-billing-header"
 
 
 def read(body: dict[str, Any]) -> Query:
     """Raises `ApiError`."""
+    if fields.count(body, "max_tokens") is None:
+        raise bad("max_tokens: missing")
+    return read_prompt(body)
+
+
+def read_prompt(body: dict[str, Any]) -> Query:
+    """Read a body that may lack `max_tokens`. Raises `ApiError`."""
+    fields.refuse(body, FIELDS)
     fields.free_text(take(body, "output_config", dict, {}).get("format"), "output_config.format")
     fields.free_text(body.get("output_format"), "output_format")
     messages: list[Message] = []
@@ -30,17 +61,16 @@ def read(body: dict[str, Any]) -> Query:
     for i, each in enumerate(listed):
         messages += _messages(each, f"messages[{i}]")
     fields.ends_with_question(messages)
-    most = fields.count(body, "max_tokens")
-    if most is None:
-        raise bad("max_tokens: missing")
+    choice = take(body, "tool_choice", dict, {})
     tools = fields.items(take(body, "tools", list, []), "tools")
     return Query(
         tuple(messages),
         [_tool(tool) for tool in tools],
-        most,
+        fields.count(body, "max_tokens"),
         fields.stops(body, "stop_sequences"),
-        fields.rest(body, "system", "messages", "tools", "max_tokens", "stop_sequences"),
-        calls_tools=take(body, "tool_choice", dict, {}).get("type") != "none",
+        fields.rest(body, FIELDS),
+        calls_tools=choice.get("type") != "none",
+        parallel=not take(choice, "disable_parallel_tool_use", bool, False),
     )
 
 

@@ -1,5 +1,6 @@
 """Reading the body of a call: what is missing, of the wrong type or not supported is one clear
-refusal, as the APIs do it."""
+refusal, as the APIs do it. What becomes of each field stands in the `FIELDS` of each API's module,
+of which scripts/tabulate_fields.py makes a table in docs/agents.md."""
 
 from __future__ import annotations
 
@@ -8,6 +9,14 @@ from typing import Any
 
 from rose.agent.gateway.session import ApiError
 from rose.agent.template import served_tool
+
+# What becomes of a field of a request. A field that an API's `FIELDS` does not name is as `APART`.
+USED = "used"
+APART = "no effect, but two calls that differ in it are two calls"
+IGNORED = "no effect"
+REFUSED = "refused"
+SAMPLING = "the run's own is used; two calls that differ in it are two calls"
+SEED = "no effect, but another one asks for another answer"
 
 
 def bad(message: str) -> ApiError:
@@ -94,10 +103,20 @@ def free_text(form: Any, name: str) -> None:
         raise bad(f"{name}: {json.dumps(kind)[:80]}; only text is supported")
 
 
-def rest(body: dict[str, Any], *read: str) -> dict[str, Any]:
-    """What else tells two calls apart: not how the answer travels, nor who asks."""
-    ignored = {*read, "stream", "stream_options", "user", "metadata", "store", "service_tier"}
-    return {name: value for name, value in body.items() if name not in ignored}
+def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
+    """Raises `ApiError` for a field that is `REFUSED`, unless it is null, false, empty or 0."""
+    for name, becomes in known.items():
+        if becomes == REFUSED and body.get(name):
+            raise bad(f"{name}: not supported")
+
+
+def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
+    """Return what else tells two calls apart: not how the answer travels, nor who asks."""
+    return {
+        name: value
+        for name, value in body.items()
+        if known.get(name, APART) in (APART, SAMPLING, SEED) and value is not None
+    }
 
 
 def ends_with_question(messages: list[Any]) -> None:

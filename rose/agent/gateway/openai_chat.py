@@ -1,8 +1,7 @@
 """OpenAI's chat completions: POST /v1/chat/completions.
 
-Answers are streamed in the API's events once the turn is complete. Left out: n > 1, log
-probabilities, and JSON schemas to decode by (the policy's tokens must be its own); `tool_choice`
-other than none is taken as auto.
+Answers are streamed in the API's events once the turn is complete. The policy's tokens must be its
+own, so nothing is decoded by a schema. Left out is what `FIELDS` calls refused.
 """
 
 from __future__ import annotations
@@ -16,6 +15,42 @@ from rose.agent.gateway.fields import bad, take
 from rose.agent.gateway.history import Call, Message
 from rose.agent.gateway.session import Answer, ApiError, Query
 
+FIELDS = {
+    "model": "returned in the answer; every name is the policy's",
+    "messages": "used: texts and text parts; the last one must not be the assistant's",
+    "tools": "used: functions",
+    "tool_choice": "`none`: calls in the answer are text; all else is `auto`",
+    "parallel_tool_calls": "false: the turn ends with its first call",
+    "max_completion_tokens": fields.USED,
+    "max_tokens": fields.USED,
+    "stop": "used: at most 16 strings",
+    "stream": "used: the turn comes in one piece when it is complete",
+    "stream_options": "`include_usage` is used",
+    "response_format": "only `text`",
+    "n": "only 1",
+    "temperature": fields.SAMPLING,
+    "top_p": fields.SAMPLING,
+    "frequency_penalty": fields.SAMPLING,
+    "presence_penalty": fields.SAMPLING,
+    "logit_bias": fields.SAMPLING,
+    "seed": fields.SEED,
+    "reasoning_effort": fields.APART,
+    "verbosity": fields.APART,
+    "prediction": fields.IGNORED,
+    "user": fields.IGNORED,
+    "metadata": fields.IGNORED,
+    "store": fields.IGNORED,
+    "service_tier": fields.IGNORED,
+    "safety_identifier": fields.IGNORED,
+    "prompt_cache_key": fields.IGNORED,
+    "logprobs": fields.REFUSED,
+    "top_logprobs": fields.REFUSED,
+    "functions": fields.REFUSED,
+    "function_call": fields.REFUSED,
+    "audio": fields.REFUSED,
+    "web_search_options": fields.REFUSED,
+    "modalities": "only `text`",
+}
 ROLES = ("developer", "system", "user", "assistant")
 DONE = b"data: [DONE]\n\n"
 
@@ -24,12 +59,11 @@ def read(body: dict[str, Any]) -> Query:
     """Raises `ApiError`."""
     if take(body, "n", int, 1) != 1:
         raise bad(f"n: {body['n']}; only 1 is supported: a trajectory is one conversation")
-    if take(body, "logprobs", bool, False):
-        raise bad("logprobs: not supported; the run records them by itself")
     fields.free_text(body.get("response_format"), "response_format")
     take(take(body, "stream_options", dict, {}), "include_usage", bool, False)
-    if body.get("functions"):
-        raise bad("functions: the API of 2023; send tools")
+    if others := [kind for kind in take(body, "modalities", list, []) if kind != "text"]:
+        raise bad(f"modalities: {json.dumps(others)[:80]}; only text is supported")
+    fields.refuse(body, FIELDS)
     listed = fields.items(take(body, "messages", list), "messages")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(listed)]
     fields.ends_with_question(messages)
@@ -39,8 +73,9 @@ def read(body: dict[str, Any]) -> Query:
         [_tool(tool) for tool in fields.items(take(body, "tools", list, []), "tools")],
         fields.count(body, "max_completion_tokens", "max_tokens"),
         fields.stops(body, "stop"),
-        fields.rest(body, "messages", "tools", "max_completion_tokens", "max_tokens", "stop"),
+        fields.rest(body, FIELDS),
         calls_tools=choice != "none",
+        parallel=take(body, "parallel_tool_calls", bool, True),
     )
 
 

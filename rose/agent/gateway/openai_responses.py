@@ -1,6 +1,7 @@
 """OpenAI's responses: POST /v1/responses, with the whole history in `input`.
 
-Left out: `previous_response_id` and conversations kept by the server, OpenAI's own tools, images.
+Left out: histories that the server keeps, OpenAI's own tools, images, and what else `FIELDS` calls
+refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,36 @@ from rose.agent.gateway.openai_chat import ROLES, refuse
 from rose.agent.gateway.session import Answer, Query
 
 __all__ = ["read", "refuse", "stream", "write"]
+FIELDS = {
+    "model": "returned in the answer; every name is the policy's",
+    "instructions": fields.USED,
+    "input": "used: the whole history, texts and text parts; the last item must not be the "
+    "assistant's",
+    "tools": "used: functions",
+    "tool_choice": "`none`: calls in the answer are text; all else is `auto`",
+    "parallel_tool_calls": "false: the turn ends with its first call",
+    "max_output_tokens": fields.USED,
+    "stream": "used: the turn comes in one piece when it is complete",
+    "stream_options": fields.IGNORED,
+    "text": "`format`: only `text`",
+    "temperature": fields.SAMPLING,
+    "top_p": fields.SAMPLING,
+    "reasoning": fields.APART,
+    "truncation": fields.APART,
+    "max_tool_calls": fields.APART,
+    "include": fields.IGNORED,
+    "user": fields.IGNORED,
+    "metadata": fields.IGNORED,
+    "store": fields.IGNORED,
+    "service_tier": fields.IGNORED,
+    "safety_identifier": fields.IGNORED,
+    "prompt_cache_key": fields.IGNORED,
+    "top_logprobs": fields.REFUSED,
+    "previous_response_id": "refused: send the history in `input`",
+    "conversation": "refused: send the history in `input`",
+    "prompt": fields.REFUSED,
+    "background": fields.REFUSED,
+}
 TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
@@ -24,6 +55,7 @@ def read(body: dict[str, Any]) -> Query:
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad("previous_response_id, conversation: not supported; send the history in input")
     fields.free_text(take(body, "text", dict, {}).get("format"), "text.format")
+    fields.refuse(body, FIELDS)
     messages: list[Message] = []
     if instructions := take(body, "instructions", str, ""):
         messages.append(Message("system", instructions))
@@ -39,8 +71,9 @@ def read(body: dict[str, Any]) -> Query:
         [_tool(tool) for tool in tools],
         fields.count(body, "max_output_tokens"),
         (),
-        fields.rest(body, "instructions", "input", "tools", "max_output_tokens"),
+        fields.rest(body, FIELDS),
         calls_tools=take(body, "tool_choice", (str, dict), "auto") != "none",
+        parallel=take(body, "parallel_tool_calls", bool, True),
     )
 
 

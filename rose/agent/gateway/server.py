@@ -16,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import zlib
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rose import processes
 from rose.agent.chat import LOOP_CHARACTERS
@@ -39,6 +41,7 @@ from rose.reward.episode import ScoringFailed, score_of
 
 BEGINNING_PER_CORE = 2  # commands that begin at once: one may wait for the disk
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
+EITHER = 32 + zlib.MAX_WBITS  # zlib's word for: gzip or deflate, as its head says
 KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
 PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
 PING = b": the turn is under way\n\n"
@@ -48,6 +51,7 @@ ROUTES: dict[str, ModuleType] = {
     "/v1/messages": anthropic_messages,
     "/inference/v1/generate": token_route,
 }
+COUNT = "/v1/messages/count_tokens"
 
 
 class Gateway:
@@ -66,12 +70,16 @@ class Gateway:
 
     async def open(self, host: str, port: int = 0) -> None:
         """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_json])
         for path in ROUTES:
             app.router.add_post(path, self._call)
+        app.router.add_post(COUNT, self._count_tokens)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reward", self._reward)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # aiohttp would refuse an encoding that it does not know in a form of its own.
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port, backlog=1024).start()
@@ -166,6 +174,17 @@ class Gateway:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return response
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        try:
+            session = self._session(request)
+            with session.counted(is_call=False):
+                body = await _body(request, session.body_s)
+                query = await _beside(request, anthropic_messages.read_prompt, body)
+                count = await session.prompt_tokens(query)
+        except ApiError as error:
+            return _refused(anthropic_messages, error)
+        return web.json_response({"input_tokens": count})
+
     async def _models(self, request: web.Request) -> web.Response:
         try:
             with self._session(request).counted(is_call=False):
@@ -189,6 +208,18 @@ class Gateway:
         return web.json_response({"ok": True})
 
 
+@web.middleware
+async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse unknown routes and methods as the API does to which the path belongs."""
+    try:
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        api = anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
+        known = ", ".join(f"POST {path}" for path in (*ROUTES, COUNT, "/reward"))
+        words = f"{request.method} {request.path[:200]}: there are {known} and GET /v1/models"
+        return _refused(api, ApiError(error.status, words, "not_found"))
+
+
 def reward_of(value: Any, whose: str) -> tuple[float, bool]:
     """(reward, success) of what `whose` call or file holds; success is a reward of 1 or more if it
     isn't said. Raises `ValueError`."""
@@ -202,16 +233,40 @@ def reward_of(value: Any, whose: str) -> tuple[float, bool]:
 async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(limit_s):
-            body = await request.json()
+            data = _decoded(request, await request.read())
+            body = json.loads(data.decode(request.charset or "utf-8"))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s", "timeout") from None
     except web.HTTPRequestEntityTooLarge:
-        raise ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large") from None
+        raise _too_large() from None
     except (ValueError, LookupError, RecursionError):  # LookupError: of an unknown charset
         raise fields.bad("the body is no JSON") from None
     if not isinstance(body, dict):
         raise fields.bad("the body must be a JSON object")
     return body
+
+
+def _decoded(request: web.Request, data: bytes) -> bytes:
+    """Raises `ApiError`."""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return data
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError(415, f"Content-Encoding: {encoding[:80]!r}; there are gzip and deflate")
+    squeezed = zlib.decompressobj(EITHER)
+    try:
+        found = squeezed.decompress(data, MAX_BODY)
+    except zlib.error as error:
+        raise fields.bad(f"the body is not {encoding}: {error}") from None
+    if squeezed.unconsumed_tail:
+        raise _too_large()
+    if not squeezed.eof:
+        raise fields.bad(f"the body is not {encoding}: it ends too soon")
+    return found
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large")
 
 
 async def _beside(request: web.Request, read: Callable[[Any], Query], body: Any) -> Query:

@@ -24,6 +24,7 @@ from rose import config
 from rose.agent.chat import CannotExtend, ChatFormat
 from rose.agent.gateway.history import Call, History, Message, Node, Place, digests
 from rose.agent.loop import RequestTurn, checked, turn_seed
+from rose.agent.tool_calls import CLOSE
 from rose.protocol import (
     FinishReason,
     Sampling,
@@ -63,6 +64,7 @@ class Query:
     others: dict[str, Any] = field(default_factory=dict)  # what else tells two calls apart
     tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
     calls_tools: bool = True  # False: what looks like a call is text
+    parallel: bool = True  # False: a turn ends with its first call
 
     @property
     def characters(self) -> int:
@@ -79,6 +81,7 @@ class Query:
     def digest(self) -> bytes:
         history = digests(self.messages, self.tools)[-1]
         rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
+        rest += [self.parallel]
         return hashlib.sha256(
             history + json.dumps(rest, sort_keys=True, default=str).encode()
         ).digest()
@@ -167,6 +170,11 @@ class Session:
             self._open -= 1
             self._waiting -= 1
             self._heard_at = self._clock()
+
+    async def prompt_tokens(self, query: Query) -> int:
+        """Count the tokens of a call's prompt, which makes it no call. Raises `ApiError`."""
+        place = await self._chat.in_thread(query.size, self._place, query)
+        return len(place.context) // 4
 
     @contextlib.contextmanager
     def counted(self, is_call: bool = True) -> Iterator[None]:
@@ -299,12 +307,15 @@ class Session:
 
     def _record(self, query: Query, place: Place, result: TurnResult) -> Answer:
         result, text, stopped_by = _stop(self._chat, result, query.stop)
+        if not query.parallel and query.calls_tools:
+            result, text = _first_call(self._chat, result, text, query.tools)
         node = self.history.record(place, result)
         reading = self._chat.read(text, query.tools)
         self.invalid_calls += bool(reading.problem) and query.calls_tools
         calls = tuple(
             Call(f"c{seed_of(result.turn, i):08x}", call.name, call.arguments)
             for i, call in enumerate(reading.calls if query.calls_tools and query.tools else ())
+            if query.parallel or not i
         )
         content = reading.content if calls or not reading.calls else text
         message = Message("assistant", content, calls, reading.thought)
@@ -328,11 +339,39 @@ class Session:
         )
 
 
+def _first_call(
+    chat: ChatFormat, result: TurnResult, text: str, tools: list[dict[str, Any]]
+) -> tuple[TurnResult, str]:
+    """Return the turn up to the token that completes its first call, and its text; the whole turn
+    where the model's form of calls has no mark behind each."""
+    end = text.find(CLOSE) + len(CLOSE)
+    while end >= len(CLOSE) and not chat.read(text[:end], tools).calls:  # a mark in a string
+        end = text.find(CLOSE, end) + len(CLOSE)
+    if end < len(CLOSE) or len(chat.read(text, tools).calls) < 2:
+        return result, text
+    tokens = unpack_tokens(result.tokens)
+    lengths = range(1, len(tokens) + 1)
+    kept = 1 + bisect.bisect_left(lengths, end, key=lambda n: len(chat.decode(tokens[:n])))
+    return _cut(result, kept), text[:end]
+
+
+def _cut(result: TurnResult, kept: int) -> TurnResult:
+    """Return a turn of its first tokens. What the policy made behind them nobody has seen: it is no
+    part of the trajectory."""
+    return msgspec.structs.replace(
+        result,
+        tokens=result.tokens[: 4 * kept],
+        logprobs=result.logprobs[: 4 * kept],
+        versions=result.versions[: 4 * kept],
+        finish=FinishReason.STOP,
+    )
+
+
 def _stop(
     chat: ChatFormat, result: TurnResult, stops: tuple[str, ...]
 ) -> tuple[TurnResult, str, str | None]:
-    """(the turn up to the token that completes the first stop string, its text before that, the
-    string). What the policy made behind it nobody has seen: it is no part of the trajectory."""
+    """Return the turn up to the token that completes the first stop string, its text before that,
+    and the string."""
     tokens = unpack_tokens(result.tokens)
     text = chat.decode(tokens)
     found = [(text.find(stop), stop) for stop in stops if stop in text]
@@ -344,11 +383,4 @@ def _stop(
     kept = 1 + bisect.bisect_left(
         lengths, True, key=lambda n: chat.decode(tokens[:n]).find(stop) >= 0
     )
-    cut = msgspec.structs.replace(
-        result,
-        tokens=result.tokens[: 4 * kept],
-        logprobs=result.logprobs[: 4 * kept],
-        versions=result.versions[: 4 * kept],
-        finish=FinishReason.STOP,
-    )
-    return cut, text[:at], stop
+    return _cut(result, kept), text[:at], stop

@@ -16,6 +16,17 @@ from rose.agent.gateway.openai_chat import DONE, refuse
 from rose.agent.gateway.session import Answer, Query
 
 __all__ = ["read", "refuse", "stream", "write"]
+FIELDS = {
+    "model": "returned in the answer; every name is the policy's",
+    "token_ids": fields.USED,
+    "sampling_params": "`max_tokens` and `stop` are used, `n` may be 1, and of all others the "
+    "run's own are used",
+    "stream": "used: the turn comes in one piece when it is complete",
+    "output_mode": "only `tokens`",
+    "request_id": fields.IGNORED,
+    "stream_options": fields.IGNORED,
+    "features": fields.REFUSED,
+}
 
 
 def read(body: dict[str, Any]) -> Query:
@@ -23,15 +34,16 @@ def read(body: dict[str, Any]) -> Query:
     tokens = take(body, "token_ids", list)
     if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise bad("token_ids: a list of token ids is needed, at least one")
-    if take(body, "output_mode", str, "tokens") != "tokens" or body.get("features"):
-        raise bad("output_mode, features: only output_mode='tokens' without features is supported")
+    fields.refuse(body, FIELDS)
+    if (mode := take(body, "output_mode", str, "tokens")) != "tokens":
+        raise bad(f"output_mode: {mode[:80]!r}; only tokens is supported")
     sampling = take(body, "sampling_params", dict, {})
     if take(sampling, "n", int, 1) != 1:
         raise bad(f"sampling_params.n: {sampling['n']}; only 1 is supported")
     return Query(
         max_tokens=fields.count(sampling, "max_tokens"),
         stop=fields.stops(sampling, "stop"),
-        others=fields.rest(body, "request_id", "token_ids"),
+        others=fields.rest(body, FIELDS) | {"sampling_params": sampling},
         tokens=tuple(tokens),
     )
 

@@ -1,69 +1,177 @@
-"""Fields that the gateway can't serve are refused in each API's own JSON, streamed or not."""
+"""Every field of a request is used, refused in the API's own form, or named as without effect; and
+what is no request at all is refused in that form, too."""
 
 import asyncio
+import gzip
+import json
+import zlib
 
 import aiohttp
 import pytest
 
-from .conftest import USER
+from rose.agent.gateway import fields
+from rose.agent.gateway.server import ROUTES
+from rose.protocol import pack_tokens, unpack_tokens
 
-CHAT = ("/v1/chat/completions", {"messages": [USER]})
-RESPONSES = ("/v1/responses", {"input": "go"})
-MESSAGES = ("/v1/messages", {"messages": [USER], "max_tokens": 5})
-SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}}
+from .conftest import CALL, TOOL, USER
+
+CHAT, RESPONSES, MESSAGES, TOKENS = ROUTES
+BARE = {"name": "move", "input_schema": TOOL["function"]["parameters"]}
+# A whole request of each API.
+WHOLE = {
+    CHAT: {"model": "m", "messages": [USER], "tools": [TOOL]},
+    RESPONSES: {"input": "go", "tools": [{"type": "function", **TOOL["function"]}]},
+    MESSAGES: {"max_tokens": 64, "messages": [USER], "tools": [BARE]},
+    TOKENS: {"token_ids": [5, 6, 7]},
+}
+ONE_CALL = {
+    CHAT: {"parallel_tool_calls": False},
+    RESPONSES: {"parallel_tool_calls": False},
+    MESSAGES: {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+REFUSED = [
+    (path, name)
+    for path, api in ROUTES.items()
+    for name, becomes in api.FIELDS.items()
+    if becomes.startswith(fields.REFUSED)
+]
 
 
-def post(serve, path, body, json_type="application/json", scheme="Bearer"):
-    """(status, the answer) of a call; (200, None) of a stream."""
+async def post(world, path, body, **options):
+    """(status, the answer's JSON)."""
+    headers = {"Authorization": f"Bearer {world.key}", "Content-Type": "application/json"}
+    headers |= options.pop("headers", {})
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    method = options.pop("method", "POST")
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.request(method, world.url + path, data=data, **options) as got,
+    ):
+        return got.status, await got.json()
+
+
+def message_of(path, answer) -> str:
+    """The words of a refusal in the form of the API to which `path` belongs."""
+    if path.startswith(MESSAGES):
+        assert answer["type"] == "error"
+    else:
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path, name", REFUSED)
+def test_a_refused_field_is_named_and_its_null_is_none(serve, path, name):
+    async def go():
+        async with serve("one") as world:
+            status, answer = await post(world, path, WHOLE[path] | {name: "x"})
+            assert status == 400 and name in message_of(path, answer)
+            status, _ = await post(world, path, WHOLE[path] | {name: None})
+            assert status == 200
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_field_without_effect_asks_for_no_other_answer_and_a_seed_does(serve, path):
+    async def go():
+        async with serve("one") as world:
+            whole = WHOLE[path]
+            ignored = {n: "x" for n, b in ROUTES[path].FIELDS.items() if b == fields.IGNORED}
+            for body in (whole, whole | ignored, whole | {"model": "another"}):
+                assert (await post(world, path, body))[0] == 200
+            assert world.session.turns == 1
+            await post(world, path, whole | {"seed": 2})
+            await post(world, path, whole | {"unheard_of": 2})
+            assert world.session.turns == 3
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("method, path, status", [
+    ("GET", "/", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", MESSAGES, 405),
+    ("POST", f"{MESSAGES}/batches", 404), ("POST", "/v1/models", 405), ("GET", "/%00%ff", 404),
+])  # fmt: skip
+def test_unknown_routes_and_methods_are_refused_in_json(serve, method, path, status):
+    async def go():
+        async with serve("one") as world:
+            got, answer = await post(world, path, b"", method=method)
+            assert got == status and f"POST {CHAT}" in message_of(path, answer)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("encoding, squeeze, status, words", [
+    ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""),
+    ("identity", bytes, 200, ""), ("GZIP", gzip.compress, 200, ""),
+    ("gzip", bytes, 400, "is not gzip"), ("br", bytes, 415, "'br'"), ("gzip, br", bytes, 415, "gzip, br"),
+    ("gzip", lambda body: gzip.compress(body)[:-9], 400, "ends too soon"),
+    ("gzip", lambda _: gzip.compress(bytes(2**25 + 1)), 413, "bytes at most"),
+    ("gzip", lambda _: gzip.compress(b"[]"), 400, "a JSON object"),
+])  # fmt: skip
+def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze, status, words):
+    async def go():
+        async with serve("one") as world:
+            data = squeeze(json.dumps(WHOLE[CHAT]).encode())
+            headers = {"Content-Encoding": encoding}
+            got, answer = await post(world, CHAT, data, headers=headers)
+            assert got == status, answer
+            assert got == 200 or words in message_of(CHAT, answer)
+
+    asyncio.run(go())
+
+
+def test_tokens_are_counted_without_a_call(serve):
+    async def go():
+        async with serve("one") as world:
+            body = WHOLE[MESSAGES] | {"system": "be brief"}
+            status, counted = await post(world, f"{MESSAGES}/count_tokens", body)
+            assert status == 200 and world.session.turns == 0 and not world.session.called.done()
+            _, answer = await post(world, MESSAGES, body)
+            assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+            status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": [USER]})
+            assert status == 200, "max_tokens is not needed"
+            status, answer = await post(world, f"{MESSAGES}/count_tokens", {"messages": 5})
+            assert status == 400 and "messages" in message_of(MESSAGES, answer)
+            long = [{"role": "user", "content": "go " * 5000}]
+            status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
+            assert status == 200 and counted["input_tokens"] > 2000, "beyond the context"
+            assert not world.session.limit
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("path", ONE_CALL)
+def test_without_parallel_calls_a_turn_ends_with_its_first(serve, path):
+    second = CALL.replace("left", "up")
 
     async def go():
-        async with serve("x") as world, aiohttp.ClientSession() as http:
-            headers = {"Authorization": f"{scheme} {world.key}", "Content-Type": json_type}
-            async with http.post(world.url + path, json=body, headers=headers) as got:
-                plain = got.content_type == "application/json"
-                return got.status, await got.json() if plain else None
+        async with serve(f"so {CALL}{second} and more", "done") as world:
+            status, answer = await post(world, path, WHOLE[path] | ONE_CALL[path])
+            assert status == 200 and json.dumps(answer).count('"move"') == 1
+            [branch] = world.session.history.branches()
+            made = [
+                t for t, own in zip(unpack_tokens(branch.tokens), branch.mask, strict=True) if own
+            ]
+            assert world.chat.decode(made) == f"so {CALL}"
 
-    return asyncio.run(go())
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(
-    "route, more, name",
-    [
-        (CHAT, {"stream_options": 5}, "stream_options"),
-        (CHAT, {"stream_options": ["include_usage"]}, "stream_options"),
-        (CHAT, {"stream_options": {"include_usage": "yes"}}, "include_usage"),
-        (CHAT, {"response_format": SCHEMA}, "response_format"),
-        (CHAT, {"response_format": "json"}, "response_format"),
-        (RESPONSES, {"text": {"format": SCHEMA}}, "text.format"),
-        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format"),
-        (RESPONSES, {"text": "json"}, "text"),
-        (MESSAGES, {"output_config": {"format": SCHEMA}}, "output_config.format"),
-        (MESSAGES, {"output_format": SCHEMA}, "output_format"),
-    ],
-)
-def test_what_can_not_be_served_is_refused(serve, route, more, name, streamed):
-    path, body = route
-    status, answer = post(serve, path, body | more | {"stream": streamed})
-    assert status == 400 and answer["error"]["message"].startswith(f"{name}: ")
-    assert (path == MESSAGES[0]) == (answer.get("type") == "error")
+    asyncio.run(go())
 
 
-@pytest.mark.parametrize(
-    "route, more",
-    [
-        (CHAT, {"stream": True, "stream_options": {"include_usage": None}}),
-        (CHAT, {"response_format": {"type": "text"}, "stream_options": None}),
-        (RESPONSES, {"text": {"format": {"type": "text"}, "verbosity": "low"}}),
-        (MESSAGES, {"output_config": {"effort": "low"}}),
-    ],
-)
-def test_free_text_is_served(serve, route, more):
-    path, body = route
-    assert post(serve, path, body | more)[0] == 200
+def test_a_history_with_its_one_call_goes_on_in_the_same_branch(serve):
+    async def go():
+        async with serve(CALL + CALL.replace("left", "up"), "done") as world:
+            body = WHOLE[CHAT] | ONE_CALL[CHAT]
+            _, answer = await post(world, CHAT, body)
+            said = answer["choices"][0]["message"]
+            [call] = said["tool_calls"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "at 0"}
+            status, _ = await post(world, CHAT, body | {"messages": [USER, said, result]})
+            [branch] = world.session.history.branches()
+            # as a server would render it: one call, its end, the result
+            expected = world.chat.start([USER], [TOOL]) + world.chat._encode(CALL)
+            expected += world.chat.observation("at 0", "tool", closed=False)
+            assert status == 200 and branch.tokens == pack_tokens(expected) + (
+                world.policy.results[1].tokens
+            )
 
-
-def test_an_unknown_charset_is_a_400_and_a_scheme_has_no_case(serve):
-    status, answer = post(serve, *CHAT, json_type="application/json; charset=nonsense")
-    assert status == 400 and answer["error"]["message"] == "the body is no JSON"
-    assert post(serve, *CHAT, scheme="bearer")[0] == 200
+    asyncio.run(go())
