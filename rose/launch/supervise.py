@@ -33,6 +33,7 @@ from rose.launch.beats import Beats
 from rose.launch.layout import Rank
 from rose.launch.rank_status import RankStatus
 from rose.observe import disk
+from rose.observe.status import write_failure
 from rose.protocol import Role
 from rose.transfer import mirror
 
@@ -104,7 +105,10 @@ class Job:
         }
         try:
             self.before, _ = disk.measure(self.run_dir, MEASURE_S)
-            return self._watch()
+            outcome = self._watch()
+            if outcome.failure:
+                write_failure(self.run_dir, self.attempt, outcome.failure)
+            return outcome
         finally:
             end_all(self.process)
             for number, handler in before.items():

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rose.config import Observe
-from rose.files import write_whole
+from rose.files import printable, write_whole
 from rose.observe import conversations, cost, lenders, members, series, shell
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.shell import figure, figures, section, table
+from rose.observe.status import read_failure
 from rose.observe.timeline import build_timeline
 from rose.observe.trace import build_trace
 
@@ -69,11 +70,12 @@ def build_report(run_dir: Path | str) -> Path:
         + figure("throughput")
     )
     sections = {
+        **_failed(run_dir),
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
         "Learning": figures("success", "reward"),
         "Where the time goes": times + _drafts(steps),
         **_cost(run_dir),
-        "Responses": figures("lengths", "tokens"),
+        "Responses": figures("lengths", "tokens", "turns", "unusable"),
         "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
         **_rewards(steps),
@@ -90,6 +92,12 @@ def build_report(run_dir: Path | str) -> Path:
     path = run_dir / FILE
     write_whole(path, html.encode())
     return path
+
+
+def _failed(run_dir: Path) -> dict[str, str]:
+    """The first section of a run whose last attempt failed."""
+    cause = printable(read_failure(run_dir))
+    return {"This run failed": f"<pre>{escape(cause)}</pre>"} if cause else {}
 
 
 def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:

@@ -10,12 +10,15 @@ Z_95 = 1.959963984540054  # two-sided 95% quantile of the standard normal
 MAX_POINTS = 400  # of a curve: more than a figure of 600 px can show
 MAX_BARS = 120
 MAX_BINS = 24
+IDLE = 3  # steps in a row without a gradient that are worth a word
 CURVES = (
     "success",
     "reward_mean",
     "response_tokens_mean",
     "response_tokens_max",
     "turns_mean",
+    "invalid_calls",
+    "truncated",
     "tokens_per_s",
     "loss",
     "grad_norm",
@@ -55,6 +58,20 @@ def difference_interval(before: tuple[float, int], after: tuple[float, int]) -> 
     (l1, u1), (l2, u2) = wilson_interval(*before), wilson_interval(*after)
     gain = p2 - p1
     return gain - math.hypot(p2 - l2, u1 - p1), gain + math.hypot(u2 - p2, p1 - l1)
+
+
+def untaught(steps: list[dict[str, Any]]) -> str:
+    """Return a sentence if the last `IDLE` steps had no gradient; "" otherwise."""
+    last = steps[-IDLE:]
+    if len(last) < IDLE or any(row.get("grad_norm") != 0 for row in last):
+        return ""
+    rewards = [row["reward_mean"] for row in last if row.get("reward_mean") is not None]
+    mean = f" (mean {sum(rewards) / len(rewards):.3g})" if rewards else ""
+    return (
+        f"the last {IDLE} steps taught nothing: their gradient was 0, since in each group all "
+        f"rewards were equal{mean}; tasks of another difficulty, larger groups "
+        "(rollout.group_size) or a reward in parts make them differ"
+    )
 
 
 def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:

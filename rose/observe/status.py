@@ -1,4 +1,5 @@
-"""What the run does now, in `<run_dir>/live.json`: the coordinator writes, the terminal reads."""
+"""What the run does now, in `<run_dir>/live.json`: the coordinator writes, the terminal reads. Why
+an attempt failed, in `status/attempt-NNN/failure.txt`: the launcher writes, the report reads."""
 
 from __future__ import annotations
 
@@ -12,6 +13,26 @@ import msgspec
 from rose.files import write_whole
 
 FILE = "live.json"
+FAILURE = "failure.txt"
+
+
+def write_failure(run_dir: Path, attempt: int, text: str) -> None:
+    """Note why an attempt failed. What finds no room is not written."""
+    with suppress(OSError):
+        write_whole(_failure(run_dir, attempt), text.encode("utf-8", "replace"))
+
+
+def read_failure(run_dir: Path) -> str:
+    """Return why the run's last attempt failed; "" if it did not, or has not ended."""
+    attempts = sorted((Path(run_dir) / "status").glob("attempt-*"))
+    with suppress(OSError):
+        if attempts:
+            return (attempts[-1] / FAILURE).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _failure(run_dir: Path, attempt: int) -> Path:
+    return Path(run_dir) / "status" / f"attempt-{attempt:03d}" / FAILURE
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

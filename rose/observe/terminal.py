@@ -94,9 +94,19 @@ def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> Non
     shown = len(read_metrics(run_dir))  # by earlier attempts, in their output
     for _ in polls:
         rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
-        for row in rows[min(shown, len(rows)) :]:  # a resume cuts the file back
-            echo(console, describe(row, status.steps))
+        for at in range(min(shown, len(rows)), len(rows)):  # a resume cuts the file back
+            echo(console, describe(rows[at], status.steps))
+            if words := _newly_untaught(rows[: at + 1]):
+                echo(console, words, label="[yellow]warning:[/]")
         shown = len(rows)
+
+
+def _newly_untaught(rows: list[dict[str, Any]]) -> str:
+    """A word on steps without a gradient, once for as many in a row as there are."""
+    steps = rows_of(rows, "step")
+    if not rows or rows[-1]["kind"] != "step" or series.untaught(steps[:-1]):
+        return ""
+    return series.untaught(steps)
 
 
 def _polls(
@@ -163,6 +173,8 @@ def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
     values = [row["success"] for row in steps if isinstance(row.get("success"), (int, float))]
     if len(values) > 1:
         parts += [Text(), *map(Text, curve(values, 56, 4))]
+    if words := series.untaught(steps):
+        parts += [Text(words, style="yellow")]
     faults = [row for row in rows if row["kind"] == "fault"]
     parts += [Text(describe(row, status.steps), style="red") for row in faults[-3:]]
     title = Text(f" ROSE · {name} ", style="bold")

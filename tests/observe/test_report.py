@@ -11,6 +11,7 @@ import pytest
 from rose.observe import series, timeline
 from rose.observe.metrics import MetricsWriter
 from rose.observe.report import build_report
+from rose.observe.status import write_failure
 from rose.observe.trace import Span
 from tests.observe.run_folder import write_run
 
@@ -258,3 +259,18 @@ def test_chromium_opens_the_report_of_a_run_that_has_not_begun(tmp_path):
     dom = _dom(build_report(tmp_path / "run"), tmp_path / "profile")
     assert "data-error" not in dom and dom.count("Nothing was recorded yet.") >= 8
     assert "No held-out evaluation has finished yet." in dom
+
+
+def test_a_failed_run_says_so_first_and_why(tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    html = build_report(run).read_text(encoding="utf-8")
+    assert "This run failed" not in html
+    (run / "status" / "attempt-001").mkdir(parents=True)
+    (run / "status" / "attempt-002").mkdir()
+    write_failure(run, 2, "rank 3 ended: <b>out of memory</b>\x1b[31m")
+    html = build_report(run).read_text(encoding="utf-8")
+    first = html.index("This run failed")
+    assert first < html.index(">Result<")
+    assert "&lt;b&gt;out of memory&lt;/b&gt;" in html and "\x1b" not in html
+    (run / "status" / "attempt-003").mkdir()
+    assert "This run failed" not in build_report(run).read_text(encoding="utf-8"), "it goes on"

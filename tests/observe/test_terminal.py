@@ -165,3 +165,27 @@ def test_no_word_of_an_agents_program_reaches_the_terminal_as_a_command(tmp_path
     text = console.file.getvalue()
     assert text.count("end") >= 5 and "[link=http://x]y[/link]" in text
     assert all(char.isprintable() or char == "\n" for char in text), repr(text)
+
+
+def test_steps_that_teach_nothing_are_said_once_as_long_as_it_lasts(tmp_path):
+    run = tmp_path / "run"
+    LiveStatus(run).update(steps=9, phase="train")
+    console = _console()
+    asked = []
+
+    def stop() -> bool:
+        if not asked:
+            writer = MetricsWriter(run, tensorboard=False)
+            for step, norm in enumerate((0.4, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0), 1):
+                writer.write(step, {"grad_norm": norm, "reward_mean": 0.25})
+            writer.close()
+        asked.append(True)
+        return len(asked) == 2
+
+    terminal.follow(run, stop, console)
+    said = [line for line in console.file.getvalue().splitlines() if "taught nothing" in line]
+    assert len(said) == 1 and "the last 3 steps" in said[0] and "(mean 0.25)" in said[0]
+    rows = read_metrics(run)
+    screen = terminal.screen("run", Status(steps=9), rows[:5])
+    console.print(screen)
+    assert console.file.getvalue().count("taught nothing") == 2

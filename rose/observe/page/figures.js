@@ -73,6 +73,8 @@ function drawAll() {
   drawThroughput();
   drawLengths();
   simple("fig-tokens", "Response tokens", "over training.", [["response_tokens_mean", "mean"], ["response_tokens_max", "longest"]], {fromZero: true});
+  simple("fig-turns", "Turns", "of the trajectories of each step.", [["turns_mean", "mean"]], {fromZero: true});
+  simple("fig-unusable", "Unusable", "tool calls, which could not be read, and trajectories that a limit truncated, in each step.", [["invalid_calls", "calls"], ["truncated", "truncated"]], {fromZero: true});
   simple("fig-mismatch", "Mismatch KL,", "engine against trainer, in nats per token.", [["mismatch_kl", "KL"]], {log: true});
   simple("fig-ratio", "Largest importance ratio", "of trainer to engine, over the tokens of a step.", [["mismatch_max_ratio", "ratio"]], {log: true});
   simple("fig-clipped", "Clipped tokens,", "share of a step's: by the algorithm's clip, and by the cap of importance weights.", [["clip_fraction", "clip"], ["importance_capped", "cap"]], {format: percent, fromZero: true});
