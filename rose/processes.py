@@ -44,8 +44,15 @@ KEPT = (
 
 def bare_environment(given: Sequence[str] = ()) -> dict[str, str]:
     """This process's variables that are `KEPT` or `given`: none of the run's tokens, nor of its
-    Python's packages."""
-    return {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
+    Python's packages. PATH is `search_path`."""
+    found = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
+    return found | {"PATH": search_path()}
+
+
+def search_path() -> str:
+    """PATH, and behind it the folder of this process's Python, since Debian has no `python` unless
+    a virtual environment is activated."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
 
 def _prctl(option: int, value: int) -> None:

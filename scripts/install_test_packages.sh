@@ -5,6 +5,7 @@
 #   libnuma                            of vLLM's kernels, also in the environments that tests make
 #   a Chromium                         opens report.html
 #   iproute2, procps                   make the hosts of tests/comm/test_address.py; end processes
+#   e2fsprogs                          makes the small disks of tests/disk.py
 #   Slurm, munge and MariaDB           slurm/dev_cluster.sh
 #   CRIU and gVisor                    tests/sandbox/test_capture.py; they have folders of their own
 # With the argument `compiler` it looks after the first of these alone.
@@ -39,6 +40,7 @@ if [ "${1:-}" != compiler ]; then
     need chromium has chromium chromium-browser google-chrome
     need iproute2 has ip
     need procps has ps
+    need e2fsprogs has mke2fs
     need libnuma1 sh -c 'ldconfig -p | grep -q "libnuma\.so\.1 "'
 fi
 

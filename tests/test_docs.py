@@ -150,6 +150,8 @@ def test_commands_are_accepted(page, run, reader, monkeypatch):
             make(folder, path)
     monkeypatch.setattr("rose.agent.envs.openenv._schema", lambda *_: {})  # no server is here
     monkeypatch.setattr("rose.agent.envs.verifiers._load", lambda *_: {})  # nor the library
+    # As in an activated environment; Debian has no `python` elsewhere.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     replaced = {"env.args.python=$VENV_PYTHON": "env.args.python=/bin/sh", "seed=1,2,3": "seed=1"}
     # A sweep is tried at one of its points.
     run = [replaced.get(each, each) for each in run]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -150,7 +151,7 @@ def begun(folder, make_config, monkeypatch):
 def test_whoever_reads_a_file_that_was_edited_refuses_it(folder, begun):
     begun(
         "env=agent", f"env.args.function={folder}/mine.py:score", f"env.args.tasks={folder}/rows.jsonl",
-        "reward=command", f"reward.args.argv=[python,{folder}/judge.py]",
+        "reward=command", f"reward.args.argv=[{sys.executable},{folder}/judge.py]",
     )  # fmt: skip
     agent = Agent(function=f"{folder}/mine.py:score")
     agent.verify()
@@ -158,7 +159,7 @@ def test_whoever_reads_a_file_that_was_edited_refuses_it(folder, begun):
     for name in ("mine.py", "judge.py", "rows.jsonl"):
         with open(folder / name, "a") as file:
             file.write("\n")
-    program = Agent(command=["python", f"{folder}/judge.py"])
+    program = Agent(command=[sys.executable, f"{folder}/judge.py"])
     for read in (
         agent.verify,
         program.verify,

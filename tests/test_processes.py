@@ -5,6 +5,7 @@ processes that fork all the time."""
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,3 +84,11 @@ def test_a_family_that_forks_and_ends_all_the_time_is_killed_whole():
     assert first.wait() == -signal.SIGKILL
     seen.kill(first.pid)
     assert seen.children(first.pid) == []
+
+
+def test_programs_find_this_python_where_path_has_none(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert shutil.which("python", path=processes.search_path()) == shutil.which(
+        "python", path=os.path.dirname(sys.executable)
+    )
+    assert processes.bare_environment()["PATH"].split(os.pathsep)[0] == "/nowhere", "its own first"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose import inputs
+from rose import inputs, processes
 from rose.config import ConfigError
 from rose.files import text_lines
 
@@ -94,7 +94,7 @@ def _command(command: Any) -> list[str]:
         raise ConfigError(f"env.args.command={command!r}: {error}") from None
     if not argv or not all(isinstance(each, str) for each in argv):
         raise ConfigError(f"env.args.command={command!r}: a program and its arguments are needed")
-    if shutil.which(argv[0]) is None:
+    if shutil.which(argv[0], path=processes.search_path()) is None:
         raise ConfigError(
             f"env.args.command={command!r}: no program {argv[0]!r} on PATH or at that path"
         )

@@ -24,7 +24,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult
 
-from rose import inputs
+from rose import inputs, processes
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.prompts import check_success, last_step
@@ -162,9 +162,8 @@ class Mcp:
         if self.command is not None:
             inputs.verify(*self.command)
             program, *arguments = self.command
-            return stdio_client(
-                StdioServerParameters(command=program, args=arguments, env=self.env)
-            )
+            env = {"PATH": processes.search_path()} | (self.env or {})
+            return stdio_client(StdioServerParameters(command=program, args=arguments, env=env))
         headers = {}
         if self.token_file is not None:
             headers["Authorization"] = (
@@ -226,7 +225,7 @@ def _check_server(command: Any, url: Any, token_file: Any) -> None:
             or not all(isinstance(word, str) and word for word in command)
         ):
             raise ConfigError(f"env.args.command={command!r}: a list of words: program, arguments")
-        if shutil.which(command[0]) is None:
+        if shutil.which(command[0], path=processes.search_path()) is None:
             raise ConfigError(f"env.args.command={command!r}: no program {command[0]!r} on PATH")
     elif not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ConfigError(f"env.args.url={url!r}: http://host:port/mcp")
