@@ -13,13 +13,16 @@ class Algorithm(Section):
 
     name: str
     args: dict[str, Any]
-    # truncated importance sampling between engine and trainer; null: off
+    # importance sampling between engine and trainer (rose/trainer/importance.py); null: off
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
     kl_coef: NotNegative  # of the KL penalty to the model folder's own weights; 0: no reference
     # Gives the penalty the gradient of KL(policy || reference). Runs that were stored without this
     # key can go on: `rose.config.stored` takes the default.
     kl_correction: bool = True
+    # weights below this, and above the cap, are 0; null: those above the cap are cut to it
+    importance_floor: NotNegative | None = None
+    importance_level: Literal["token", "sequence"] = "token"
 
 
 class Optimizer(Section):

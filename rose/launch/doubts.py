@@ -9,13 +9,16 @@ from rose.config import Config, ConfigError
 
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises."""
+    """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises, and that
+    of `check_importance`."""
+    check_importance(c)
     return (
         stale(c, staleness, corrects)
         + narrowed(c, corrects)
         + warming_up(c)
         + unevaluated(c)
         + unpunished(c)
+        + unshared(c)
     )
 
 
@@ -35,6 +38,22 @@ def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     if name == "one_step_off":
         return (words,)
     raise ConfigError(words)
+
+
+def check_importance(c: Config) -> None:
+    """Raise `ConfigError` for bounds of importance weights that bound nothing."""
+    cap, floor = c.algorithm.importance_cap, c.algorithm.importance_floor
+    if floor is not None and (cap is None or floor >= cap):
+        raise ConfigError(
+            f"algorithm.importance_floor={floor:g}: needs an algorithm.importance_cap above it, "
+            f"which is {'null' if cap is None else format(cap, 'g')}; 0.5 with "
+            "algorithm.importance_cap=5.0 are IcePop's"
+        )
+    if cap is None and c.algorithm.importance_level != "token":
+        raise ConfigError(
+            f"algorithm.importance_level={c.algorithm.importance_level}: has no effect with "
+            "algorithm.importance_cap=null; give a cap, or token"
+        )
 
 
 def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
@@ -78,6 +97,16 @@ def unpunished(c: Config) -> tuple[str, ...]:
                 f"of model.max_context={c.model.max_context}; null goes by these limits"
             )
     return tuple(found)
+
+
+def unshared(c: Config) -> tuple[str, ...]:
+    """A doubt about ZeRO stage 3 with one rank, which gathers from itself what is there."""
+    if c.trainer.ranks > 1 or c.trainer.zero_stage < 3:
+        return ()
+    return (
+        "trainer.zero_stage=3: with trainer.ranks=1 nothing is shared out, and its gathering costs "
+        "time; trainer.zero_stage=2 has the same results",
+    )
 
 
 def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ off-policy RL training").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,36 +25,66 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return (new - old).masked_fill(mask == 0, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def importance_weights(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None
-) -> Tensor:
-    """min(exp(proximal - behaviour), cap), (B, T) float32 without gradient; 0 where mask is 0.
+@dataclass(frozen=True)
+class Bounds:
+    """Of the weights: `algorithm.importance_cap`, `importance_floor` and `importance_level`.
 
-    `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine. `cap`
-    is `algorithm.importance_cap`; null means no correction: weight 1.
+    `cap` null means no correction: weight 1. A weight above it is cut to it; with a `floor` a
+    weight outside of both is 0 instead (IcePop; Ling Team 2025, arXiv:2510.18855). With `level`
+    "sequence" all tokens of a row have one weight, the product of their ratios (TRL's
+    `sequence_truncate` and, with a floor, `sequence_mask`).
     """
-    if cap is None:
+
+    cap: float | None = None
+    floor: float | None = None
+    level: Literal["token", "sequence"] = "token"
+
+
+def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
+    """min(exp(proximal - behaviour), cap), or as `Bounds` has it: (B, T) float32 without gradient;
+    0 where mask is 0.
+
+    `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine.
+    """
+    if bounds.cap is None:
         return mask.float()
-    return log_ratio(proximal.detach(), behaviour.detach(), mask).exp().clamp(max=cap) * mask
+    ratio = _ratios(proximal, behaviour, mask, bounds)
+    if bounds.floor is None:
+        return ratio.clamp(max=bounds.cap) * mask
+    return ratio.masked_fill((ratio > bounds.cap) | (ratio < bounds.floor), 0.0) * mask
+
+
+def _ratios(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
+    """(B, T), or (B, 1) of whole rows."""
+    logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
+    if bounds.level == "sequence":
+        logs = logs.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return logs.exp()
+
+
+NO_BOUNDS = Bounds()
 
 
 def mismatch(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, cap: float | None = None
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds = NO_BOUNDS
 ) -> dict[str, Tensor]:
     """How far the engine is from the trainer, over the response tokens of (B, T) log-probabilities.
 
     Scalar float32 tensors, sums over tokens (divide by their number, after adding micro-batches and
     ranks): `kl_k3`, an unbiased estimate of KL(behaviour || proximal) in nats that is never
     negative (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel;
-    `abs_diff`, of log-probabilities; `capped`, tokens whose weight the cap cut. Not a sum but a
+    `abs_diff`, of log-probabilities; `capped`, tokens whose weight is cut, or 0. Not a sum but a
     maximum (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
     """
     logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     ratio = logs.exp() * mask
     exact = logs.double()
+    weights = _ratios(proximal, behaviour, mask, bounds)
+    above = weights > (math.inf if bounds.cap is None else bounds.cap)
+    below = weights < (0.0 if bounds.floor is None else bounds.floor)
     return {
         "kl_k3": (exact.expm1() - exact).sum().float(),
         "abs_diff": logs.abs().sum(),
-        "capped": (ratio > (float("inf") if cap is None else cap)).float().sum(),
+        "capped": ((above | below) * mask).sum(),
         "ratio_max": ratio.max() if ratio.numel() else ratio.sum(),
     }

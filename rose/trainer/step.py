@@ -22,7 +22,7 @@ from rose.observe.recorder import NullRecorder
 from rose.trainer.algorithms.base import Algorithm, Summary, TokenBatch
 from rose.trainer.collate import MicroBatch, collate
 from rose.trainer.growing import Growing
-from rose.trainer.importance import importance_weights, mismatch
+from rose.trainer.importance import NO_BOUNDS, Bounds, importance_weights, mismatch
 from rose.trainer.reference import penalty
 
 PHASES = ("proximal", "forward_backward", "optimizer")
@@ -51,7 +51,8 @@ class Step:
     def __init__(self, trainer: Trains, number: int):
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number
         self.device, self.recorder = trainer.device, trainer.recorder
-        self.cap = trainer.config.algorithm.importance_cap
+        a = trainer.config.algorithm
+        self.bounds = Bounds(a.importance_cap, a.importance_floor, a.importance_level)
         self.kl_coef = trainer.config.algorithm.kl_coef
         self.kl_correction = trainer.config.algorithm.kl_correction
         self.growing = Growing(self.algorithm)
@@ -166,12 +167,12 @@ class Step:
         advantages = self._of(self.advantages, batch)
         tokens = TokenBatch(logprobs, proximal, behaviour, advantages, mask)
         losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
-        cap = None if self.algorithm.corrects_mismatch else self.cap
-        importance = importance_weights(proximal, behaviour, mask, cap)
+        bounds = NO_BOUNDS if self.algorithm.corrects_mismatch else self.bounds
+        importance = importance_weights(proximal, behaviour, mask, bounds)
         statistics |= {"entropy": entropy.detach(), "tokens": mask.sum()}
         if (replay := self.engine.policy.replay) is not None:
             statistics["routing_differs"] = replay.differs
-        self._count(statistics, mismatch(policy, behaviour, mask, cap))
+        self._count(statistics, mismatch(policy, behaviour, mask, bounds))
         losses = importance * losses
         if self.kl_coef:
             losses = losses + self.kl_coef * self._penalty(logprobs, proximal, mask, batch)

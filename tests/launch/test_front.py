@@ -117,6 +117,29 @@ def test_later_updates_of_a_step_need_a_loss_with_a_ratio(tmp_path):
     front.check(compose_tree(*several, *clips, "cluster.dry_run=true"))
 
 
+@pytest.mark.parametrize("changed, words", [
+    (["importance_floor=0.5"], "importance_floor=0.5: needs .* above it, which is 0.4"),
+    (["importance_floor=0.5", "importance_cap=null"], "which is null"),
+    (["importance_level=sequence", "importance_cap=null"], "importance_level=sequence: has no effect"),
+    (["importance_level=sequence"], None), (["importance_floor=0.2"], None),
+])  # fmt: skip
+def test_bounds_of_importance_weights_that_bound_nothing_are_refused(make_config, changed, words):
+    keys = [f"algorithm.{each}" for each in ("importance_cap=0.4", *changed)]
+    if words is None:
+        return doubts.check_importance(make_config(*keys))
+    with pytest.raises(ConfigError, match=words):
+        doubts.check_importance(make_config(*keys))
+
+
+def test_stage_3_with_one_rank_is_a_doubt(make_config):
+    assert (
+        "trainer.zero_stage=2 has the same"
+        in doubts.unshared(make_config("trainer.zero_stage=3"))[0]
+    )
+    assert doubts.unshared(make_config("trainer.zero_stage=3", "trainer.ranks=2")) == ()
+    assert doubts.unshared(make_config("trainer.zero_stage=2")) == ()
+
+
 @pytest.mark.parametrize("most, buffer, doubted", [
     (512, "null", True), (512, 352, True), (512, 353, False), (199, "null", False),
     (5000, 0, False), ("null", "null", False),

@@ -289,6 +289,61 @@ def test_grpo_without_scaling_is_dr_grpos_advantage():
     )
 
 
+def test_grpo_with_a_normaliser_is_dr_grpos_loss():
+    """Section 3.2: the sum over a trajectory's tokens, divided by the same number for all."""
+    advantages = group_normalised(REWARDS, scale_by_std=False)
+    expected = token_level(advantages, 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / 7)
+    args = GRPO | {"scale_by_std": False, "normaliser": 7}
+    assert_objective(build("grpo", args), expected)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone(name):
+    """max(min(r A, clip(r) A), c A) for A < 0 (arXiv:1912.09729, equation 5)."""
+    c = 1.1
+    plain, args = EXPECTED[name], ARGS[name]
+    advantages, weight = [], None
+    if name == "grpo":
+        advantages = group_normalised(REWARDS)
+        weight = [1 / len(REWARDS) / TOKENS[i] for i in ROWS]
+    else:
+        punished = [
+            r + min(0.0, max(-1.0, (2 - n) / 4)) for r, n in zip(REWARDS, TOKENS, strict=True)
+        ]
+        advantages, weight = group_normalised(punished), [1 / sum(TOKENS)] * len(REWARDS)
+    loss, gradient = plain()
+    cut = 0
+    for i in ROWS:
+        for t in response(i):
+            ratio = math.exp(NEW_LESS_PROXIMAL[i][t])
+            if advantages[i] < 0 and ratio > c:
+                loss += weight[i] * (-c * advantages[i] + ratio * advantages[i])
+                gradient[i][t], cut = 0.0, cut + 1
+    assert cut, "the batch has such tokens"
+    assert_objective(build(name, args | {"dual_clip": c}), (loss, gradient))
+
+
+def test_cispo_clips_weights_and_leaves_every_token_its_gradient():
+    """arXiv:2506.13585, equation 4, with DAPO's advantages and weights."""
+    punished = [r + min(0.0, max(-1.0, (2 - n) / 4)) for r, n in zip(REWARDS, TOKENS, strict=True)]
+    advantages = group_normalised(punished)
+    loss, gradient = 0.0, [[0.0] * 4 for _ in ROWS]
+    for i in ROWS:
+        for t in response(i):
+            weight = min(max(math.exp(NEW_LESS_PROXIMAL[i][t]), 0.8), 1.28)
+            gradient[i][t] = -weight * advantages[i] / sum(TOKENS)
+            loss += gradient[i][t] * (PROXIMAL[i][t] + NEW_LESS_PROXIMAL[i][t])
+    algorithm = build("dapo", ARGS["dapo"] | {"loss": "cispo"})
+    assert_objective(algorithm, (loss, gradient))
+    data = hand_made()
+    batch = TokenBatch(data.new, data.proximal, data.behaviour, torch.ones(len(ROWS)), data.mask)
+    _, found = algorithm.token_loss(batch)
+    outside = sum(
+        not 0.8 <= math.exp(NEW_LESS_PROXIMAL[i][t]) <= 1.28 for i in ROWS for t in response(i)
+    )
+    assert found["clip_fraction"].item() == outside > 0
+
+
 def test_reinforce_pp_baseline_takes_off_the_groups_mean_first():
     advantages = build("reinforce_pp", REINFORCE_PP | {"baseline": "group"}).advantages(
         hand_made().summary

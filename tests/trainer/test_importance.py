@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rose.trainer.importance import importance_weights, mismatch
+from rose.trainer.importance import Bounds, importance_weights, mismatch
 from rose.trainer.reference import penalty
 
 PROXIMAL = [[-1.0, -0.5, -2.0], [-0.1, -3.0, 7.0]]
@@ -24,28 +24,28 @@ def tensors(requires_grad: bool = False):
 
 
 def test_weight_is_the_probability_ratio_cut_at_the_cap():
-    weights = importance_weights(*tensors(), cap=2.0)
+    weights = importance_weights(*tensors(), Bounds(2.0))
     expected = [[math.exp(0.2), 0.0, math.exp(-1.0)], [2.0, math.exp(-0.1), 0.0]]
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 def test_no_cap_means_no_correction():
-    assert importance_weights(*tensors(), cap=None).tolist() == MASK
+    assert importance_weights(*tensors(), Bounds(None)).tolist() == MASK
 
 
 def test_weight_carries_no_gradient():
-    assert not importance_weights(*tensors(requires_grad=True), cap=2.0).requires_grad
+    assert not importance_weights(*tensors(requires_grad=True), Bounds(2.0)).requires_grad
 
 
 def test_a_hopeless_ratio_stays_finite_and_capped():
     weights = importance_weights(
-        torch.tensor([[0.0]]), torch.tensor([[-1e4]]), torch.ones(1, 1), cap=2.0
+        torch.tensor([[0.0]]), torch.tensor([[-1e4]]), torch.ones(1, 1), Bounds(2.0)
     )
     assert weights.tolist() == [[2.0]]
 
 
 def test_mismatch_sums_over_response_tokens_only():
-    found = {key: value.item() for key, value in mismatch(*tensors(), cap=1.2).items()}
+    found = {key: value.item() for key, value in mismatch(*tensors(), Bounds(1.2)).items()}
     assert found == pytest.approx(
         {
             "kl_k3": sum(math.exp(d) - 1 - d for d in DIFFERENCES),
@@ -58,9 +58,9 @@ def test_mismatch_sums_over_response_tokens_only():
 
 
 def test_mismatch_adds_up_over_micro_batches():
-    whole = mismatch(*tensors(), cap=2.0)
+    whole = mismatch(*tensors(), Bounds(2.0))
     first, second = ([t[rows] for t in tensors()] for rows in (slice(0, 1), slice(1, 2)))
-    parts = [mismatch(*first, cap=2.0), mismatch(*second, cap=2.0)]
+    parts = [mismatch(*first, Bounds(2.0)), mismatch(*second, Bounds(2.0))]
     for key in whole:
         combine = max if key == "ratio_max" else sum
         assert combine(part[key].item() for part in parts) == pytest.approx(
@@ -91,7 +91,7 @@ def test_the_kl_estimate_is_unbiased():
 
 def test_identical_logprobs_have_no_mismatch():
     proximal, _, mask = tensors()
-    found = mismatch(proximal, proximal.clone(), mask, cap=1.0)
+    found = mismatch(proximal, proximal.clone(), mask, Bounds(1.0))
     assert {key: value.item() for key, value in found.items()} == {
         "kl_k3": 0,
         "abs_diff": 0,
@@ -103,7 +103,7 @@ def test_identical_logprobs_have_no_mismatch():
 def test_no_response_tokens_measure_nothing():
     proximal, behaviour, mask = tensors()
     assert all(
-        value.item() == 0 for value in mismatch(proximal, behaviour, mask * 0, cap=2.0).values()
+        value.item() == 0 for value in mismatch(proximal, behaviour, mask * 0, Bounds(2.0)).values()
     )
 
 
@@ -142,3 +142,31 @@ def test_the_corrected_penalty_has_value_and_gradient_of_kl_to_the_reference(upd
         wrong, got = (torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (other, plain))
         torch.testing.assert_close(got, wrong)
         assert (wrong - right).norm() > 0.1 * right.norm()
+
+
+def test_with_a_floor_what_lies_outside_teaches_nothing():
+    """IcePop: exp(0.2) = 1.22, exp(-1) = 0.37, exp(2) = 7.4 and exp(-0.1) = 0.9 in [0.5, 5]."""
+    bounds = Bounds(5.0, floor=0.5)
+    weights = importance_weights(*tensors(), bounds)
+    expected = [[math.exp(0.2), 0.0, 0.0], [0.0, math.exp(-0.1), 0.0]]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert mismatch(*tensors(), bounds)["capped"].item() == 2
+
+
+def test_a_sequence_has_one_weight_the_product_of_its_tokens_ratios():
+    """exp(0.2 - 1) = 0.45 and exp(2 - 0.1) = 6.7."""
+    weights = importance_weights(*tensors(), Bounds(2.0, level="sequence"))
+    expected = [[math.exp(-0.8), 0.0, math.exp(-0.8)], [2.0, 2.0, 0.0]]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    dropped = importance_weights(*tensors(), Bounds(5.0, floor=0.4, level="sequence"))
+    expected = [[math.exp(-0.8), 0.0, math.exp(-0.8)], [0.0, 0.0, 0.0]]
+    torch.testing.assert_close(dropped, torch.tensor(expected))
+    gap = mismatch(*tensors(), Bounds(5.0, floor=0.4, level="sequence"))
+    assert gap["capped"].item() == 2, "tokens"
+
+
+def test_the_weight_of_a_long_sequence_is_finite():
+    long = torch.zeros(1, 1000), torch.full((1, 1000), -1.0), torch.ones(1, 1000)
+    assert importance_weights(*long, Bounds(2.0, level="sequence")).unique().tolist() == [2.0]
+    far = importance_weights(*(long[1], long[0], long[2]), Bounds(2.0, level="sequence"))
+    assert 0 < far.max() < 1e-8

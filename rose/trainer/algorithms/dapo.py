@@ -1,16 +1,18 @@
 """DAPO: decoupled clip and dynamic sampling policy optimization (Yu et al. 2025, arXiv:2503.14476).
 
 Here: clip-higher (section 3.1), token-level loss (3.3), soft overlong punishment (3.4, equation 13)
-and, as an option, overlong filtering (3.4). Dynamic sampling (3.2) is a decision about what to
-roll out: the scheduler makes it, when `algorithm.dynamic_sampling` is true.
+and, as an option, overlong filtering (3.4); `loss: cispo` is the loss of MiniMax-M1
+(arXiv:2506.13585), which weighs tokens as DAPO does. Dynamic sampling (3.2) is a decision about
+what to roll out: the scheduler makes it, when `algorithm.dynamic_sampling` is true.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rose.trainer.algorithms.base import (
+    AboveOne,
     ClipLow,
     Count,
     CountOrZero,
@@ -20,6 +22,7 @@ from rose.trainer.algorithms.base import (
 )
 from rose.trainer.algorithms.surrogate import (
     clipped_surrogate,
+    clipped_weights,
     group_advantages,
     token_mean_weights,
 )
@@ -43,6 +46,8 @@ class Dapo:
     max_response_tokens: Count | None
     overlong_buffer: CountOrZero | None
     overlong_filtering: bool
+    dual_clip: AboveOne | None = None
+    loss: Literal["clip", "cispo"] = "clip"
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
@@ -53,6 +58,11 @@ class Dapo:
             raise ValueError(
                 f"algorithm.args.overlong_buffer={self.overlong_buffer}: must not be more than "
                 f"algorithm.args.max_response_tokens={self.max_response_tokens}"
+            )
+        if self.loss == "cispo" and self.dual_clip is not None:
+            raise ValueError(
+                f"algorithm.args.dual_clip={self.dual_clip:g}: loss=cispo has no ratio that it "
+                "could bound; null is right"
             )
 
     def overlong_punishment(self, summary: Summary) -> Tensor:
@@ -76,4 +86,6 @@ class Dapo:
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
-        return clipped_surrogate(ratios, batch, self.clip_low, self.clip_high)
+        if self.loss == "cispo":
+            return clipped_weights(ratios, batch, self.clip_low, self.clip_high)
+        return clipped_surrogate(ratios, batch, self.clip_low, self.clip_high, self.dual_clip)

@@ -3,15 +3,16 @@
 The baseline is the group's mean reward, so there is no critic. The KL penalty to a reference model
 is `algorithm.kl_coef`, 0 by default: agent RL of today runs without it (DAPO section 2.3, Dr.
 GRPO).
-`scale_by_std: false` is Dr. GRPO's advantage (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+`scale_by_std: false` is Dr. GRPO's advantage, and `normaliser`, the most tokens that a trajectory
+can have, its loss (Liu et al. 2025, arXiv:2503.20783, section 3.2).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from rose.trainer.algorithms.base import ClipLow, NonNegative, Summary, TokenBatch
+from rose.trainer.algorithms.base import AboveOne, ClipLow, Count, NonNegative, Summary, TokenBatch
 from rose.trainer.algorithms.surrogate import (
     clipped_surrogate,
     group_advantages,
@@ -28,6 +29,8 @@ class Grpo:
     clip_low: ClipLow
     clip_high: NonNegative
     scale_by_std: bool
+    normaliser: Count | None = field(default=None, kw_only=True)
+    dual_clip: AboveOne | None = field(default=None, kw_only=True)
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
@@ -37,8 +40,8 @@ class Grpo:
 
     def token_weights(self, summary: Summary) -> Tensor:
         """Equation 3: the mean over each trajectory's tokens, then over trajectories."""
-        return sequence_mean_weights(summary)
+        return sequence_mean_weights(summary, self.normaliser)
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         ratios = log_ratio(batch.logprobs, batch.proximal, batch.mask)
-        return clipped_surrogate(ratios, batch, self.clip_low, self.clip_high)
+        return clipped_surrogate(ratios, batch, self.clip_low, self.clip_high, self.dual_clip)

@@ -47,10 +47,13 @@ def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
     return (variance / (size - 1).clamp(min=1)).sqrt()
 
 
-def sequence_mean_weights(summary: Summary) -> Tensor:
-    """Mean over tokens, then over N trajectories: (N,) 1 / (N * tokens); 0 without tokens."""
+def sequence_mean_weights(summary: Summary, normaliser: int | None = None) -> Tensor:
+    """Mean over tokens, then over N trajectories: (N,) 1 / (N * tokens); 0 without tokens. With a
+    `normaliser` 1 / (N * normaliser), whatever the length (Dr. GRPO, arXiv:2503.20783, section
+    3.2)."""
     tokens = summary.response_tokens
-    return (tokens > 0).float() / (tokens.clamp(min=1) * max(1, len(tokens)))
+    by = tokens.clamp(min=1) if normaliser is None else normaliser
+    return (tokens > 0).float() / (by * max(1, len(tokens)))
 
 
 def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -60,10 +63,15 @@ def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> T
 
 
 def clipped_surrogate(
-    log_ratios: Tensor, batch: TokenBatch, clip_low: float, clip_high: float
+    log_ratios: Tensor,
+    batch: TokenBatch,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's pessimistic loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), (B, T), 0 where
-    mask is 0.
+    mask is 0. With `dual_clip` c the loss of a negative advantage is at most -c A (Ye et al. 2020,
+    arXiv:1912.09729, equation 5), which PPO leaves without a bound.
 
     `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction`
     (tokens whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal
@@ -72,13 +80,32 @@ def clipped_surrogate(
     ratio = log_ratios.exp()
     advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -(ratio * advantages).minimum(clipped * advantages) * batch.mask
-    ratio, log_ratios = ratio.detach(), log_ratios.detach()
+    loss = -(ratio * advantages).minimum(clipped * advantages)
     above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
     cut = (above & (advantages > 0)) | (below & (advantages < 0))
-    statistics = {
+    if dual_clip is not None:
+        far = (ratio > dual_clip) & (advantages < 0)
+        loss, cut = loss.where(~far, -dual_clip * advantages), cut | far
+    return loss * batch.mask, _statistics(log_ratios, cut, batch)
+
+
+def clipped_weights(
+    log_ratios: Tensor, batch: TokenBatch, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO's loss -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, (B, T), 0 where mask is 0
+    (MiniMax-M1, arXiv:2506.13585, equation 4): what is clipped is a token's weight, so that every
+    token keeps a gradient. Arguments and statistics as of `clipped_surrogate`."""
+    ratio = log_ratios.detach().exp()
+    advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -(weight * advantages) * batch.logprobs.masked_fill(batch.mask == 0, 0.0)
+    return loss * batch.mask, _statistics(log_ratios, weight != ratio, batch)
+
+
+def _statistics(log_ratios: Tensor, cut: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+    ratio, log_ratios = log_ratios.detach().exp(), log_ratios.detach()
+    return {
         "clip_fraction": (cut * batch.mask).sum(),
         "ratio": (ratio * batch.mask).sum(),
         "policy_kl": ((ratio - 1 - log_ratios) * batch.mask).sum(),
     }
-    return loss, statistics

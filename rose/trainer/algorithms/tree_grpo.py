@@ -61,7 +61,8 @@ class TreeGrpo(Grpo):
         weights: dict[int, float] = defaultdict(float)
         for row, path in enumerate(forest.paths):
             for segment in path:
-                weights[segment] += shares[row] / max(1, tokens[row]) / sum(shares)
+                by = self.normaliser or max(1, tokens[row])
+                weights[segment] += shares[row] / by / sum(shares)
         return forest.of_turns(weights).float()
 
 
