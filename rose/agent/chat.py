@@ -4,8 +4,8 @@ A conversation's first prompt is rendered by the template as usual. After that o
 the end of the policy's turn and its next generation prompt is encoded and appended: a template may
 rewrite earlier turns (Qwen3 drops their thinking), a trajectory must not. That text is the
 template's rendering of a dummy conversation, after the dummy answer. What a template gets is what
-`vllm serve` gives it (rose/agent/template.py). Left out: images, and tools with templates that
-write a result only behind a message with calls, or else than behind one without.
+`vllm serve` gives it (rose/agent/template.py). Left out: images, and tools with templates in which
+a result behind a call is written otherwise than behind an answer without one, or not at all.
 """
 
 from __future__ import annotations
@@ -167,9 +167,11 @@ class ChatFormat:
         messages: Sequence[tuple[Observer, str]] | Sequence[dict[str, Any]],
         closed: bool = True,
         tools: bool | None = None,
+        system: bool = False,
     ) -> list[int]:
         """Do as `observation` for several (who says it, text), or OpenAI's messages, in a row:
-        results of calls in one turn, and what a user says after them. Raises `CannotExtend`."""
+        results of calls in one turn, and what a user says after them. `system`: whether the
+        trajectory has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))
@@ -177,7 +179,7 @@ class ChatFormat:
             tools = any(message["role"] == "tool" for message in whole)
         key = json.dumps(whole)
         write = self._observation if len(key) <= CACHED else self._observation_tokens
-        return list(write(key, closed, tools))
+        return list(write(key, closed, tools, system))
 
     def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
         """Thought, content and calls of a turn's text."""
@@ -254,20 +256,23 @@ class ChatFormat:
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
         return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
-    def _observation_tokens(self, written: str, closed: bool, tools: bool) -> list[int]:
+    def _observation_tokens(
+        self, written: str, closed: bool, tools: bool, system: bool
+    ) -> list[int]:
         messages = json.loads(written)
         for message in messages:
             texts = message["content"]
             message["content"] = (
                 self.neutral(texts) if isinstance(texts, str) else list(map(self.neutral, texts))
             )
-        gap = self._gaps.of(tuple(message["role"] for message in messages), tools)
+        gap = self._gaps.of(tuple(message["role"] for message in messages), tools, system)
         plain = all(isinstance(m["content"], str) and "name" not in m for m in messages)
         named = all(m.get("tool_call_id") in (None, call_id(i)) for i, m in enumerate(messages))
-        if plain and gap.forms is not None and (named or call_id(0)[:-1] not in "".join(gap.texts)):
+        if plain and gap.forms is not None and (named or not gap.ids):
             text = gap.end + gap.write([message["content"] for message in messages])
         else:
-            said = [plain_message("user"), plain_message("assistant", ANSWER), *messages]
+            front = [plain_message("system")] if system else []
+            said = [*front, plain_message("user"), plain_message("assistant", ANSWER), *messages]
             text = self._gaps.after_answer(said, tools)
         tokens = self._encode(text)
         return tokens[1:] if closed else tokens

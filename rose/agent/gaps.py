@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,8 +21,17 @@ from rose.config import ConfigError
 CACHE = 4096  # sequences of roles; an agent's results and messages in a row are few
 ANSWER = "ROSE-ANSWER-7f3a"
 OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
-# Contents by which the guess what a template does to one is tried.
-TRIED = ("", "\n \u00a0" + OBSERVATION + "\\n\t ", "0", "<b> & 'x'\n\nÄ\u2028 \"" + OBSERVATION)
+# Contents by which it is tried what a template does to any content.
+TRIED = (
+    "",
+    "\n \u00a0" + OBSERVATION + "\\n\t ",
+    "0",
+    "<b> & 'x'\n\nÄ\u2028 \"" + OBSERVATION,
+    '{"a": 1}',
+    "[1]",
+    "a</think>\n\nb<think>c",
+)
+LONG = 5  # rounds before an answer, in a conversation whose length may matter to a template
 # Thoughts, which templates write into prompts and leave out of earlier turns.
 THINKING = re.compile(r"</?think>|\[/?THINK\]|\s")
 
@@ -42,6 +51,7 @@ class Gap:
     # What the template does to each content: whether it is written as a JSON string, and trimmed.
     # None where it does something else, so that each message has to be rendered.
     forms: tuple[tuple[bool, bool], ...] | None
+    ids: bool  # whether it writes the ids of calls beside results
 
     def write(self, contents: Sequence[str]) -> str:
         """The text behind the end of the turn."""
@@ -88,37 +98,54 @@ class Gaps:
             return f"{error}; such a template can't be used with tools"
         return ""
 
-    def _find(self, roles: tuple[Observer, ...], tools: bool) -> Gap:
-        """Rendered twice, the second time after one turn more: the same must come after the
-        answer, and a turn must not change what the prompt before it had."""
+    def _find(self, roles: tuple[Observer, ...], tools: bool, system: bool = False) -> Gap:
+        """Find the gap in conversations that begin with a system message, or without one.
+
+        Whatever turns there were before, the same text must follow an answer, and the answer must
+        not change the prompt before it. Raises `CannotExtend` otherwise.
+        """
         contents = [OBSERVATION.format(i) for i in range(len(roles))]
         reply, observed = plain_message("assistant", ANSWER), observed_messages(roles, contents)
+        front = [plain_message("system", "y")] if system else []
         begun = [plain_message("user"), reply, *observed]
-        between = self.after_answer(begun, tools)
-        later = self.after_answer(
-            [plain_message("user"), plain_message("assistant"), *begun], tools
-        )
-        if between != later:
-            raise self._cannot(
-                f"what its chat template writes after an answer depends on the turns before "
-                f"({between!r}, then {later!r}); tokens of a trajectory could not stay as generated"
-            )
+        between = self.after_answer([*front, *begun], tools)
+        for earlier in self._earlier(tools):
+            later = self.after_answer([*front, *earlier, *begun], tools)
+            if between != later:
+                raise self._cannot(
+                    f"what its chat template writes after an answer depends on the turns before "
+                    f"({between!r}, then {later!r}); tokens of a trajectory could not stay as "
+                    "generated"
+                )
         end = next((token for token in self._ends if between.startswith(token)), None)
         if end is None:
             raise self._cannot(
                 f"its chat template ends an answer with {between[:30]!r}, which is none of its "
                 f"end-of-turn tokens {self._ends}; model.end_of_turn names others"
             )
-        again = [plain_message("user"), plain_message("assistant"), *observed]
-        self._check_opening([plain_message("user")], again, observed, tools)
+        again = [*front, plain_message("user"), plain_message("assistant"), *observed]
+        self._check_opening([*front, plain_message("user")], again, observed, tools)
+        others = [
+            {**m, "tool_call_id": "9Zx8Yw7Vu"} if m["role"] == "tool" else m for m in observed
+        ]
+        ids = between != self.after_answer([*front, *begun[:2], *others], tools)
         texts, escaped = self._cut(between[len(end) :], contents)
         for trims in itertools.product((False, True), repeat=len(set(roles))):
             trimmed = dict(zip(sorted(set(roles)), trims, strict=True))
             forms = tuple((e, trimmed[r]) for e, r in zip(escaped, roles, strict=True))
-            gap = Gap(end, texts, forms)
+            gap = Gap(end, texts, forms, ids)
             if all(self._is_written(gap, roles, text, tools) for text in TRIED):
                 return gap
-        return Gap(end, texts, None)
+        return Gap(end, texts, None, ids)
+
+    def _earlier(self, tools: bool) -> Iterator[list[dict[str, Any]]]:
+        """Yield rounds that may come before an answer: one, several, and one with a call."""
+        plain = [plain_message("user"), plain_message("assistant")]
+        yield plain
+        yield plain * LONG
+        if tools:
+            result = plain_message("tool") | {"tool_call_id": call_id(0)}
+            yield [plain[0], calling({"text": "x"}), result, plain[1]]
 
     def _is_written(self, gap: Gap, roles: tuple[Observer, ...], text: str, tools: bool) -> bool:
         """Return whether the template writes observations of this text as `gap` does."""

@@ -170,7 +170,7 @@ class _Episode:
                 self.invalid_calls += step.invalid
                 done = done or step.done
             if not done:
-                await self._prepare_next(observed, closed, bool(first.tools))
+                await self._prepare_next(observed, closed, first)
             if not done and not self.truncated:
                 self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
@@ -435,7 +435,7 @@ class _Episode:
         return [step], [("tool", result) for result in results]
 
     async def _prepare_next(
-        self, observed: list[tuple[Observer, str]], closed: bool, tools: bool
+        self, observed: list[tuple[Observer, str]], closed: bool, first: Start
     ) -> None:
         """Append what was observed if another turn can follow, else end the trajectory as
         truncated."""
@@ -443,9 +443,9 @@ class _Episode:
         last = self.turns >= self.limits.max_turns
         ends = last or self.chat.least_tokens(size) >= self.room
         if not ends:
-            tokens = await self._written(
-                "step", size, self.chat.observations, observed, closed, tools
-            )
+            system = any(m["role"] in ("system", "developer") for m in first.messages)
+            given = observed, closed, bool(first.tools), system
+            tokens = await self._written("step", size, self.chat.observations, *given)
             ends = len(tokens) >= self.room
         if ends:
             self.truncated, self.limit = True, "turns" if last else "context"

@@ -132,8 +132,8 @@ def _served_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make developers' messages system messages, and all of these the first one, for templates
-    that don't know the role."""
+    """Make one first system message of those of developers and of the system, for templates that
+    don't know developers."""
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -163,7 +163,9 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
     while before < len(lists):
         before = len(lists)
         for assign in root.find_all(nodes.Assign):
-            if _name(assign.node) in lists and isinstance(assign.target, nodes.Name):
+            if _name(assign.node) in lists:
+                if not isinstance(assign.target, nodes.Name):
+                    return  # vLLM gives texts to a template that assigns messages to an attribute.
                 lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
     items = {

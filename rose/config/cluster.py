@@ -81,9 +81,9 @@ class Cluster(Section):
     @property
     def of_interface(self) -> dict[str, str]:
         """Variables by which gloo, NCCL (for which a bare name is a prefix) and libfabric's tcp
-        provider take it. Without one, MPI's ranks on one machine listen on its loopback alone."""
+        provider take it."""
         if not self.interface:
-            return {"FI_TCP_IFACE": "lo"} if self.kind == "local" else {}
+            return {}
         return {
             "GLOO_SOCKET_IFNAME": self.interface,
             "NCCL_SOCKET_IFNAME": f"={self.interface}",

@@ -61,7 +61,7 @@ class Observe(Section):
     save_trajectories: bool
     wandb: Wandb
     mlflow: Mlflow
-    # of which trajectories, events and earlier attempts' journals stay; null: of all
+    # the newest steps whose trajectories and events stay, and journals of their attempts; null: all
     keep_steps: Count | None
 
 

@@ -8,59 +8,67 @@ from its beginning.
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rose.observe.metrics import read_metrics
+from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import SEGMENT
 from rose.observe.trajectories import STEP_FILES
 
+STEP_NAME = re.compile(r"step-(\d+)\.msgpack")
+
 
 class Retention:
-    """`keep`: steps of which all is kept; None: of every step. `attempt`: the run's present one."""
+    """`keep`: how many steps to keep in full; None: all. `attempt`: the run's present one."""
 
     def __init__(self, run_dir: Path, keep: int | None, attempt: int) -> None:
         self._run_dir, self._keep, self._attempt = Path(run_dir), keep, attempt
-        # step -> when it ended, in seconds of the wall clock
-        self._ended: dict[int, float] = {}
+        # When each step ended, in seconds of the wall clock: those of earlier attempts, and those
+        # of this one, whose clock may have been set meanwhile.
+        self._earlier: dict[int, float] = {}
+        self._own: dict[int, float] = {}
         if keep is not None:
-            rows = read_metrics(run_dir)
-            self._ended = {row["step"]: row["time"] for row in rows if row["kind"] == "step"}
+            rows = rows_of(read_metrics(run_dir), "step")
+            self._earlier = {row["step"]: row["time"] for row in rows if "time" in row}
 
     def step_ended(self, step: int) -> None:
         """Remove what is too old now that `step` has ended. What can't be removed stays."""
         if self._keep is None:
             return
-        self._ended[step] = time.time()
-        newest = step - self._keep  # of the steps that go
-        old = [path for path in self._run_dir.glob(STEP_FILES) if _step_of(path) <= newest]
-        if newest in self._ended:
-            until = self._ended[newest]
-            old += [path for path in self._closed() if _modified(path) < until]
+        self._own[step] = time.time()
+        newest = step - self._keep  # the newest step that is not kept
+        rollouts = self._run_dir.glob(STEP_FILES)
+        old = [path for path in rollouts if (number := _step_of(path)) and number <= newest]
+        if (until := self._own.get(newest)) is not None:
+            old += self._older(f"events/{self._attempt}", f"*.{SEGMENT}", until)
+        until = self._own.get(newest, self._earlier.get(newest, -math.inf))
+        for folder in (self._run_dir / "events").glob("*"):
+            if folder.name != str(self._attempt):
+                old += self._older(f"events/{folder.name}", "*.jsonl", until)
+        own = f"attempt-{self._attempt:03d}.jsonl"
+        old += [path for path in self._older("journal", "*.jsonl", until) if path.name != own]
         for path in old:
             with suppress(OSError):
                 path.unlink()
-        self._ended = {step: at for step, at in self._ended.items() if step >= newest}
+        self._own = {step: at for step, at in self._own.items() if step >= newest}
 
-    def _closed(self) -> Iterator[Path]:
-        """Files of events and journals that nobody writes any more."""
-        for folder in (self._run_dir / "events").glob("*"):
-            yield from folder.glob(
-                f"*.{SEGMENT}" if folder.name == str(self._attempt) else "*.jsonl"
-            )
-        own = f"attempt-{self._attempt:03d}.jsonl"
-        yield from (p for p in (self._run_dir / "journal").glob("*.jsonl") if p.name != own)
+    def _older(self, folder: str, pattern: str, until: float) -> list[Path]:
+        """Return files that were last written before `until`."""
+        return [p for p in (self._run_dir / folder).glob(pattern) if _modified(p) < until]
 
 
 def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
+    """Return the number of a file of trajectories; 0 of a file that somebody else has put there."""
+    found = STEP_NAME.fullmatch(path.name)
+    return int(found[1]) if found else 0
 
 
 def _modified(path: Path) -> float:
-    """Seconds of the wall clock; of a file that is gone the end of time."""
+    """Return seconds of the wall clock; infinity for a file that is gone."""
     try:
         return path.stat().st_mtime
     except OSError:
-        return float("inf")
+        return math.inf

@@ -256,6 +256,8 @@ def _name_template(folder: Path, model: Model) -> None:
         return
     if not chat.native_tools:
         (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
+        # A server would take this one for tools, though it ignores them.
+        (folder / "additional_chat_templates" / "tool_use.jinja").unlink(missing_ok=True)
 
 
 def _name_sampling(folder: Path, rollout: Rollout) -> None:

@@ -80,7 +80,7 @@ def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
 
 def unpunished(c: Config) -> tuple[str, ...]:
     """Doubts about DAPO's overlong punishment that begins above what a trajectory can reach. With
-    algorithm.args.max_response_tokens=null it goes by the limits themselves."""
+    algorithm.args.max_response_tokens=null it follows the run's limits, which can be reached."""
     args = c.algorithm.args
     most, buffer = args.get("max_response_tokens"), args.get("overlong_buffer")
     if most is None or buffer == 0:
@@ -89,7 +89,9 @@ def unpunished(c: Config) -> tuple[str, ...]:
     found = []
     for name, member in c.env.members.items():
         turns, key = member.max_turns * member.max_new_tokens, c.env.key_of(name)
-        if min(turns, c.model.max_context) <= begin:
+        # A program may begin anew with a shorter history, so its context bounds no trajectory.
+        branches = member.name in ("agent", "verifiers")
+        if (turns if branches else min(turns, c.model.max_context)) <= begin:
             found.append(
                 f"algorithm.args.max_response_tokens={most}: the overlong punishment begins above "
                 f"{begin:g} tokens, which no trajectory of {key} reaches: {key}.max_turns="

@@ -62,8 +62,11 @@ def environment(c: Config) -> dict[str, str]:
     # NumPy loads before a rank knows its own share of the cores
     threads = {"OPENBLAS_NUM_THREADS": "1"}
     utf8 = {"PYTHONUTF8": "1"}  # whatever the locale, for others' code, too
+    # Ranks of one machine meet there, where no other machine reaches them.
+    loopback = {"FI_TCP_IFACE": "lo"} if c.cluster.kind == "local" else {}
     return (
-        os.environ
+        loopback
+        | os.environ
         | {"PYTHONPATH": places.python_path()}
         | threads
         | utf8

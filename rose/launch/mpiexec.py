@@ -28,6 +28,7 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 LIMITS = {"kvsname_max": 256, "keylen_max": 64, "vallen_max": 1024}  # characters, as hydra's
+LAUNCHERS = ("PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
 OPTION = {"-n": 1, "-env": 2}  # and how many words follow
 
 
@@ -45,7 +46,7 @@ class World:
     """The ranks, and the table of what they have put: each its address."""
 
     size: int
-    # By this name MPICH tells worlds apart, and calls their shared memory on a node.
+    # MPICH tells worlds apart by this name, and names their shared memory after it.
     name: str = field(default_factory=lambda: f"kvs_{secrets.token_hex(8)}")
     ranks: list[Rank] = field(default_factory=list)
     table: dict[str, str] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class World:
             case "abort":
                 _say(f"rank {rank.number} called MPI_Abort: {line.strip()}")
                 self.code = int(asked.get("exitcode", 1)) % 256 or 1
-                self.end()  # MPICH waits for that, the rank that called it, too.
+                self.end()  # The rank that called it waits to be ended, too.
                 return None
             case "spawn":
                 rank.spawning = True
@@ -151,11 +152,17 @@ def start(world: World, number: int, variables: dict[str, str], command: list[st
     with theirs:
         process = subprocess.Popen(
             command,
-            env=os.environ | variables | own,
+            env=_without_launchers() | variables | own,
             pass_fds=[theirs.fileno()],
             preexec_fn=_ends_with(os.getpid()),
         )
     return Rank(number, process, ours)
+
+
+def _without_launchers() -> dict[str, str]:
+    """Return this process's variables but those by which another launcher, such as Slurm's srun,
+    would tell MPI of a world of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
 def _ends_with(parent: int) -> Callable[[], None]:
@@ -214,8 +221,9 @@ def _read(world: World, rank: Rank) -> bool:
     for line in lines:
         try:
             reply = world.answer(rank, line.decode())
-        except (KeyError, UnicodeDecodeError):
+        except (KeyError, ValueError):
             _say(f"rank {rank.number} sent what is no request: {line[:80]!r}")
+            rank.wire.shutdown(socket.SHUT_RDWR)
             return False
         if reply is not None:
             _send(rank, reply)
@@ -232,7 +240,12 @@ def _words(command: str, **values: object) -> str:
 
 
 def _shown(code: int) -> str:
-    return f"code {code}" if code > 0 else signal.Signals(-code).name
+    if code > 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
 
 
 def _say(words: str) -> None:

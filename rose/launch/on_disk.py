@@ -2,11 +2,11 @@
 
 A checkpoint holds Adam's two moments and the master weights in fp32, 12 bytes for each trained
 parameter, and the weights themselves in their dtype; ZeRO stage 3 saves no weights beside the
-master's. Its files are nine with one trainer rank, and four for each further one. While one is
-written, trainer.checkpoint_keep others are there. A trajectory takes `TOKEN` bytes a token: its id,
-whether the policy made it, its log-probability and its version. Left out: the journal, the events
-and the versions of weights in between, whose sizes depend on what happens (`rose state` shows
-them).
+master's. Its files are nine with one trainer rank, and four for each further one. The earlier
+trainer.checkpoint_keep checkpoints stay until the next one is whole. A trajectory takes `TOKEN`
+bytes a token: its id, whether the policy made it, its log-probability and its version. Left out:
+the journal, the events and the versions of weights in between, whose sizes depend on what happens
+(`rose state` shows them).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class OnDisk(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"on disk, at most: {self.checkpoints} checkpoints of {size(self.checkpoint)} and "
+            f"on disk, about: {self.checkpoints} checkpoints of {size(self.checkpoint)} and "
             f"{self.files} files each; {size(self.version)} for each whole version of the weights; "
-            f"{size(self.step)} of trajectories a step"
+            f"at most {size(self.step)} of trajectories a step"
         )
 
 

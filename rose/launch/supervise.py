@@ -86,7 +86,7 @@ class Job:
     vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
     probed: float = 0.0  # monotonic: when the run's folder was last tried
     beats: Beats = field(default_factory=Beats)
-    before: dict[str, disk.Use] = field(default_factory=dict)  # use of the disk at the start
+    before: tuple[dict[str, disk.Use], bool] = ({}, True)  # use of the disk at the start
     lost: bool = False  # the rank that ends the job was killed, vanished, hangs or lost its GPU
 
     @property
@@ -104,7 +104,7 @@ class Job:
             if not self.handled
         }
         try:
-            self.before, _ = disk.measure(self.run_dir, MEASURE_S)
+            self.before = disk.measure(self.run_dir, MEASURE_S)
             outcome = self._watch()
             if outcome.failure:
                 write_failure(self.run_dir, self.attempt, outcome.failure)
@@ -240,7 +240,7 @@ class Job:
                 "what the ranks could still write is in "
                 f"{logs.attempt_folder(self.run_dir, self.attempt)}"
             )
-        grown = refused and disk.growth(self.before, disk.measure(self.run_dir, MEASURE_S)[0])
+        grown = refused and disk.growth(self.before, disk.measure(self.run_dir, MEASURE_S))
         text = "\n".join(filter(None, [files.advice(refused, failure), grown, failure]))
         text = files.printable(text)  # An agent's program may have printed what it quotes.
         return Outcome(text, self._interrupted(), self.lost and refused is None)

@@ -101,8 +101,14 @@ def show(run_dir: Path, console: Console) -> None:
     console.print(table)
 
 
-def growth(before: Mapping[str, Use], now: Mapping[str, Use]) -> str:
-    """Return which folders of a run grew, the most grown first, in words."""
+def growth(before: tuple[Mapping[str, Use], bool], now: tuple[Mapping[str, Use], bool]) -> str:
+    """Return which folders of a run grew between two results of `measure`, the most grown first, in
+    words; the largest ones where a walk did not come to its end."""
+    (before, whole), (now, whole_now) = before, now
+    if not (whole and whole_now):
+        largest = sorted(now, key=lambda name: now[name], reverse=True)[:MOST_GROWN]
+        parts = [f"{name} {size(now[name].bytes)} and {files(now[name].files)}" for name in largest]
+        return f"of this run, counted in part, are there at least {'; '.join(parts)}"
     more = {name: use - before.get(name, Use()) for name, use in now.items()}
     grown = sorted(
         (name for name, use in more.items() if use.bytes > 0 or use.files > 0),

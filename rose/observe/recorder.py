@@ -108,10 +108,14 @@ class Recorder(NullRecorder):
         more files, all of it stays in one."""
         before = self._path.parent.glob(f"{self._path.stem}.{SEGMENT}")
         number = 1 + max((int(path.stem.rpartition(".")[2]) for path in before), default=0)
-        full = self._file
+        full, numbered = self._file, self._path.with_suffix(f".{number:06d}.jsonl")
         with suppress(OSError):
-            self._path.rename(self._path.with_suffix(f".{number:06d}.jsonl"))
-            self._open()
+            self._path.rename(numbered)
+            try:
+                self._open()
+            except OSError:
+                numbered.rename(self._path)
+                raise
             full.close()
 
 

@@ -65,12 +65,14 @@ def untaught(steps: list[dict[str, Any]]) -> str:
     last = steps[-IDLE:]
     if len(last) < IDLE or any(row.get("grad_norm") != 0 for row in last):
         return ""
+    words = f"the last {IDLE} steps taught nothing: their gradient was 0"
+    if any(row.get("groups_equal") != 1 for row in last):
+        return f"{words}, though rewards within groups differed; all weights of tokens were 0"
     rewards = [row["reward_mean"] for row in last if row.get("reward_mean") is not None]
     mean = f" (mean {sum(rewards) / len(rewards):.3g})" if rewards else ""
     return (
-        f"the last {IDLE} steps taught nothing: their gradient was 0, since in each group all "
-        f"rewards were equal{mean}; tasks of another difficulty, larger groups "
-        "(rollout.group_size) or a reward in parts make them differ"
+        f"{words}, since in each group all rewards were equal{mean}; tasks of another difficulty, "
+        "larger groups (rollout.group_size) or a reward in parts make them differ"
     )
 
 

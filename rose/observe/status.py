@@ -17,17 +17,18 @@ FAILURE = "failure.txt"
 
 
 def write_failure(run_dir: Path, attempt: int, text: str) -> None:
-    """Note why an attempt failed. What finds no room is not written."""
+    """Note why an attempt failed, if the disk has room for that."""
     with suppress(OSError):
         write_whole(_failure(run_dir, attempt), text.encode("utf-8", "replace"))
 
 
 def read_failure(run_dir: Path) -> str:
     """Return why the run's last attempt failed; "" if it did not, or has not ended."""
-    attempts = sorted((Path(run_dir) / "status").glob("attempt-*"))
+    folders = (Path(run_dir) / "status").glob("attempt-*")
+    numbers = [int(path.name.removeprefix("attempt-")) for path in folders]
     with suppress(OSError):
-        if attempts:
-            return (attempts[-1] / FAILURE).read_text(encoding="utf-8", errors="replace")
+        if numbers:
+            return _failure(run_dir, max(numbers)).read_text(encoding="utf-8", errors="replace")
     return ""
 
 

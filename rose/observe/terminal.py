@@ -102,7 +102,7 @@ def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> Non
 
 
 def _newly_untaught(rows: list[dict[str, Any]]) -> str:
-    """A word on steps without a gradient, once for as many in a row as there are."""
+    """Return `series.untaught` where the last row is the first for which it has a word."""
     steps = rows_of(rows, "step")
     if not rows or rows[-1]["kind"] != "step" or series.untaught(steps[:-1]):
         return ""

@@ -83,7 +83,8 @@ class Talk:
                 number, context, screen = next(numbers), [], self._screen()
                 continue
             if context:
-                context += self._chat.observation(line, "user", closed)
+                said = [("user", line)]
+                context += self._chat.observations(said, closed, False, bool(self._system))
             else:
                 messages = [*self._system, {"role": "user", "content": line}]
                 context = self._chat.start(messages, [])

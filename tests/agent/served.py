@@ -67,6 +67,33 @@ MISTRAL_V3 = """\
 {%- endfor %}{{- eos_token }}
 {%- endif %}
 {%- endfor %}"""
+# The system message stands in the last user's message, so each of them takes it from the one before.
+MISTRAL_7B = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set messages = messages[1:] %}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{{- '[INST]' + (system + '\\n\\n' if loop.last and system is defined else '') + m.content + '[/INST]' }}
+{%- else %}{{- m.content + eos_token }}{%- endif %}
+{%- endfor %}"""
+# Results are numbered through the whole conversation.
+NUMBERED = """\
+{%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
+{%- set seen = namespace(results=0) %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'tool' %}{{- seen.results | string + ': ' }}{%- set seen.results = seen.results + 1 %}{%- endif %}
+{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}{{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# The end of a call's id stands beside its result.
+SLICED = NUMBERED.replace("seen.results | string", "m.tool_call_id[-4:]")
+# A long conversation has another mark before each user's message.
+LENGTH = CHATML.replace(
+    "m.role +", "m.role + ('!' if messages | length > 6 and m.role == 'user' else '') +"
+)
+# What a user says is cut behind a thought's end.
+CUTS = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 GEMMA = """\
 {{- bos_token }}
 {%- set first = '' %}

@@ -296,6 +296,107 @@ def test_a_template_whose_tools_cannot_be_appended_is_refused_with_tools(sides, 
         )
 
 
+def going_on(tokenizer, folder, template):
+    """(chat format of a template, what vLLM writes of messages and tools)."""
+    made = served.save(tokenizer, template, folder / "model")
+    chat, vllm = ChatFormat(made), served.Vllm(made)
+
+    def written(messages, tools):
+        given = {"tools": tools} if tools else {}
+        return vllm.chat({"model": "m", "messages": messages} | given)
+
+    return chat, written
+
+
+SYSTEM, GO, YES = (
+    {"role": role, "content": content}
+    for role, content in (("system", "be brief"), ("user", "go"), ("assistant", "yes"))
+)
+
+
+def test_a_system_message_that_moves_is_refused_where_a_conversation_with_one_goes_on(
+    tokenizer, tmp_path
+):
+    chat, vllm = going_on(tokenizer, tmp_path, served.MISTRAL_7B)
+    for messages in ([GO], [SYSTEM, GO]):
+        assert chat.start(messages, []) == vllm(messages, [])
+    prompt = chat.start([GO], []) + chat._encode("yes") + [chat._tokenizer.eos_token_id]
+    prompt += chat.observations([("user", "on")], True, False)
+    assert prompt == vllm([GO, YES, {"role": "user", "content": "on"}], [])
+    with pytest.raises(CannotExtend, match="could not stay as they were"):
+        chat.observations([("user", "on")], True, False, system=True)
+
+
+def test_results_that_a_template_numbers_are_refused_with_tools(tokenizer, tmp_path):
+    chat, _ = going_on(tokenizer, tmp_path, served.NUMBERED)
+    assert "depends on the turns before" in chat.tools_problem
+
+
+def test_marks_that_depend_on_a_conversations_length_are_refused(tokenizer, tmp_path):
+    with pytest.raises(CannotExtend, match="depends on the turns before"):
+        going_on(tokenizer, tmp_path, served.LENGTH)
+
+
+@pytest.mark.parametrize("template", [served.SLICED, served.CUTS])
+@pytest.mark.parametrize("content", ["a", "a</think>b", "{}"])
+def test_what_a_template_makes_of_an_id_or_a_text_is_written(
+    tokenizer, tmp_path, template, content
+):
+    chat, vllm = going_on(tokenizer, tmp_path, template)
+    tools = [{"type": "function", "function": FUNCTIONS[0]}] if template == served.SLICED else []
+    if tools:
+        call = {"id": "abcd56789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        observed = {"role": "tool", "tool_call_id": "abcd56789", "content": content}
+    else:
+        answer, observed = YES, {"role": "user", "content": content}
+    first, second = vllm([GO], tools), vllm([GO, answer, observed], tools)
+    gap = chat.observations([observed], True, bool(tools))
+    assert second[len(second) - len(gap) :] == gap and second[: len(first)] == first
+
+
+def test_an_answer_to_which_the_agent_adds_a_name_goes_on_in_its_branch(sides):
+    chat, _ = sides("chatml")
+    history = History(chat)
+    query = openai_chat.read({"messages": [GO]})
+    made = pack_tokens(chat._encode("yes"))
+    count = len(made) // 4
+    turn = ("g.t0", made, pack_floats([-1.0] * count), pack_tokens([0] * count), FinishReason.STOP)
+    node = history.record(history.place(query.messages, []), TurnResult(*turn))
+    [answer] = openai_chat.read({"messages": [YES, GO]}).messages[:1]
+    history.answered(query.messages, [], answer, node)
+    named = openai_chat.read({"messages": [GO, {**YES, "name": "agent_1"}, GO]})
+    assert history.place(named.messages, []).parent is node
+
+
+@pytest.mark.parametrize("content", [None, [], "", "absent"])
+@pytest.mark.parametrize("style", ["chatml", "qwen3", "gemma"])
+def test_a_call_without_text_is_written_as_vllm_does(sides, style, content):
+    chat, vllm = sides(style)
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+    if content == "absent":
+        del answer["content"]
+    result = {"role": "tool", "tool_call_id": "123456789", "content": "r"}
+    tools = [{"type": "function", "function": FUNCTIONS[0]}]
+    body = {"model": "m", "messages": [GO, answer, result], "tools": tools}
+    query = openai_chat.read(copy.deepcopy(body))
+    assert History(chat).place(query.messages, query.tools).new == vllm.chat(body)
+
+
+def test_a_refusal_is_a_text_and_the_changing_line_goes_in_every_api(sides):
+    chat, vllm = sides("chatml")
+    refusal = [{"type": "refusal", "refusal": "no"}]
+    line = {"role": "system", "content": "x-anthropic-billing-header: 7"}
+    for messages in ([GO, {"role": "assistant", "content": refusal}, GO], [line, GO]):
+        body = {"model": "m", "messages": messages}
+        query = openai_chat.read(copy.deepcopy(body))
+        assert History(chat).place(query.messages, []).new == vllm.chat(body)
+    body = {"model": "m", "max_tokens": 1, "system": line["content"], "messages": [GO]}
+    query = anthropic_messages.read(copy.deepcopy(body))
+    assert History(chat).place(query.messages, []).new == vllm.messages(body)
+
+
 def test_developers_and_names_reach_the_template_as_in_vllm(sides):
     chat, vllm = sides("mistral")
     messages = [

@@ -117,6 +117,15 @@ def test_later_updates_of_a_step_need_a_loss_with_a_ratio(tmp_path):
     front.check(compose_tree(*several, *clips, "cluster.dry_run=true"))
 
 
+def test_a_program_reaches_by_branches_what_its_context_could_not_hold(make_config):
+    asked = ("algorithm=dapo", "algorithm.args.max_response_tokens=20000", "model.max_context=8192")
+    limits = ("env.max_turns=100", "env.max_new_tokens=1000", "trainer.micro_batch_tokens=8192")
+    assert len(doubts.unpunished(make_config(*asked, *limits))) == 1
+    assert (
+        doubts.unpunished(make_config("env=agent", "env.args.command=true", *asked, *limits)) == ()
+    )
+
+
 @pytest.mark.parametrize("changed, words", [
     (["importance_floor=0.5"], "importance_floor=0.5: needs .* above it, which is 0.4"),
     (["importance_floor=0.5", "importance_cap=null"], "which is null"),

@@ -274,3 +274,15 @@ def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(
     assert model.shape(c).layers == 2
     prepared = model.prepare(c)
     assert (prepared.model.path, prepared.model.shape.head_dim) == (str(folder), 16)
+
+
+@pytest.mark.parametrize("given, taken", [({}, "lo"), ({"FI_TCP_IFACE": "eth7"}, "eth7")])
+def test_ranks_of_one_machine_meet_on_loopback_unless_told_otherwise(
+    make_config, monkeypatch, given, taken
+):
+    monkeypatch.delenv("FI_TCP_IFACE", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert local.environment(make_config())["FI_TCP_IFACE"] == taken
+    named = make_config("cluster.interface=ib0")
+    assert local.environment(named)["FI_TCP_IFACE"] == "ib0", "the configuration wins"

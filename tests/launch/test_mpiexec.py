@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 
 from rose.launch.local import MPIEXEC
 from rose.launch.mpiexec import World, blocks
+from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MPI = {
@@ -129,6 +129,7 @@ def test_nothing_listens_but_the_ranks_on_loopback():
     [
         ("raise SystemExit(3)", 3, "rank 0 ended with code 3"),
         ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 ended with SIGKILL"),
+        ("import os; os.kill(os.getpid(), 40)", 168, "rank 0 ended with signal 40"),
         ("MPI.COMM_WORLD.Abort(5)", 5, "called MPI_Abort"),
     ],
 )
@@ -153,10 +154,16 @@ def test_ranks_end_with_it(number, tmp_path):
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(number)
     process.communicate(timeout=60)
-    end = time.monotonic() + 30
-    while any(psutil.pid_exists(rank) for rank in ranks):
-        assert time.monotonic() < end, "a rank outlives its launcher"
-        time.sleep(0.02)
+    processes.until(lambda: not any(map(processes.alive, ranks)), "the ranks to end", 30.0)
+
+
+def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
+    """As of `srun --pty bash`, in which a run on this machine alone may be started."""
+    for name in ("PMIX_RANK", "PMI_SPAWNED", "PMI_PORT", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "7")
+    code, said, complained = ended(mpiexec("-n", "2", "-env", "KIND", "a", *python(WORLD)))
+    assert code == 0, complained
+    assert sorted(json.loads(line)[0] for line in said.splitlines()) == [0, 1]
 
 
 def test_a_program_that_is_not_there_is_named():

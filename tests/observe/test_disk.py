@@ -47,9 +47,19 @@ def test_state_prints_bytes_and_files_of_each_folder(tmp_path):
 def test_what_grew_is_named_the_most_grown_first():
     before = {"turns": disk.Use(10, 1), "events": disk.Use(2**20, 5)}
     now = {"turns": disk.Use(2**30 + 10, 7), "events": disk.Use(2**19, 5), "logs": disk.Use(0, 1)}
-    words = disk.growth(before, now)
+    words = disk.growth((before, True), (now, True))
     assert "grew turns by 1.0 GiB and 6 files to 1.0 GiB and 7 files; logs by" in words
-    assert "events" not in words and "something else took the room" in disk.growth(now, now)
+    assert "events" not in words and "something else took the room" in disk.growth(
+        (now, True), (now, True)
+    )
+
+
+@pytest.mark.parametrize("whole", [(True, False), (False, True), (False, False)])
+def test_what_was_counted_in_part_is_said_to_grow_nowhere(whole):
+    """The walk may have come to other folders this time."""
+    found = {"turns": disk.Use(2**30, 7), "logs": disk.Use(5, 1)}
+    words = disk.growth(({}, whole[0]), (found, whole[1]))
+    assert "grew" not in words and "at least turns 1.0 GiB and 7 files; logs 5 bytes" in words
 
 
 def test_events_of_several_files_come_back_as_one_recorder_s(tmp_path, monkeypatch):
@@ -66,13 +76,41 @@ def test_events_of_several_files_come_back_as_one_recorder_s(tmp_path, monkeypat
     assert [event["name"] for event in rank.events] == ["n0", "n1", "n2"]
 
 
-def test_steps_before_the_kept_ones_go_and_nothing_that_is_still_written(tmp_path):
-    metrics = MetricsWriter(tmp_path, tensorboard=False)
-    for step in range(1, 6):
-        metrics.write(step, {"time": 1000.0 * step})
-        path = tmp_path / f"rollouts/step-{step:06d}.msgpack"
+def test_events_begin_new_files_again_once_there_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(recorder, "FLUSH_SECONDS", 60.0)
+    made = Recorder(tmp_path, 4, "trainer", "trainer-0")
+    made.instant("before")
+    with monkeypatch.context() as full:
+        full.setattr(made, "_open", lambda: (_ for _ in ()).throw(OSError(28, "full")))
+        made._begin_segment()
+    assert [path.name for path in (tmp_path / "events/1").iterdir()] == ["trainer-4.jsonl"]
+    made._begin_segment()
+    made.instant("after")
+    made.close()
+    assert len(list((tmp_path / "events/1").iterdir())) == 2
+    [rank] = read_events(tmp_path)
+    assert [event["name"] for event in rank.events] == ["before", "after"]
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch):
+    """ended(retention, step): the step ended 1000 s after the one before."""
+
+    def end(retention: Retention, step: int) -> None:
+        monkeypatch.setattr("rose.coordinator.retention.time.time", lambda: 1000.0 * step)
+        retention.step_ended(step)
+
+    for name in [f"step-{step:06d}.msgpack" for step in range(1, 6)] + ["step-best.msgpack"]:
+        path = tmp_path / "rollouts" / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
+    return end
+
+
+def test_steps_before_the_kept_ones_go_and_nothing_that_is_still_written(tmp_path, ended):
+    """Nor what somebody else has put there."""
+    MetricsWriter(tmp_path, tensorboard=False).write(1, {"time": 1000.0})
     old = ["events/1/a-0.jsonl", "events/2/a-0.000001.jsonl", "journal/attempt-001.jsonl"]
     kept = ["events/2/a-0.jsonl", "events/2/a-0.000002.jsonl", "journal/attempt-002.jsonl"]
     kept += ["turns/v000001.turns", "checkpoints/step-000001/x", "snapshots/g1.0/x"]
@@ -81,13 +119,30 @@ def test_steps_before_the_kept_ones_go_and_nothing_that_is_still_written(tmp_pat
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (2500, 2500))
     os.utime(tmp_path / "events/2/a-0.000002.jsonl", (3500, 3500))
-    Retention(tmp_path, None, 2).step_ended(6)
-    assert len(list((tmp_path / "rollouts").iterdir())) == 5
-    Retention(tmp_path, 3, 2).step_ended(6)
+    ended(Retention(tmp_path, None, 2), 6)
+    assert len(list((tmp_path / "rollouts").iterdir())) == 6
+    retention = Retention(tmp_path, 3, 2)
+    for step in range(2, 7):
+        ended(retention, step)
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    assert left == ["step-000004.msgpack", "step-000005.msgpack"]
+    assert left == ["step-000004.msgpack", "step-000005.msgpack", "step-best.msgpack"]
     assert not [name for name in old if (tmp_path / name).exists()]
     assert not [name for name in kept if not (tmp_path / name).exists()]
+
+
+def test_events_of_this_attempt_go_by_its_own_clock(tmp_path, ended):
+    """... which may be behind that of the attempt before."""
+    metrics = MetricsWriter(tmp_path, tensorboard=False)
+    for step in range(1, 5):
+        metrics.write(step, {"time": 1e6 + step})
+    own, other = tmp_path / "events/2/a-0.000001.jsonl", tmp_path / "events/1/a-0.jsonl"
+    for path in (own, other):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (4500, 4500))
+    retention = Retention(tmp_path, 1, 2)
+    ended(retention, 5)
+    assert own.exists() and not other.exists()
 
 
 @pytest.fixture

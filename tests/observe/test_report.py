@@ -272,5 +272,9 @@ def test_a_failed_run_says_so_first_and_why(tmp_path):
     first = html.index("This run failed")
     assert first < html.index(">Result<")
     assert "&lt;b&gt;out of memory&lt;/b&gt;" in html and "\x1b" not in html
-    (run / "status" / "attempt-003").mkdir()
+    for number in (999, 1000):
+        (run / "status" / f"attempt-{number}").mkdir()
+        write_failure(run, number, "the newest" if number == 1000 else "an older one")
+    assert "the newest" in build_report(run).read_text(encoding="utf-8")
+    (run / "status" / "attempt-1001").mkdir()
     assert "This run failed" not in build_report(run).read_text(encoding="utf-8"), "it goes on"

@@ -177,7 +177,7 @@ def test_steps_that_teach_nothing_are_said_once_as_long_as_it_lasts(tmp_path):
         if not asked:
             writer = MetricsWriter(run, tensorboard=False)
             for step, norm in enumerate((0.4, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0), 1):
-                writer.write(step, {"grad_norm": norm, "reward_mean": 0.25})
+                writer.write(step, {"grad_norm": norm, "reward_mean": 0.25, "groups_equal": 1.0})
             writer.close()
         asked.append(True)
         return len(asked) == 2

@@ -39,7 +39,6 @@ FIELDS = {
     "mcp_servers": fields.REFUSED,
 }
 TEXT = ("text",)
-BILLING = "x-anthropic-billing-header"
 
 
 def read(body: dict[str, Any]) -> Query:
@@ -55,8 +54,8 @@ def read_prompt(body: dict[str, Any]) -> Query:
     fields.free_text(take(body, "output_config", dict, {}).get("format"), "output_config.format")
     fields.free_text(body.get("output_format"), "output_format")
     messages: list[Message] = []
-    if system := _system(body.get("system"), "system"):
-        messages.append(Message("system", system))
+    if given := body.get("system"):
+        messages.append(Message("system", _system(given, "system")))
     listed = fields.items(take(body, "messages", list), "messages")
     for i, each in enumerate(listed):
         messages += _messages(each, f"messages[{i}]")
@@ -91,10 +90,7 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
 
 
 def _system(content: Any, where: str) -> str:
-    """The text of a system message, without the line that Claude Code writes anew into each call;
-    vLLM drops it, too."""
-    found = fields.texts(content, TEXT, where)
-    return "".join(text for text in found if not text.startswith(BILLING))
+    return "".join(fields.system_texts(fields.texts(content, TEXT, where)))
 
 
 def _said(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:

@@ -108,6 +108,7 @@ def _call(called: str, order: dict[str, Any]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = code & 255 or int(code != 0)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:

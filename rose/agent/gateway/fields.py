@@ -1,6 +1,6 @@
 """Reading the body of a call: what is missing, of the wrong type or not supported is one clear
-refusal, as the APIs do it. What becomes of each field stands in the `FIELDS` of each API's module,
-of which scripts/tabulate_fields.py makes a table in docs/agents.md."""
+refusal, as the APIs do it. What becomes of each field stands in the `FIELDS` of each API's module;
+scripts/tabulate_fields.py writes them into docs/agents.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ APART = "no effect, but two calls that differ in it are two calls"
 IGNORED = "no effect"
 REFUSED = "refused"
 SAMPLING = "the run's own is used; two calls that differ in it are two calls"
+BILLING = "x-anthropic-billing-header"
 SEED = "no effect, but another one asks for another answer"
+# vLLM's ways to force the form of an answer. The policy's tokens must be its own.
+CONSTRAINTS = dict.fromkeys(
+    (
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "logits_processors",
+    ),
+    REFUSED,
+)
 
 
 def bad(message: str) -> ApiError:
@@ -56,9 +69,10 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """A string, null, or parts of the types `kinds` with `text` in them."""
+    """Return the texts of a string, of null (none) or of parts of the types `kinds`. Raises
+    `ApiError`."""
     if content is None or isinstance(content, str):
-        return (content or "",)
+        return () if content is None else (content,)
     if not isinstance(content, list):
         raise bad(f"{where}: a string or a list of parts is needed")
     found = []
@@ -66,8 +80,14 @@ def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
         if not isinstance(part, dict) or part.get("type") not in kinds:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise bad(f"{where}: parts of type {kind!r} are not supported, only text")
-        found.append(take(part, "text", str))
+        found.append(take(part, "refusal" if part["type"] == "refusal" else "text", str))
     return tuple(found)
+
+
+def system_texts(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a system message's texts without the line that Claude Code writes differently in each
+    call; vLLM drops it, too."""
+    return tuple(text for text in parts if not text.startswith(BILLING))
 
 
 def arguments(written: Any, where: str) -> dict[str, Any]:

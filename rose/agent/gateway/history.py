@@ -40,19 +40,20 @@ class Message:
     call_id: str = ""  # which call a tool's message answers
     parts: tuple[str, ...] = ()  # the texts that `text` joins, where there are several
     name: str = ""
+    empty: bool = False  # it came without any text, which to a template is not an empty text
 
     @classmethod
     def of(cls, role: str, parts: tuple[str, ...], **others: Any) -> Message:
         """Return a message whose text came in `parts`, joined as `vllm serve` does."""
         several = parts if len(parts) > 1 else ()
-        return cls(role, "\n".join(parts), parts=several, **others)
+        return cls(role, "\n".join(parts), parts=several, empty=not parts, **others)
 
     def key(self) -> list[Any]:
         """What makes two messages the same: not ids, nor how arguments are written."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        # An agent may trim what the policy said, not what others did: that is in the tokens.
-        text = self.text.strip() if self.role == "assistant" else self.text
-        return [self.role, text, calls, self.thought.strip(), self.name, *self.parts]
+        if self.role == "assistant":  # Its tokens are the policy's own, whatever an agent adds.
+            return [self.role, self.text.strip(), calls, self.thought.strip(), *self.parts]
+        return [self.role, self.text, calls, self.thought.strip(), self.name, *self.parts]
 
     def rendered(self, chat: ChatFormat) -> dict[str, Any]:
         """As templates take it. Marks of the template's in what users and tools say are broken."""
@@ -61,6 +62,8 @@ class Message:
             "role": self.role,
             "content": [*map(break_marks, self.parts)] or break_marks(self.text),
         }
+        if self.empty:
+            message["content"] = None
         if self.thought:
             message["reasoning_content"] = self.thought
         if self.calls:
@@ -90,7 +93,7 @@ class Node:
     versions: bytes  # int32
     parent: Node | None
     closed: bool  # whether the last token is an end of turn
-    cut: bool  # true where a token limit ended the answer
+    limit: str  # of `Trajectory`, where a limit of tokens ended the answer; else ""
     turn: int  # of the trajectory's calls, from 0
     delivered: bool = False  # whether the agent got the answer
     children: list[Node] = field(default_factory=list)
@@ -122,7 +125,8 @@ class History:
         for length in range(len(messages) - 1, 0, -1):
             node = self._after.get(known[length])
             if node is not None and messages[length - 1].role == "assistant":
-                new = self._appended(messages[length:], node, bool(tools))
+                system = any(m.role in ("system", "developer") for m in messages[:length])
+                new = self._appended(messages[length:], node, bool(tools), system)
                 if new is not None:
                     return Place(node, new)
         rendered = [message.rendered(self._chat) for message in messages]
@@ -139,18 +143,21 @@ class History:
         known = len(best.tokens) // 4 if best else 0
         return Place(best, list(tokens[known:]))
 
-    def _appended(self, new: Sequence[Message], node: Node, tools: bool) -> list[int] | None:
+    def _appended(
+        self, new: Sequence[Message], node: Node, tools: bool, system: bool
+    ) -> list[int] | None:
         """Tokens of messages behind a node's answer; None if they can't stand there."""
         if any(message.role not in ("user", "tool") for message in new):
             return None
         try:
             said = [message.rendered(self._chat) for message in new]
-            return self._chat.observations(said, node.closed, tools)
+            return self._chat.observations(said, node.closed, tools, system)
         except CannotExtend:
             return None
 
-    def record(self, place: Place, result: TurnResult) -> Node:
-        """Add what the policy made at `place`, in a turn whose name ends with t and its number."""
+    def record(self, place: Place, result: TurnResult, limit: str = "") -> Node:
+        """Add what the policy made at `place`, in a turn whose name ends with t and its number.
+        `limit`: what bounds its tokens."""
         parent, new, made = place.parent, len(place.new), len(result.tokens) // 4
         closed = int(unpack_tokens(result.tokens)[-1]) in self._chat.eos_ids
         node = Node(
@@ -160,7 +167,7 @@ class History:
             (parent.versions if parent else b"") + pack_tokens([-1]) * new + result.versions,
             parent,
             closed,
-            is_cut(result.finish, closed),
+            limit if is_cut(result.finish, closed) else "",
             int(result.turn.rpartition(".t")[2]),
         )
         (parent.children if parent else self._roots).append(node)

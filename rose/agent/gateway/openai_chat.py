@@ -44,6 +44,7 @@ FIELDS = {
     "safety_identifier": fields.IGNORED,
     "prompt_cache_key": fields.IGNORED,
     "logprobs": fields.REFUSED,
+    **fields.CONSTRAINTS,
     "top_logprobs": fields.REFUSED,
     "functions": fields.REFUSED,
     "function_call": fields.REFUSED,
@@ -88,6 +89,8 @@ def _message(raw: dict[str, Any], where: str) -> Message:
         return Message.of("tool", parts, call_id=given, name=name)
     if role not in ROLES:
         raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}, tool")
+    if role == "system":
+        parts = fields.system_texts(parts)
     if role != "assistant":
         return Message.of(role, parts, name=name)
     calls = []

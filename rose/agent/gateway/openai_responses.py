@@ -42,6 +42,7 @@ FIELDS = {
     "safety_identifier": fields.IGNORED,
     "prompt_cache_key": fields.IGNORED,
     "top_logprobs": fields.REFUSED,
+    **fields.CONSTRAINTS,
     "previous_response_id": "refused: send the history in `input`",
     "conversation": "refused: send the history in `input`",
     "prompt": fields.REFUSED,
@@ -85,10 +86,11 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
     def grow(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
         last = messages[-1] if answering else None
         if last is None or text and last.text or thought and last.thought:
-            messages.append(Message("assistant", text, calls, thought))
+            found = text, calls, thought
+            messages.append(Message("assistant", *found, empty=not text))
         else:
             found = last.text or text, last.calls + calls, last.thought or thought
-            messages[-1] = Message("assistant", *found)
+            messages[-1] = Message("assistant", *found, empty=not found[0])
 
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item.get("type", "message")

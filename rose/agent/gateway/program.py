@@ -4,7 +4,8 @@ Its environment is made anew: what a program needs to run, the addresses and the
 trajectory, and what `env.args.environment` names; nothing of the run's own tokens and variables.
 It runs below a reaper (reaper.py), which ends all that it started, at its own end or the host's.
 What a killed reaper has left behind is found by the trajectory's name in its environment; if the
-host is killed, too, by the watchdog.
+host is killed, too, by the watchdog. Left out: a program that kills its reaper, after it has
+started others with a cleared environment.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Program:
 
 def _family(pid: int, name: str) -> list[psutil.Process]:
     """Return a reaper's process, all below it, and this process's descendants that bear the
-    trajectory's name: of these the parents may be gone."""
+    trajectory's name, whose own parents may have ended."""
     found = []
     with contextlib.suppress(psutil.Error):
         reaper = psutil.Process(pid)

@@ -7,7 +7,7 @@ gives one whose parent has ended to the nearest ancestor that is a subreaper (pr
 reaper stays between the host and the program. Once the program has ended, or the reaper gets
 SIGTERM, it kills its children, and theirs as they come to it, until there is none. It ends with the
 program's code, 128 + N for a program that signal N ended. It gets SIGTERM, too, when the process
-that started it ends. Imports nothing of ROSE, so that one is there in milliseconds.
+that started it ends. Imports nothing of ROSE, so that it starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ PR_SET_CHILD_SUBREAPER = 36
 END_S = 5.0  # for killed processes to be gone
 LOOK_S = 0.02  # between two looks at processes that others' ends may have brought
 HEARD = (signal.SIGTERM, signal.SIGCHLD)
-LIBC = ctypes.CDLL(None)  # loaded here: after fork() nothing should be looked up
+PRCTL = ctypes.CDLL(None).prctl  # found here: after fork() nothing should be looked up
 
 
 def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
     """In a process that was forked for it by `parent`, and has no threads: run `program` in a child
     that leads a session of its own."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    PRCTL(PR_SET_CHILD_SUBREAPER, 1)
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
     own = os.getpid()
     if os.getppid() != parent:
         os._exit(128 + signal.SIGTERM)
     child = os.fork()
     if not child:
         os.setsid()
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         if os.getppid() == own:
             program()
@@ -74,7 +74,7 @@ def _end_children() -> None:
         except ChildProcessError:
             return
         for pid in _children():
-            with suppress(ProcessLookupError):
+            with suppress(OSError):  # It has ended, or is another user's, as below sudo.
                 os.kill(pid, signal.SIGKILL)
         signal.sigtimedwait([signal.SIGCHLD], LOOK_S)
 
@@ -102,6 +102,8 @@ def main() -> NoReturn:
     command = sys.argv[1:]
 
     def become() -> NoReturn:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them.
+            signal.signal(number, signal.SIG_DFL)
         try:
             os.execvp(command[0], command)
         except OSError as error:

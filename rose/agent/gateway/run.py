@@ -41,7 +41,7 @@ from rose.reward.episode import Episode
 
 REWARD_BYTES = 4096
 SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
-BEGIN_S = 30.0  # for a command's first call, after which it keeps no other from beginning
+BEGIN_S = 30.0  # After so long a command that has not called yet no longer holds others up.
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
 
@@ -168,8 +168,9 @@ class _Run:
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
     async def _command(self, argv: list[str]) -> Program:
-        """Start the agent's command when few others begin: until its first call each is busy with
-        its imports, and with a batch of them at once none would come to a call. Raises OSError."""
+        """Start the agent's command when few others begin. Each is busy with its imports until its
+        first call, and if all of a batch began at once, none would call for a long time. Raises
+        OSError."""
         places = self.gateway.beginning
         await places.acquire()
         held = [places]
@@ -313,7 +314,8 @@ def _trajectory(
     if not branches:
         raise EnvironmentFailure(start.id, "the program ended without a call of the model")
     first, *others = branches
-    limit = "answer" if any(leaf.cut for leaf in session.history.leaves()) else session.limit
+    ends = (leaf.limit for leaf in session.history.leaves() if leaf.limit)
+    limit = session.limit or next(ends, "")
     return Trajectory(
         id=start.id,
         group=start.group,

@@ -14,6 +14,7 @@ that goes away doesn't end its call: it sends it again, and gets that answer.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hmac
 import json
 import zlib
@@ -41,6 +42,7 @@ from rose.reward.episode import ScoringFailed, score_of
 
 BEGINNING_PER_CORE = 2  # commands that begin at once: one may wait for the disk
 MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
+CHARSETS = ("utf-8", "ascii", "iso8859-1", "utf-16", "utf-32")
 EITHER = 32 + zlib.MAX_WBITS  # zlib's word for: gzip or deflate, as its head says
 KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
 PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
@@ -76,7 +78,7 @@ class Gateway:
         app.router.add_post(COUNT, self._count_tokens)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reward", self._reward)
-        # aiohttp would refuse an encoding that it does not know in a form of its own.
+        # Unknown encodings are to be refused in the API's form, not in aiohttp's.
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
@@ -234,12 +236,12 @@ async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(limit_s):
             data = _decoded(request, await request.read())
-            body = json.loads(data.decode(request.charset or "utf-8"))
+            body = json.loads(data.decode(_charset(request)))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limit_s:g} s", "timeout") from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large() from None
-    except (ValueError, LookupError, RecursionError):  # LookupError: of an unknown charset
+    except (ValueError, RecursionError):
         raise fields.bad("the body is no JSON") from None
     if not isinstance(body, dict):
         raise fields.bad("the body must be a JSON object")
@@ -248,21 +250,37 @@ async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
 
 def _decoded(request: web.Request, data: bytes) -> bytes:
     """Raises `ApiError`."""
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    encoding = request.headers.get("Content-Encoding", "").strip().lower() or "identity"
     if encoding == "identity":
         return data
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ApiError(415, f"Content-Encoding: {encoding[:80]!r}; there are gzip and deflate")
-    squeezed = zlib.decompressobj(EITHER)
-    try:
-        found = squeezed.decompress(data, MAX_BODY)
-    except zlib.error as error:
-        raise fields.bad(f"the body is not {encoding}: {error}") from None
-    if squeezed.unconsumed_tail:
-        raise _too_large()
-    if not squeezed.eof:
-        raise fields.bad(f"the body is not {encoding}: it ends too soon")
+    found = b""
+    while data:  # gzip may have several members
+        squeezed = zlib.decompressobj(EITHER)
+        try:
+            found += squeezed.decompress(data, MAX_BODY - len(found) + 1)
+        except zlib.error as error:
+            raise fields.bad(f"the body is not {encoding}: {error}") from None
+        if len(found) > MAX_BODY:
+            raise _too_large()
+        if not squeezed.eof:
+            raise fields.bad(f"the body is not {encoding}: it ends too soon")
+        data = squeezed.unused_data
     return found
+
+
+def _charset(request: web.Request) -> str:
+    """Return the body's character set. Python has some whose decoding takes minutes. Raises
+    `ApiError`."""
+    named = request.charset or "utf-8"
+    try:
+        known = codecs.lookup(named).name
+    except LookupError:
+        known = ""
+    if known not in CHARSETS:
+        raise ApiError(415, f"charset: {named[:80]!r}; there are {', '.join(CHARSETS)}")
+    return known
 
 
 def _too_large() -> ApiError:

@@ -36,6 +36,7 @@ from rose.protocol import (
     unpack_tokens,
 )
 
+MOST_MARKS = 8  # that may stand in strings of a turn's first call; each is read anew
 MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any framework starts
 MOST_REFUSED = (
     256  # calls that were refused, or answered again; then the agent is taken to be broken
@@ -125,6 +126,7 @@ class Session:
         self.failed: asyncio.Future[str] = loop.create_future()
         self.called: asyncio.Future[None] = loop.create_future()  # the agent's first call came
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
+        self._counting = asyncio.Lock()
         self._open = self._waiting = 0  # requests, and those of them that wait for the model
         self._refused = self._replays = 0
         self._heard_at = clock()
@@ -172,8 +174,13 @@ class Session:
             self._heard_at = self._clock()
 
     async def prompt_tokens(self, query: Query) -> int:
-        """Count the tokens of a call's prompt, which makes it no call. Raises `ApiError`."""
-        place = await self._chat.in_thread(query.size, self._place, query)
+        """Count the tokens of a prompt, without a turn. Of a prompt that can't fit into the context
+        the count is a lower bound. Raises `ApiError`."""
+        least = self._chat.least_tokens(query.characters)
+        if least >= self._max_context:
+            return least
+        async with self._counting:  # One at a time, so that turns of other agents don't wait.
+            place = await self._chat.in_thread(query.size, self._place, query)
         return len(place.context) // 4
 
     @contextlib.contextmanager
@@ -272,10 +279,11 @@ class Session:
         turn = f"{self.start.id}.t{self.turns}"
         self.turns += 1
         most = min(self._limits.max_new_tokens, query.max_tokens or room, room)
+        limit = "context" if most == room else "answer"
         result = await self._request_turn(self._request(turn, context, most, query))
         checked(result, turn, most)
         self.migrations += result.migrations
-        return self._record(query, place, result)
+        return self._record(query, place, result, limit)
 
     def _place(self, query: Query) -> Place:
         if query.tokens:
@@ -305,11 +313,11 @@ class Session:
             outcome="ok" if answers_tool else "",
         )
 
-    def _record(self, query: Query, place: Place, result: TurnResult) -> Answer:
+    def _record(self, query: Query, place: Place, result: TurnResult, limit: str) -> Answer:
         result, text, stopped_by = _stop(self._chat, result, query.stop)
         if not query.parallel and query.calls_tools:
             result, text = _first_call(self._chat, result, text, query.tools)
-        node = self.history.record(place, result)
+        node = self.history.record(place, result, limit)
         reading = self._chat.read(text, query.tools)
         self.invalid_calls += bool(reading.problem) and query.calls_tools
         calls = tuple(
@@ -344,10 +352,16 @@ def _first_call(
 ) -> tuple[TurnResult, str]:
     """Return the turn up to the token that completes its first call, and its text; the whole turn
     where the model's form of calls has no mark behind each."""
-    end = text.find(CLOSE) + len(CLOSE)
-    while end >= len(CLOSE) and not chat.read(text[:end], tools).calls:  # a mark in a string
-        end = text.find(CLOSE, end) + len(CLOSE)
-    if end < len(CLOSE) or len(chat.read(text, tools).calls) < 2:
+    if len(chat.read(text, tools).calls) < 2:
+        return result, text
+    end = 0
+    for _ in range(MOST_MARKS):
+        if (at := text.find(CLOSE, end)) < 0:
+            return result, text
+        end = at + len(CLOSE)
+        if chat.read(text[:end], tools).calls:  # else the mark stands in a string
+            break
+    else:
         return result, text
     tokens = unpack_tokens(result.tokens)
     lengths = range(1, len(tokens) + 1)

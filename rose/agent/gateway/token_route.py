@@ -19,8 +19,8 @@ __all__ = ["read", "refuse", "stream", "write"]
 FIELDS = {
     "model": "returned in the answer; every name is the policy's",
     "token_ids": fields.USED,
-    "sampling_params": "`max_tokens` and `stop` are used, `n` may be 1, and of all others the "
-    "run's own are used",
+    "sampling_params": "`max_tokens` and `stop` are used, `n` may be 1, constraints of the "
+    "output are refused, and of all others the run's own are used",
     "stream": "used: the turn comes in one piece when it is complete",
     "output_mode": "only `tokens`",
     "request_id": fields.IGNORED,
@@ -38,6 +38,7 @@ def read(body: dict[str, Any]) -> Query:
     if (mode := take(body, "output_mode", str, "tokens")) != "tokens":
         raise bad(f"output_mode: {mode[:80]!r}; only tokens is supported")
     sampling = take(body, "sampling_params", dict, {})
+    fields.refuse(sampling, fields.CONSTRAINTS)
     if take(sampling, "n", int, 1) != 1:
         raise bad(f"sampling_params.n: {sampling['n']}; only 1 is supported")
     return Query(

@@ -5,7 +5,7 @@
 waits for the end of its standard input, which only the host holds open, then kills every process
 that bears the host's name in the environment that it was started with. What runs below a reaper
 (reaper.py) is ended by that; this covers the rest: what a killed reaper has left, and what
-`verifiers` has started. Left out: of these, what has a cleared environment.
+`verifiers` has started. Left out: processes among these whose environment was cleared.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ what is no request at all is refused in that form, too."""
 import asyncio
 import gzip
 import json
+import time
 import zlib
 
 import aiohttp
 import pytest
 
-from rose.agent.gateway import fields
+from rose.agent.chat import ChatFormat
+from rose.agent.gateway import fields, session
 from rose.agent.gateway.server import ROUTES
 from rose.protocol import pack_tokens, unpack_tokens
 
@@ -101,7 +103,9 @@ def test_unknown_routes_and_methods_are_refused_in_json(serve, method, path, sta
 
 
 @pytest.mark.parametrize("encoding, squeeze, status, words", [
-    ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""),
+    ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""), ("", bytes, 200, ""),
+    ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]), 200, ""),
+    ("gzip", lambda body: gzip.compress(body) + b"junk", 400, "is not gzip"),
     ("identity", bytes, 200, ""), ("GZIP", gzip.compress, 200, ""),
     ("gzip", bytes, 400, "is not gzip"), ("br", bytes, 415, "'br'"), ("gzip, br", bytes, 415, "gzip, br"),
     ("gzip", lambda body: gzip.compress(body)[:-9], 400, "ends too soon"),
@@ -116,6 +120,22 @@ def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze, stat
             got, answer = await post(world, CHAT, data, headers=headers)
             assert got == status, answer
             assert got == 200 or words in message_of(CHAT, answer)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("charset, status", [
+    ("utf-8", 200), ("UTF-16", 200), ("latin-1", 200), ("us-ascii", 200), ("punycode", 415), ("utf-7", 415),
+    ("rot13", 415), ("nonsense", 415),
+])  # fmt: skip
+def test_only_character_sets_that_decode_quickly_are_taken(serve, charset, status):
+    async def go():
+        async with serve("one") as world:
+            data = json.dumps(WHOLE[CHAT]).encode(charset if status == 200 else "ascii")
+            headers = {"Content-Type": f"application/json; charset={charset}"}
+            got, answer = await post(world, CHAT, data, headers=headers)
+            assert got == status
+            assert got == 200 or charset in message_of(CHAT, answer)
 
     asyncio.run(go())
 
@@ -136,6 +156,11 @@ def test_tokens_are_counted_without_a_call(serve):
             status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
             assert status == 200 and counted["input_tokens"] > 2000, "beyond the context"
             assert not world.session.limit
+            long = [{"role": "user", "content": "x" * 2_000_000}]
+            began = time.monotonic()
+            status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
+            assert status == 200 and counted["input_tokens"] == world.chat.least_tokens(2_000_000)
+            assert time.monotonic() - began < 60, "no tokens were made of it"
 
     asyncio.run(go())
 
@@ -155,6 +180,26 @@ def test_without_parallel_calls_a_turn_ends_with_its_first(serve, path):
             assert world.chat.decode(made) == f"so {CALL}"
 
     asyncio.run(go())
+
+
+def test_many_marks_of_unreadable_calls_are_not_each_read(serve, monkeypatch):
+    """A policy may repeat itself to the end of its tokens."""
+    reads, true = [], ChatFormat.read
+
+    def read(chat, text, tools):
+        reads.append(text)
+        return true(chat, text, tools)
+
+    monkeypatch.setattr(ChatFormat, "read", read)
+    broken = '<tool_call>\n{"name": "move"</tool_call>'
+
+    async def go():
+        async with serve(broken * 40 + CALL + CALL, max_new_tokens=1900) as world:
+            status, _ = await post(world, CHAT, WHOLE[CHAT] | ONE_CALL[CHAT])
+            assert status == 200
+
+    asyncio.run(go())
+    assert len(reads) <= 2 + session.MOST_MARKS
 
 
 def test_a_history_with_its_one_call_goes_on_in_the_same_branch(serve):

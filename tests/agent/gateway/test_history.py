@@ -151,11 +151,11 @@ def test_a_leaf_whose_answer_a_token_limit_ended_is_cut(serve):
             said = ()
             for others in calls:
                 said = (USER, await say(client, USER, *said[1:], **others), asks("more"))
-            return [leaf.cut for leaf in world.session.history.leaves()]
+            return [leaf.limit for leaf in world.session.history.leaves()]
 
     long = "one two three four"
-    assert asyncio.run(leaves([long], {})) == [False]
-    assert asyncio.run(leaves([long], {}, max_new_tokens=2)) == [True]
-    assert asyncio.run(leaves([long], {"max_tokens": 2})) == [True]
-    assert asyncio.run(leaves([long], {"stop": [" three"]}, closed=False)) == [False]
-    assert asyncio.run(leaves([long, "ok"], {"max_tokens": 2}, {})) == [False]  # the answer went on
+    assert asyncio.run(leaves([long], {})) == [""]
+    assert asyncio.run(leaves([long], {}, max_new_tokens=2)) == ["answer"]
+    assert asyncio.run(leaves([long], {"max_tokens": 2})) == ["answer"]
+    assert asyncio.run(leaves([long], {"stop": [" three"]}, closed=False)) == [""]
+    assert asyncio.run(leaves([long, "ok"], {"max_tokens": 2}, {})) == [""]  # the answer went on

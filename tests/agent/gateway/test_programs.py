@@ -483,6 +483,18 @@ def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
     assert not processes.alive(int((tmp_path / "pids").read_text()))
 
 
+def test_below_a_reaper_pipes_end_programs_as_in_a_shell():
+    """Python ignores SIGPIPE, which a program would inherit."""
+    script = "yes | head -n 1; echo ${PIPESTATUS[@]}"
+    ran = subprocess.run([*program.REAPER, "bash", "-c", script], capture_output=True, timeout=60)
+    assert ran.stdout.split() == [b"y", b"141", b"0"] and ran.returncode == 0
+
+
+@pytest.mark.parametrize("code, shown", [("exit 3", 3), ("kill -9 $$", 137), ("kill -40 $$", 168)])
+def test_a_reaper_ends_with_its_programs_code(code, shown):
+    assert subprocess.run([*program.REAPER, "bash", "-c", code], timeout=60).returncode == shown
+
+
 def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path):
     """Each comes to the reaper when its parent has ended, which is soon."""
     relay = (
