@@ -600,7 +600,7 @@ class BatchSummary(Record):
     rewards: list[float]
     groups: list[int]  # (N,): index of the group within the batch
     response_tokens: list[int]
-    truncated: list[bool]  # only truncation by a limit of tokens, not by the turn limit
+    truncated: list[bool]  # True only for a limit of tokens, not for the turn limit
     turn_rewards: list[list[float]] = []  # (N,): `Trajectory.turn_rewards`
     # (N,): of each turn, its segment: the turns that the same trajectories of the batch have in
     # common, numbered through the batch; [] in a batch without forks

@@ -1,7 +1,7 @@
-"""What a chat template writes between a turn of the policy and its next one.
+"""Finds what a chat template writes between a turn of the policy and its next one.
 
-Found by rendering dummy conversations, and refused where tokens of a trajectory could not stay as
-they were. Left out: tokens (rose/agent/chat.py).
+It renders dummy conversations, and refuses templates with which a trajectory's tokens could not
+stay as they were. Left out: tokens (rose/agent/chat.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Gap:
     # What the template does to each content: whether it is written as a JSON string, and trimmed.
     # None where it does something else, so that each message has to be rendered.
     forms: tuple[tuple[bool, bool], ...] | None
-    ids: bool  # whether it writes the ids of calls beside results
+    ids: bool  # True where the template writes the ids of calls beside results
 
     def write(self, contents: Sequence[str]) -> str:
         """The text behind the end of the turn."""

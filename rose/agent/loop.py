@@ -132,7 +132,7 @@ class _Episode:
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
         self.cut = False  # a token limit ended the last turn
-        self.limit = ""  # of `Trajectory`
+        self.limit = ""  # becomes `Trajectory.limit`
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
         self.outcome = ""  # of the last tool call

@@ -29,7 +29,7 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 LIMITS = {"kvsname_max": 256, "keylen_max": 64, "vallen_max": 1024}  # characters, as hydra's
 LAUNCHERS = ("PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
-OPTION = {"-n": 1, "-env": 2}  # and how many words follow
+OPTION = {"-n": 1, "-env": 2}  # option -> how many words follow it
 
 
 @dataclass
@@ -191,7 +191,7 @@ def serve(world: World, keep: bool) -> None:
                     selector.unregister(key.fileobj)
             for rank in [each for each in running if each.process.poll() is not None]:
                 running.remove(rank)
-                _read(world, rank)  # what it said last, such as why it aborts
+                _read(world, rank)  # It may have said why it aborts.
                 if ended := rank.process.returncode:
                     _say(f"rank {rank.number} ended with {_shown(ended)}")
                     world.code = world.code or (ended if ended > 0 else 128 - ended)

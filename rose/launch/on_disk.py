@@ -1,4 +1,4 @@
-"""How much a run writes into its folder, in bytes and files, since quotas count both. Pure.
+"""Estimates what a run writes into its folder: bytes and files, since quotas count both. Pure.
 
 A checkpoint holds Adam's two moments and the master weights in fp32, 12 bytes for each trained
 parameter, and the weights themselves in their dtype; ZeRO stage 3 saves no weights beside the
@@ -21,9 +21,9 @@ TOKEN = 13  # bytes in rollouts/
 
 
 class OnDisk(NamedTuple):
-    checkpoint: int  # bytes of one
-    files: int  # of one
-    checkpoints: int  # that are there at once, at most
+    checkpoint: int  # bytes of a checkpoint
+    files: int  # files of a checkpoint
+    checkpoints: int  # the most that are there at once
     version: int  # bytes of a whole version of the weights
     step: int  # bytes of a step's trajectories if each fills its context
 
@@ -36,7 +36,7 @@ class OnDisk(NamedTuple):
 
 
 def of(c: Config, shape: ModelShape) -> OnDisk:
-    """What the run takes of the file system on which its folder lies."""
+    """Return what the run takes of the file system on which its folder lies."""
     trainer, elements = c.trainer, trained(c, shape)
     weights = BYTES[trainer.dtype] if trainer.zero_stage < 3 else 0
     return OnDisk(

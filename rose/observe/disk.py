@@ -1,4 +1,4 @@
-"""What a run takes of a disk: bytes and files of each of its folders, and which of them grew.
+"""Measures what a run takes of a disk: bytes and files of each of its folders, and what grew.
 
 Quotas count blocks and inodes. So bytes are those that the disk has allocated, and folders, sockets
 and links count as files. Left out: what other runs and the model's cache take.
@@ -21,7 +21,7 @@ BLOCK = 512  # bytes of a block in st_blocks, whatever the file system's own blo
 # Bounds a walk. Metadata servers of busy clusters answer some 1,000 calls a second, and a run with
 # sandboxes has 100,000 files and more. What is counted by then is shown as a lower bound.
 WALK_S = 20.0
-OWN_FILES = "(files)"  # those that lie in the run's folder itself
+OWN_FILES = "(files)"  # stands for those that lie in the run's folder itself
 MOST_GROWN = 4  # folders that an error names
 
 

@@ -1,5 +1,6 @@
-"""What the run does now, in `<run_dir>/live.json`: the coordinator writes, the terminal reads. Why
-an attempt failed, in `status/attempt-NNN/failure.txt`: the launcher writes, the report reads."""
+"""Two files say how a run is. `<run_dir>/live.json` says what it does now: the coordinator writes,
+the terminal reads. `status/attempt-NNN/failure.txt` says why an attempt failed: the launcher
+writes, the report reads."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of the weights: `algorithm.importance_cap`, `importance_floor` and `importance_level`.
+    """The weights are bounded by `algorithm.importance_cap`, `importance_floor` and
+    `importance_level`.
 
     `cap` null means no correction: weight 1. A weight above it is cut to it; with a `floor` a
     weight outside of both is 0 instead (IcePop; Ling Team 2025, arXiv:2510.18855). With `level`

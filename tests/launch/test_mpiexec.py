@@ -158,7 +158,7 @@ def test_ranks_end_with_it(number, tmp_path):
 
 
 def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
-    """As of `srun --pty bash`, in which a run on this machine alone may be started."""
+    """A run on this machine alone may be started in `srun --pty bash`."""
     for name in ("PMIX_RANK", "PMI_SPAWNED", "PMI_PORT", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.setenv(name, "7")
     code, said, complained = ended(mpiexec("-n", "2", "-env", "KIND", "a", *python(WORLD)))
@@ -172,7 +172,7 @@ def test_a_program_that_is_not_there_is_named():
 
 
 def test_a_rank_that_sends_garbage_ends_nothing():
-    """Only a process with the rank's own socket can send any."""
+    """Nobody but the rank has the other end of its socket."""
     source = (
         "import os, socket; s = socket.socket(fileno=int(os.environ['PMI_FD']));"
         "s.sendall(b'cmd=get\\n\\xff\\xfe\\n' + b'x' * 70000); print('sent')"
@@ -182,6 +182,6 @@ def test_a_rank_that_sends_garbage_ends_nothing():
 
 
 def test_worlds_have_different_names():
-    """By its name MPICH calls a world's shared memory, which several of a host must not share."""
+    """MPICH names a world's shared memory after it, which worlds of a host must not share."""
     assert World(2).name != World(2).name
     assert str(Path(MPIEXEC[-1]).name) == "mpiexec.py"

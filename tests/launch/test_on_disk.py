@@ -1,5 +1,5 @@
-"""What a run takes of its file system is said before it starts. That a saved checkpoint is so large
-tests/job/test_disk.py shows."""
+"""The plan says what a run takes of its file system. That a saved checkpoint is so large is shown by
+tests/job/test_disk.py."""
 
 from rose.config import ModelShape
 from rose.launch import model, on_disk

@@ -1,4 +1,4 @@
-"""What a run takes of a disk is counted, shown, and named where it grew."""
+"""The disk that a run takes is counted, shown, and named where it grew."""
 
 import errno
 import os

@@ -94,7 +94,7 @@ def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int,
 
 
 def _call(called: str, order: dict[str, Any]) -> NoReturn:
-    """In a process of its own: call the function and end with its code."""
+    """Call the function and end this process, which is its own, with its code."""
     code = 1
     try:
         # What is to be finalised of the imports, temporary folders among it, is the server's; torch

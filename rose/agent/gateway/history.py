@@ -40,7 +40,8 @@ class Message:
     call_id: str = ""  # which call a tool's message answers
     parts: tuple[str, ...] = ()  # the texts that `text` joins, where there are several
     name: str = ""
-    empty: bool = False  # it came without any text, which to a template is not an empty text
+    # True where it came without any text, which to a template is not an empty text
+    empty: bool = False
 
     @classmethod
     def of(cls, role: str, parts: tuple[str, ...], **others: Any) -> Message:
@@ -93,7 +94,8 @@ class Node:
     versions: bytes  # int32
     parent: Node | None
     closed: bool  # whether the last token is an end of turn
-    limit: str  # of `Trajectory`, where a limit of tokens ended the answer; else ""
+    # Where a limit of tokens ended the answer, `Trajectory.limit`; else ""
+    limit: str
     turn: int  # of the trajectory's calls, from 0
     delivered: bool = False  # whether the agent got the answer
     children: list[Node] = field(default_factory=list)

@@ -33,7 +33,7 @@ LOG_BYTES = 2000  # of a program's last words in an error
 MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
 LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # appending: it may be cut
 REAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
-END_S = 2 * reaper.END_S  # for a reaper, and then for killed processes, to be gone
+END_S = 2 * reaper.END_S  # A reaper ends within half of this.
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:

@@ -23,15 +23,15 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-END_S = 5.0  # for killed processes to be gone
-LOOK_S = 0.02  # between two looks at processes that others' ends may have brought
+END_S = 5.0  # Killed processes are gone within milliseconds, unless the kernel holds them.
+LOOK_S = 0.02  # The end of others may bring further processes between two looks.
 HEARD = (signal.SIGTERM, signal.SIGCHLD)
 PRCTL = ctypes.CDLL(None).prctl  # found here: after fork() nothing should be looked up
 
 
 def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
-    """In a process that was forked for it by `parent`, and has no threads: run `program` in a child
-    that leads a session of its own."""
+    """Run `program` in a child that leads a session of its own. The calling process must have no
+    threads, and been forked for this by `parent`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     PRCTL(PR_SET_CHILD_SUBREAPER, 1)
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -36,7 +36,7 @@ from rose.protocol import (
     unpack_tokens,
 )
 
-MOST_MARKS = 8  # that may stand in strings of a turn's first call; each is read anew
+MOST_MARKS = 8  # More in strings of a turn's first call are not looked at: each is a reading.
 MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any framework starts
 MOST_REFUSED = (
     256  # calls that were refused, or answered again; then the agent is taken to be broken
@@ -359,7 +359,7 @@ def _first_call(
         if (at := text.find(CLOSE, end)) < 0:
             return result, text
         end = at + len(CLOSE)
-        if chat.read(text[:end], tools).calls:  # else the mark stands in a string
+        if chat.read(text[:end], tools).calls:  # Otherwise the mark stands in a string.
             break
     else:
         return result, text
