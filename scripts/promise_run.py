@@ -314,8 +314,9 @@ async def _until(
         _look(jobs, training)
         over = next((job for job in (*jobs, training) if job and not job.active), None)
         if over or time.monotonic() > end:
+            why = "since its job has ended" if over else f"within {START_S:g} s"
             raise SystemExit(
-                f"{what} did not come within {START_S:g} s; see {over.log if over else jobs[0].log}"
+                f"{what} did not come {why}; see {over.log if over else jobs[0].log}"
                 + (f" and {training.run}/logs" if training else "")
             )
         await asyncio.sleep(LOOK_S)

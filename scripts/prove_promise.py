@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--quota", type=float, default=0.1, help="cores of each engine and device")
     parser.add_argument("--rate", type=float, default=0.2, help="online requests/s of a device")
     parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
-    parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
     parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="as alone-1")
     parser.add_argument("--redraw", action="store_true", help="run nothing")
