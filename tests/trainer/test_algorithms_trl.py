@@ -11,7 +11,7 @@ import torch
 
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.importance import importance_weights
+from rose.trainer.importance import Bounds, importance_weights
 from rose.trainer.reference import penalty
 
 pytestmark = [
@@ -120,6 +120,28 @@ CASES = [
         {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
     ),
     (
+        "grpo",
+        {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False, "normaliser": 9},
+        {"loss_type": "dr_grpo", "epsilon": 0.2, "max_completion_length": 9},
+    ),
+    (
+        "grpo",
+        {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True, "dual_clip": 1.25},
+        {"loss_type": "grpo", "epsilon": 0.2, "delta": 1.25},
+    ),
+    (
+        "dapo",
+        {
+            "clip_low": 0.999,  # TRL has no bound below
+            "clip_high": 0.28,
+            "max_response_tokens": 9,
+            "overlong_buffer": 0,
+            "overlong_filtering": False,
+            "loss": "cispo",
+        },
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+    ),
+    (
         "gspo",
         {"clip_low": 0.03, "clip_high": 0.04},
         {
@@ -135,7 +157,9 @@ CASES = [
 @pytest.mark.parametrize("beta", [0.0, 0.1], ids=["", "kl"])
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "importance-corrected"])
 @pytest.mark.parametrize(
-    "name, args, settings", CASES, ids=["grpo", "grpo-asymmetric", "dapo", "gspo"]
+    "name, args, settings",
+    CASES,
+    ids=["grpo", "grpo-asymmetric", "dapo", "dr-grpo", "dual-clip", "cispo", "gspo"],
 )
 def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings, corrected, beta):
     if name == "gspo" and beta:
@@ -156,7 +180,7 @@ def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings
     noise = torch.Generator().manual_seed(7)
     proximal = logprobs.detach() + 0.3 * torch.randn(ROWS, RESPONSE, generator=noise)
     behaviour = proximal + 0.8 * torch.randn(ROWS, RESPONSE, generator=noise)
-    importance = importance_weights(proximal, behaviour, mask, cap=2.0 if corrected else None)
+    importance = importance_weights(proximal, behaviour, mask, Bounds(2.0 if corrected else None))
 
     loss, statistics = algorithm.token_loss(
         TokenBatch(logprobs, proximal, behaviour, advantages, mask)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rose.protocol import unpack_floats, unpack_tokens
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary, TokenBatch
-from rose.trainer.importance import importance_weights
+from rose.trainer.importance import Bounds, importance_weights
 from rose.transfer.receive import materialise
 from tests.trainer import tiny_world
 
@@ -101,7 +101,9 @@ class Plain:
         difference = difference - logprobs
         kl = (difference.exp() - difference - 1) * mask * (logprobs - proximal).exp()
         self.kl += kl.sum().item()
-        losses = importance_weights(proximal, behaviour, mask, 1.1) * losses + self.kl_coef * kl
+        losses = (
+            importance_weights(proximal, behaviour, mask, Bounds(1.1)) * losses + self.kl_coef * kl
+        )
         return (weights[row] * losses).sum()
 
     def train_forked(self, seed):
