@@ -82,15 +82,20 @@ async def _wait(result: Any) -> Any:
 
 def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
     """In the forked process: never returns. `foreign`: files of the server's."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    log = os.open(order["log"], LOG_MODE, 0o600)
-    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
-        os.dup2(source, target)
-    for file in (log, *foreign):
-        os.close(file)
-    reaper.run(lambda: _call(called, order), server)
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        log = os.open(order["log"], LOG_MODE, 0o600)
+        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+            os.dup2(source, target)
+        for file in (log, *foreign):
+            os.close(file)
+        reaper.run(lambda: _call(called, order), server)
+    except OSError:  # The log's folder may be gone.
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # It must not go on as a second server.
 
 
 def _call(called: str, order: dict[str, Any]) -> NoReturn:

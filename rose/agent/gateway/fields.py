@@ -18,6 +18,10 @@ REFUSED = "refused"
 SAMPLING = "the run's own is used; two calls that differ in it are two calls"
 BILLING = "x-anthropic-billing-header"
 SEED = "no effect, but another one asks for another answer"
+# What OpenAI's requests say about who asks, and for whom it is to be kept.
+ABOUT = dict.fromkeys(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED
+)
 # vLLM's ways to force the form of an answer. The policy's tokens must be its own.
 CONSTRAINTS = dict.fromkeys(
     (

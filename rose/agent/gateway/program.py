@@ -106,8 +106,8 @@ def _family(pid: int, name: str) -> list[psutil.Process]:
     trajectory's name, whose own parents may have ended."""
     found = []
     with contextlib.suppress(psutil.Error):
-        reaper = psutil.Process(pid)
-        found += [reaper, *reaper.children(recursive=True)]
+        top = psutil.Process(pid)
+        found += [top, *top.children(recursive=True)]
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process not in found and process.environ().get(MARK) == name:

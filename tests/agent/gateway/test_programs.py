@@ -186,6 +186,29 @@ def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
     assert len(asyncio.run(go())) == 1
 
 
+@pytest.mark.slow
+def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
+    """Its log's folder is gone, as of a trajectory that was given up while it was forked."""
+    (tmp_path / "folder_of_imports.py").write_text(FOLDER)
+    (tmp_path / "agent.py").write_text(IDLE)
+    (tmp_path / "task.json").write_text("{}")
+
+    async def go():
+        forks = Forks()
+        variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+        try:
+            codes = []
+            for log in (tmp_path / "gone" / "log", tmp_path / "log"):
+                function = f"{tmp_path}/agent.py:solve"
+                started = await forks.start(log.parent.name, function, (), (), variables, log)
+                codes.append(await asyncio.wait_for(started.code, 60))
+            return codes
+        finally:
+            await forks.close()
+
+    assert asyncio.run(go()) == [1, 0], "the imports' folder is still there"
+
+
 def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text("")
