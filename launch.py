@@ -31,8 +31,7 @@ def start():
 def refuse(reason):
     sys.stderr.write(
         "launch.py: %s.\nRun `make train` once (it makes %s), then `. .venv/bin/activate` or "
-        "`.venv/bin/python launch.py`.\nOn a cluster: `pip install -e .[gpu]` in an environment of "
-        "your own.\n" % (reason, HERE / ".venv")
+        "`.venv/bin/python launch.py`.\nOn GPUs: `make gpu` instead.\n" % (reason, HERE / ".venv")
     )
     return 2
 

@@ -26,6 +26,17 @@ has_headers() { # of the Python that `make` takes: the environment's, or the sys
     done
 }
 
+headers() { # the package of that Python's headers, where the system has one
+    for python in "${VENV:-.venv}/bin/python" python3; do
+        has "$python" || continue
+        package=python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-dev
+        dpkg -s "${package%-dev}" >/dev/null 2>&1 || break
+        echo "$package"
+        return
+    done
+    echo python3-dev
+}
+
 PATH=$PATH:/usr/sbin:/sbin
 missing=""
 need() { # PACKAGES COMMAND...: the packages are needed where the command fails
@@ -35,7 +46,7 @@ need() { # PACKAGES COMMAND...: the packages are needed where the command fails
 }
 need gcc has gcc
 need g++ has g++
-need python3-dev has_headers
+need "$(headers)" has_headers
 if [ "${1:-}" != compiler ]; then
     need chromium has chromium chromium-browser google-chrome
     need iproute2 has ip

@@ -19,16 +19,19 @@ apt_of() { # SUITE ARGUMENTS...
 }
 
 own_sources() { # SUITE FOLDER: this machine's source of its distribution, with that suite
-    local codename
+    local codename file
     codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
     [ -n "$codename" ] || fail "/etc/os-release names no VERSION_CODENAME"
-    local file
-    file=$(grep -lE "^Suites:.*\b$codename\b" /etc/apt/sources.list.d/*.sources 2>/dev/null | head -1) || true
-    if [ -n "$file" ]; then
-        sed -n '/^$/q;p' "$file" | sed -E "s/^Suites:.*/Suites: $1/; s/^Types:.*/Types: deb deb-src/" \
-            >"$2/debian.sources"
-        return
-    fi
+    # Of the stanzas of all files the first whose suites are the release and its updates: others have names of their
+    # own (deadsnakes, docker), or end in -security. Comments may stand before it.
+    for file in /etc/apt/sources.list.d/{debian,ubuntu}.sources /etc/apt/sources.list.d/*.sources; do
+        [ -r "$file" ] || continue
+        sed '/^#/d' "$file" | awk -v RS= -v suite="$codename" \
+            '$0 ~ "(^|\n)Suites:[^\n]*[ \t]" suite "([ \t]|\n|$)" && $0 !~ /Enabled: *no/ { print; exit }' |
+            sed -E "s/^Suites:.*/Suites: $1/; s/^Types:.*/Types: deb deb-src/" >"$2/debian.sources"
+        [ ! -s "$2/debian.sources" ] || return 0
+    done
+    rm -f "$2/debian.sources"
     grep -hE "^deb .*[[:space:]]$codename[[:space:]]" /etc/apt/sources.list /etc/apt/sources.list.d/*.list \
         2>/dev/null | head -1 | sed -E "s/[[:space:]]$codename[[:space:]]/ $1 /; p; s/^deb /deb-src /" \
         >"$2/debian.list" || true

@@ -18,6 +18,7 @@ torch for CPUs is taken from the first of these that offers it:
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +34,10 @@ PROBE_S = 15
 CONNECT_S = 4  # seconds that one of its connections may take
 QUOTED_LINES = 15  # last lines of pip's output, shown when it fails
 NUMA = "libnuma.so.1"
+MARK = "rose-set-up"  # a file in environments that this file has made
+# Variables by which packages outside of an environment would be taken for its own, or installed
+# elsewhere: modules of a cluster set the first of them.
+FOREIGN = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")
 # Loads a library of the environment in each of its Pythons, so that vLLM's kernels find it loaded.
 PRELOAD = 'import ctypes, sys; ctypes.CDLL(f"{{sys.prefix}}/{path}")\n'
 # The kernels that vLLM picks for this processor (vllm/platforms/cpu.py), loaded as it loads them.
@@ -71,17 +76,27 @@ class Environment:
     def make(self) -> None:
         """Make it, or keep the one whose Python runs this: scripts/set_up.sh has checked it."""
         version = "{}.{}.{}".format(*sys.version_info)
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not self._is_own():
+            raise Failed(
+                f"VENV={self.folder}: has files or packages of something else; name another folder"
+            )
         if Path(sys.prefix).resolve() == self.folder.resolve():
-            self.say(f"{self.folder}: kept, Python {version}")
+            self.say(f"{self.folder}: kept, Python {version} (`make clean` removes it)")
         else:
-            if self.folder.is_dir() and any(self.folder.iterdir()) and not self._is_one():
-                raise Failed(f"VENV={self.folder}: has files, and is no virtual environment")
             self.say(f"{self.folder}: a virtual environment of Python {version} ({sys.executable})")
-            venv.create(self.folder, clear=True, symlinks=True, with_pip=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / MARK).touch()  # First, so that an interrupted call can be continued.
+            for old in self.folder.iterdir():
+                if old.is_dir() and not old.is_symlink():
+                    shutil.rmtree(old)
+                elif old.name != MARK:
+                    old.unlink()
+            venv.create(self.folder, symlinks=True, with_pip=True)
         self.install(*BUILD_TOOLS)
 
-    def install(self, *arguments: str) -> None:
-        """pip install, without dependencies and uncompiled. Raises `Failed` with pip's last lines."""
+    def install(self, *arguments: str, hint: str = "") -> None:
+        """pip install, without dependencies and uncompiled. Raises `Failed` with pip's last lines
+        and `hint`."""
         command = self._pip("install", "--no-deps", "--no-compile", *arguments)
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(command)}\n")
@@ -92,7 +107,9 @@ class Environment:
                 -QUOTED_LINES:
             ]
             quoted = "\n".join(f"    {line}" for line in end)
-            raise Failed(f"pip failed; its output ends so ({self.log} has all of it):\n{quoted}")
+            raise Failed(
+                f"pip failed{hint}; its output ends so ({self.log} has all of it):\n{quoted}"
+            )
 
     def install_lock(self, name: str, what: str) -> None:
         self.say(f"the packages of requirements/{name}, {what}")
@@ -142,11 +159,20 @@ class Environment:
     def size_gb(self) -> float:
         return sum(f.lstat().st_size for f in self.folder.rglob("*") if not f.is_dir()) / 1e9
 
-    def _is_one(self) -> bool:
-        return (self.folder / "pyvenv.cfg").exists()
+    def _is_own(self) -> bool:
+        """True if an earlier call has made it, or has begun to, or if it is a virtual environment
+        without packages or with ROSE."""
+        if (self.folder / MARK).exists() or any(self.folder.glob(".stamp-*")):
+            return True
+        if not (self.folder / "pyvenv.cfg").exists():
+            return False
+        found = self.folder.glob("lib/python*/site-packages/*.dist-info")
+        names = {path.name.partition("-")[0] for path in found}
+        return "rose_rl" in names or names <= {"pip", "setuptools", "wheel"}
 
     def _pip(self, *arguments: str) -> list[str]:
-        return [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
+        options = ("--disable-pip-version-check", "--no-input")
+        return [str(self.python), "-m", "pip", *options, *arguments]
 
 
 def torch_pin() -> str:
@@ -173,7 +199,7 @@ def install_torch(env: Environment, index: str) -> None:
     elif index and env.offers(for_cpus, "--index-url", index, *_impatient(), within_s=PROBE_S):
         taken = f"the build for CPUs from {index}"
         env.say(f"torch: {taken}")
-        env.install("--index-url", index, for_cpus)
+        env.install("--index-url", index, for_cpus, hint="; `make TORCH_INDEX=` skips this index")
     else:
         where = f"{index} can't be reached or has none" if index else "TORCH_INDEX is empty"
         taken = "the package index's CUDA build with CUDA's libraries, which computes on CPUs too"
@@ -249,10 +275,19 @@ def main() -> int:
         print("usage: scripts/set_up.sh DIR cpu|gpu|test", file=sys.stderr)
         return 2
     env = Environment(Path(sys.argv[1]).absolute())
+    if os.uname().machine != "x86_64":
+        print(f"make: x86-64 is needed; this machine is {os.uname().machine}", file=sys.stderr)
+        return 2
+    for name in FOREIGN:
+        os.environ.pop(name, None)
     try:
         set_up(env, sys.argv[2], os.environ.get("TORCH_INDEX", ""))
     except Failed as error:
         print(f"make: {error}", file=sys.stderr)
+        return 2
+    except (OSError, subprocess.CalledProcessError) as error:  # a full disk, a read-only checkout
+        output = getattr(error, "output", None) or b""
+        print(f"make: {error}\n{output.decode(errors='replace')[-2000:]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nmake: interrupted; the same command continues", file=sys.stderr)

@@ -67,7 +67,7 @@ class Recorded(set_up.Environment):
         super().__init__(folder)
         self.python, self.installed = Path(sys.executable), []
 
-    def install(self, *arguments: str) -> None:
+    def install(self, *arguments: str, hint: str = "") -> None:
         self.installed.append(arguments)
 
 
@@ -118,9 +118,74 @@ def test_a_pip_that_fails_is_quoted(tmp_path):
 
 def test_a_folder_of_something_else_is_not_cleared(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(set_up.Failed, match="has files, and is no virtual environment"):
+    with pytest.raises(set_up.Failed, match="has files or packages of something else"):
         set_up.Environment(tmp_path).make()
     assert (tmp_path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    "files, own",
+    [
+        (["rose-set-up"], True),  # an interrupted call leaves this
+        ([".stamp-run", "pyvenv.cfg"], True),
+        (["pyvenv.cfg", "lib/python3.11/site-packages/pip-24.0.dist-info"], True),
+        (["pyvenv.cfg", "lib/python3.11/site-packages/numpy-2.0.dist-info"], False),
+        (["pyvenv.cfg", "lib/python3.10/site-packages/rose_rl-0.1.0.dist-info"], True),
+        (["lib/python3.11/site-packages/pip-24.0.dist-info"], False),
+    ],
+)
+def test_an_environment_of_other_packages_is_not_taken(tmp_path, files, own):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert set_up.Environment(tmp_path)._is_own() == own
+
+
+def test_what_an_interrupted_call_has_left_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / set_up.MARK).touch()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "half").touch()
+    monkeypatch.setattr(set_up.Environment, "install", lambda *_: None)
+    set_up.Environment(tmp_path).make()
+    assert not (tmp_path / "lib" / "half").exists() and (tmp_path / set_up.MARK).exists()
+    assert (tmp_path / "bin" / "python").exists()
+
+
+# As cloud images of Ubuntu 24.04 have it.
+CLOUD = """# See the release notes for how to upgrade.
+
+## The distribution
+Types: deb
+URIs: http://archive.example
+Suites: noble noble-updates noble-backports
+Components: main universe
+
+Types: deb
+URIs: http://security.example
+Suites: noble-security
+Components: main
+"""
+
+
+@pytest.mark.parametrize("before", ["a-docker.sources", "zz-deadsnakes.sources"])
+def test_the_systems_own_source_is_found_among_others_and_behind_comments(tmp_path, before):
+    parts = tmp_path / "sources.list.d"
+    parts.mkdir()
+    (parts / before).write_text("Types: deb\nURIs: http://other.example\nSuites: noble\n")
+    (parts / "ubuntu.sources").write_text(CLOUD)
+    (tmp_path / "os-release").write_text("VERSION_CODENAME=noble\n")
+    script = (SCRIPTS / "other_suite.sh").read_text()
+    script = script.replace("/etc/os-release", f"{tmp_path}/os-release")
+    script = script.replace("/etc/apt", str(tmp_path))
+    call = f'fail() {{ echo "$*"; exit 1; }}\n{script}\nown_sources trixie {tmp_path}'
+    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "debian.sources").read_text().splitlines() == [
+        "Types: deb deb-src",
+        "URIs: http://archive.example",
+        "Suites: trixie",
+        "Components: main universe",
+    ]
 
 
 def python(folder: Path, version: str, has_venv: bool = True) -> str:
