@@ -415,6 +415,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         if c.cluster.kind == "slurm":
             print(sbatch.script(c, made.ranks, c.run_dir.resolve()))
         return 0
+    if c.cluster.kind == "slurm":
+        slurm.check_environment(c)
     if c.cluster.kind == "slurm" and (job := _still_there(c)):
         return _report_still_there(c, job, console)
     local.check_sandbox_folders(c)

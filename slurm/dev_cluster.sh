@@ -134,6 +134,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePass=$run/munge.sock
 AccountingStoragePort=$((PORT + 19))
 AccountingStorageTRES=gres/gpu
+AccountingStorageEnforce=associations,limits,qos
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5
 NodeName=n[1-$NODES] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((PORT + 101))-$((PORT + 100 + NODES))] CPUs=$CPUS Boards=1 SocketsPerBoard=1 CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=$MEM $gres State=UNKNOWN
@@ -184,13 +185,23 @@ start() {
     mariadb --no-defaults -S $run/mysql.sock -e "create database if not exists slurm_acct"
     MYSQL_UNIX_PORT=$run/mysql.sock slurmdbd >$log/slurmdbd.out 2>&1 </dev/null  # its only way to learn the socket
     wait_for slurmdbd $log/slurmdbd.log timeout 3 sacctmgr -n list cluster
-    sacctmgr -i add cluster rose >/dev/null 2>&1 </dev/null
+    wait_for "accounts" $log/slurmdbd.log accounts
     start_controller
     wait_for slurmctld $log/slurmctld.log sh -c "scontrol ping | grep -q UP"
     namespaces || echo "no namespaces here: all nodes have this machine's host name"
     for i in $(seq 1 "$NODES"); do start_node n$i; done
     wait_for "$NODES idle nodes" $log/slurmctld.log all_idle
     status
+}
+
+accounts() {  # whose limits bind, as on a site: a job of QOS short has ten minutes, and none is taken for QOS none
+    local words
+    for words in "cluster rose" "account dev" "user root account=dev" "qos short set MaxWall=00:10:00" \
+            "qos none set MaxSubmitJobsPerUser=0"; do
+        sacctmgr -i add $words </dev/null
+    done
+    sacctmgr -i modify user root set qos=normal,short,none defaultqos=normal </dev/null
+    sacctmgr -n show assoc user=root format=qos%60 </dev/null | grep -q short
 }
 
 start_controller() {  # with an /etc/hosts of its own that has the nodes: Slurm 24 looks for an srun's node for 10 s

@@ -168,9 +168,8 @@ def _threads(config: Config) -> dict[str, int | None]:
     if config.cluster.gpus:
         return dict.fromkeys(ranks)
     if config.cluster.kind == "slurm":
-        slurm, rollout = config.cluster.slurm, config.rollout
-        cpus = {"trainer": cpus_of(slurm.trainer, rollout)}
-        cpus["rollout"] = cpus_of(slurm.rollout, rollout) - 1
+        cpus = {name: cpus_of(config.cluster, name, config.rollout) for name in ranks}
+        cpus["rollout"] -= 1
     else:
         cpus = {role: cores() // count for role, count in ranks.items()}
     found = {role: min(MOST_THREADS, max(1, count)) for role, count in cpus.items()}

@@ -7,6 +7,9 @@ from typing import Literal
 from rose.config.common import Count, Natural, Positive, Section
 from rose.config.rollout import Rollout
 
+TRAINERS_CPUS = 8  # a rank beside a GPU has so many
+CPUS_WITHOUT_GPUS = 2
+
 
 class Mpi(Section):
     """How this site starts MPI ranks and what it must find in their environment."""
@@ -26,7 +29,7 @@ class Component(Section):
 
     nodes: Count | None  # null: as few as its GPUs need; 1 without GPUs
     gpus_per_node: Count  # that the nodes have; used when cluster.gpus > 0
-    cpus_per_task: Count | None  # null: of an engine, 8 and 2 for each of its GPUs
+    cpus_per_task: Count | None  # null: `cpus_of`
     partition: str | None
     account: str | None
     qos: str | None
@@ -59,7 +62,7 @@ class Slurm(Section):
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     container: Container | None
     warning_s: Count  # so long before its time limit the job saves and requeues itself
-    requeues: Natural  # how often at most
+    requeues: Natural  # it may happen so often without a new checkpoint between
 
 
 class Cluster(Section):
@@ -91,10 +94,16 @@ class Cluster(Section):
         }
 
 
-def cpus_of(component: Component, rollout: Rollout) -> int:
-    """CPUs of each rank of a component. An engine has its scheduler, its tokens' way out and the
-    threads that stage new weights, and for each GPU a worker process with its copying threads."""
-    return component.cpus_per_task or 8 + 2 * rollout.tensor_parallel
+def cpus_of(cluster: Cluster, name: str, rollout: Rollout) -> int:
+    """Return the CPUs of each rank of the Slurm component `name`, a field of `Slurm`. An engine on
+    GPUs has its scheduler, its tokens' way out and the threads that stage new weights, and for each
+    GPU a worker process with its copying threads. Without GPUs models are tiny."""
+    component: Component = getattr(cluster.slurm, name)
+    if component.cpus_per_task is not None:
+        return component.cpus_per_task
+    if not cluster.gpus:
+        return CPUS_WITHOUT_GPUS
+    return TRAINERS_CPUS if name == "trainer" else 8 + 2 * rollout.tensor_parallel
 
 
 def nodes_of(component: Component, gpus: int, on_gpu: bool) -> int:

@@ -41,8 +41,9 @@ class RewardJobs:
         on_change: Callable[[str, str], None],
     ) -> None:
         self._settings = config.reward
-        slurm = config.cluster.slurm
-        self._ranks = cpus_of(slurm.reward, config.rollout) if slurm else 1  # of a job
+        cluster = config.cluster
+        # Each job has so many.
+        self._ranks = cpus_of(cluster, "reward", config.rollout) if cluster.slurm else 1
         self._provisioner = Provisioner(
             config, run_dir, self.feed, on_fault, on_change, lent.REWARDS
         )

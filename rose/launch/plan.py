@@ -74,7 +74,7 @@ def _check_threads(c: Config) -> Iterator[str]:
         ("trainer", ("trainer.threads", "transfer.threads")),
         ("rollout", ("rollout.threads", "transfer.threads")),
     ):
-        cpus = cpus_of(getattr(c.cluster.slurm, name), c.rollout)
+        cpus = cpus_of(c.cluster, name, c.rollout)
         for key in keys:
             if (wanted[key] or 0) > cpus:
                 yield (
@@ -379,7 +379,7 @@ def _nodes(plan: Plan) -> Iterator[str]:
         if not members:
             continue
         component, nodes = getattr(c.cluster.slurm, name), 1 + max(rank.node for rank in members)
-        each, cpus = len(members) // nodes, cpus_of(component, c.rollout)
+        each, cpus = len(members) // nodes, cpus_of(c.cluster, name, c.rollout)
         memory_words = (
             "the site's default"
             if component.mem is None

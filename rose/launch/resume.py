@@ -10,6 +10,7 @@ import fnmatch
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,28 @@ def _stop(c: Config) -> list[float]:
 def _finished(run_dir: Path) -> dict[str, Any] | None:
     path = _mark(run_dir)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def requeues_in_vain(run_dir: Path, job: str, restarts: int) -> int:
+    """Return how often `job`, which was requeued `restarts` times in all, was requeued since the
+    run last had a new checkpoint. It is noted in status/requeues.json."""
+    path = Path(run_dir) / "status" / "requeues.json"
+    latest = checkpoint.latest(run_dir)
+    step = checkpoint.step_of(latest) if latest else 0
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        before = int(noted["step"]), str(noted["job"]), int(noted["restarts"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        before = (-1, "", 0) if step else (0, job, 0)
+    if before[0] < step:
+        before = step, job, restarts
+    elif before[1] != job:
+        before = before[0], job, 0
+    noted = dict(zip(("step", "job", "restarts"), before, strict=True))
+    with suppress(OSError):  # A full disk costs the note, and not the requeue.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, json.dumps(noted).encode() + b"\n")
+    return restarts - before[2]
 
 
 def note_save(run_dir: Path, seconds: float) -> None:

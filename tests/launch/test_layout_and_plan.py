@@ -568,8 +568,15 @@ def test_trainer_nodes_have_the_cpus_that_experiments_for_gpus_ask_for_on_slurm(
 ):
     c = make_config(f"+experiment={experiment}", "cluster=slurm")
     ranks = [rank for rank in layout(c) if rank.component == 0 and rank.node == 0]
-    assert cpus_of(c.cluster.slurm.trainer, c.rollout) == 8
+    assert cpus_of(c.cluster, "trainer", c.rollout) == 8
     assert len(ranks) * 8 == cpus
+
+
+def test_ranks_of_a_run_on_cpus_ask_for_few_of_them_on_slurm(make_config):
+    c = make_config("cluster=slurm")
+    assert {cpus_of(c.cluster, name, c.rollout) for name in ("trainer", "rollout")} == {2}
+    c = make_config("cluster=slurm", "cluster.slurm.rollout.cpus_per_task=6")
+    assert [cpus_of(c.cluster, name, c.rollout) for name in ("trainer", "rollout")] == [2, 6]
 
 
 def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):

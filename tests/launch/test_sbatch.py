@@ -181,7 +181,7 @@ def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config
 def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
     reward = ("reward=function", "reward.args.path=/mine.py:score", "reward.max_jobs=2")
     c = make_config(*SEVEN_B, *reward, "cluster.slurm.borrowed.partition=spare")
-    text = sbatch.helper_script(c, c.cluster.slurm.reward, 0, Path("/runs/run"), "reward-0-1")
+    text = sbatch.helper_script(c, "reward", 0, Path("/runs/run"), "reward-0-1")
     assert "#SBATCH --cpus-per-task=4" in text and "#SBATCH --partition=spare" in text
     assert "gpus" not in text and "#SBATCH --job-name=qwen7b-reward-0-1" in text
 

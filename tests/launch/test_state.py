@@ -33,6 +33,28 @@ def test_a_job_that_waits_for_an_ended_component_waits_for_ever(monkeypatch, sta
     assert bool(said) == bool(hopeless) and hopeless in said
 
 
+@pytest.mark.parametrize(
+    ("reason", "hopeless"),
+    [
+        ("QOSMaxWallDurationPerJobLimit", True),
+        ("AssocMaxCpuPerJobLimit", True),
+        ("QOSMinGRESPerJob", True),
+        ("PartitionTimeLimit", True),
+        ("InvalidAccount", True),
+        ("Priority", False),
+        ("QOSMaxJobsPerUserLimit", False),  # Until another job of the user's has ended.
+        ("AssocGrpGRES", False),
+        ("BeginTime", False),
+    ],
+)
+def test_a_job_that_asks_for_more_than_a_limit_waits_for_ever(monkeypatch, reason, hopeless):
+    row = state.JobState("7", "PENDING", "0:0", reason, "", "0:00")
+    monkeypatch.setattr(state, "components", lambda job: [row])
+    assert (reason in state.cannot_start("7")) == hopeless
+    monkeypatch.setattr(state, "components", lambda job: [row._replace(state="RUNNING")])
+    assert state.cannot_start("7") == ""
+
+
 def test_the_controller_is_believed_before_the_accounting(monkeypatch):
     answers = {
         "sacct": "7+0|PREEMPTED|0:0|None|n1|0:09\n7+1|CANCELLED by 0|0:0|None|n2|0:09\n",

@@ -157,6 +157,29 @@ def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(jo
             job()
 
 
+def test_a_run_that_gets_on_is_requeued_without_end_and_one_that_does_not_so_many_times(
+    job, monkeypatch
+):
+    job.outcome = LOST
+    for restarts in range(0, 100, 9):
+        (job.run_dir / "checkpoints" / f"step-{restarts + 1:06d}").mkdir(parents=True)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        assert job() == "requeued"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "118")
+    assert job() == "requeued", "the 19th without a new checkpoint"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "119")
+    with pytest.raises(
+        slurm.RunFailed, match="given up after 20 requeues without a new checkpoint"
+    ):
+        job()
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "19")
+    assert job() == "requeued", "another job counts anew"
+    (job.run_dir / "status" / "requeues.json").write_text("{")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "50")
+    assert job() == "requeued", "where the note is damaged"
+
+
 def test_steps_of_an_earlier_attempt_that_stay_requeue_the_job(job, stand_in, monkeypatch):
     monkeypatch.setattr(slurm, "LEFT_S", 0.1)
     stand_in(squeue="echo 7.batch 7.0")

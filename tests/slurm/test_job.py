@@ -1,6 +1,7 @@
 """The main job as a heterogeneous job on a real Slurm: it completes, requeues itself, resumes, and
 says how it ended."""
 
+import json
 import os
 import signal
 import subprocess
@@ -90,11 +91,15 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     finally:
         dev_cluster(cluster, "return", node)
 
+    # As if none of these attempts had saved anything.
+    note = {"step": 10**6, "job": job.id, "restarts": 0}
+    (job.run / "status" / "requeues.json").write_text(json.dumps(note))
     engine = next(s for s in ranks(job, 4).values() if s.role == "rollout")
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
     assert (
-        "given up after 3 requeues (cluster.slurm.requeues=3)" in job.said()
+        "given up after 3 requeues without a new checkpoint (cluster.slurm.requeues=3)"
+        in job.said()
         and "killed by SIGKILL" in job.said()
     )
     # others that a busy machine keeps from leaving in time are ended, and named behind it
@@ -121,6 +126,16 @@ def test_what_sbatch_refuses_is_said_in_its_words_with_code_2(job):
     said = job.submit("cluster.slurm.trainer.partition=nowhere", code=2)
     assert "sbatch refused the job of run" in said and "partition" in said
     assert not job.run.exists()
+
+
+def test_limits_of_the_accounting_are_said_in_its_words_or_by_the_jobs_state(job):
+    said = job.submit("cluster.slurm.trainer.qos=none", code=2)
+    assert "sbatch refused the job of run" in said and "policy" in said
+    assert not job.run.exists()
+    job.submit("cluster.slurm.trainer.qos=short", "cluster.slurm.trainer.time='01:00:00'")
+    words = "it asks for more than the site's limits allow (QOSMaxWallDurationPerJobLimit)"
+    job.until(lambda: words in " ".join(state_of(job.run).split()), "the reason for which it waits")
+    subprocess.run(["scancel", job.id], check=True, timeout=120)
 
 
 def test_a_sweep_submits_every_point_and_returns(job):
