@@ -20,8 +20,8 @@ FIELDS = {
     "system": fields.USED,
     "messages": "used: texts and text blocks; the last one must not be the assistant's",
     "tools": "used: the agent's own",
-    "tool_choice": "`none`: calls in the answer are text; all else is `auto`. With "
-    "`disable_parallel_tool_use` the turn ends with its first call",
+    "tool_choice": f"{fields.CHOICE}. With `disable_parallel_tool_use` the turn ends with its "
+    "first call",
     "max_tokens": fields.USED,
     "stop_sequences": "used: at most 16 strings",
     "stream": "used: the turn comes in one piece when it is complete",

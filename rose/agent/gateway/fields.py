@@ -12,12 +12,16 @@ from rose.agent.template import served_tool
 
 # What becomes of a field of a request. A field that an API's `FIELDS` does not name is as `APART`.
 USED = "used"
-APART = "no effect, but two calls that differ in it are two calls"
+APART = "no effect, but a call that differs in it is no retry"
 IGNORED = "no effect"
 REFUSED = "refused"
-SAMPLING = "the run's own is used; two calls that differ in it are two calls"
+SAMPLING = "the run's own is used; a call that differs in it is no retry"
+CHOICE = (
+    "`none`: a tool call in the answer is returned as text; every other value, also `required`, is "
+    "`auto`"
+)
 BILLING = "x-anthropic-billing-header"
-SEED = "no effect, but another one asks for another answer"
+SEED = "does not seed the sampling; a call repeated with another `seed` gets a new answer"
 # What OpenAI's requests say about who asks, and for whom it is to be kept.
 ABOUT = dict.fromkeys(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED

@@ -19,7 +19,7 @@ FIELDS = {
     "model": "returned in the answer; every name is the policy's",
     "messages": "used: texts and text parts; the last one must not be the assistant's",
     "tools": "used: functions",
-    "tool_choice": "`none`: calls in the answer are text; all else is `auto`",
+    "tool_choice": fields.CHOICE,
     "parallel_tool_calls": "false: the turn ends with its first call",
     "max_completion_tokens": fields.USED,
     "max_tokens": fields.USED,

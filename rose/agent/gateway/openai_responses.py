@@ -23,7 +23,7 @@ FIELDS = {
     "input": "used: the whole history, texts and text parts; the last item must not be the "
     "assistant's",
     "tools": "used: functions",
-    "tool_choice": "`none`: calls in the answer are text; all else is `auto`",
+    "tool_choice": fields.CHOICE,
     "parallel_tool_calls": "false: the turn ends with its first call",
     "max_output_tokens": fields.USED,
     "stream": "used: the turn comes in one piece when it is complete",

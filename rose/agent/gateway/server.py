@@ -219,7 +219,10 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         api = anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
         known = ", ".join(f"POST {path}" for path in (*ROUTES, COUNT, "/reward"))
         words = f"{request.method} {request.path[:200]}: there are {known} and GET /v1/models"
-        return _refused(api, ApiError(error.status, words, "not_found"))
+        refused = _refused(api, ApiError(error.status, words, "not_found"))
+        if allowed := error.headers.get("Allow"):
+            refused.headers["Allow"] = allowed
+        return refused
 
 
 def reward_of(value: Any, whose: str) -> tuple[float, bool]:

@@ -19,8 +19,8 @@ __all__ = ["read", "refuse", "stream", "write"]
 FIELDS = {
     "model": "returned in the answer; every name is the policy's",
     "token_ids": fields.USED,
-    "sampling_params": "`max_tokens` and `stop` are used, `n` may be 1, constraints of the "
-    "output are refused, and of all others the run's own are used",
+    "sampling_params": "`max_tokens` and `stop` are used; `n` must be 1; constraints of the "
+    "output are refused; everything else is the run's own",
     "stream": "used: the turn comes in one piece when it is complete",
     "output_mode": "only `tokens`",
     "request_id": fields.IGNORED,

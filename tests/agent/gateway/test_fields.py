@@ -102,6 +102,18 @@ def test_unknown_routes_and_methods_are_refused_in_json(serve, method, path, sta
     asyncio.run(go())
 
 
+def test_a_method_that_a_route_lacks_is_told_those_that_it_has(serve):
+    async def go():
+        async with (
+            serve("one") as world,
+            aiohttp.ClientSession() as http,
+            http.get(world.url + CHAT) as got,
+        ):
+            assert (got.status, got.headers["Allow"]) == (405, "POST")
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("encoding, squeeze, status, words", [
     ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""), ("", bytes, 200, ""),
     ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]), 200, ""),
