@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 def seed_of(*parts: object) -> int:
@@ -144,6 +144,7 @@ class Trajectory(Record):
     # whether `logprobs` are of what tokens were drawn from; of trajectories saved by earlier
     # releases they are of temperature 1 and all tokens
     as_drawn: bool = False
+    task: str = ""  # the environment's name of its task; "" where it has none
 
     @property
     def makers(self) -> list[str]:

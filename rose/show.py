@@ -4,8 +4,11 @@
     python -m rose.show outputs/NAME --step 12
     python -m rose.show outputs/NAME g12.3               that trajectory, of whichever step has it
     python -m rose.show outputs/NAME g12.3 --tokens      each token: number, mask, probability, version
+    python -m rose.show outputs/NAME --failed            those that failed and were replaced, and why
+    python -m rose.show outputs/NAME --failed g12.4      one of them, with what its program printed
 
-Reads rollouts/ (observe.save_trajectories=true), also while the run goes on; pipe it into less -R.
+Reads rollouts/ and failed/ (observe.save_trajectories=true), also while the run goes on; pipe it
+into less -R.
 
     0 printed   1 no such trajectory, or a damaged file   2 bad arguments
 """  # noqa: E501
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rose.files import printable
+from rose.observe import failed
 from rose.observe.trajectories import Part, Shown, Texts, read, saved_steps
+
+MOST_CAUSE = 200  # characters of a cause in the list
 
 
 def plain(text: object, style: str = "") -> Text:
@@ -41,26 +48,63 @@ def main(arguments: list[str]) -> int:
     add("trajectory", metavar="TRAJECTORY", nargs="?", help="as the list has it; default: the list")
     add("--step", metavar="N", type=int, help="default: the newest, or the one that has TRAJECTORY")
     add("--tokens", action="store_true", help="each token on a line of its own")
+    add("--failed", action="store_true", help="of those that failed and were replaced, the newest")
     args = parser.parse_intermixed_args(arguments)
-    steps = saved_steps(args.run)
-    if not steps:
+    steps, lost = saved_steps(args.run), (args.run / failed.FOLDER).is_dir()
+    if not steps and not lost:
         parser.error(f"{args.run}: no rollouts/step-N.msgpack there; give the folder of a run")
+    if args.failed and not lost:
+        parser.error(f"--failed: no trajectory of {args.run} has failed")
+    if args.failed and args.step is not None:
+        parser.error("--failed: a trajectory that failed belongs to no step")
     if args.step is not None and args.step not in steps:
-        parser.error(f"--step {args.step}: {args.run} has steps {steps[0]} to {steps[-1]}")
+        parser.error(f"--step {args.step}: {args.run} has {_steps(steps)}")
     try:
-        return show(args.run, args.trajectory, args.step, args.tokens, Console())
+        lost = args.failed or not steps
+        if lost and args.trajectory is None:
+            return list_failed(args.run, Console())
+        return show(args.run, args.trajectory, args.step, args.tokens, Console(), lost)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def show(run: Path, name: str | None, step: int | None, tokens: bool, console: Console) -> int:
-    """Raises `ValueError` for a damaged file, or a trajectory that isn't there."""
+def _steps(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "no step yet"
+
+
+def list_failed(run: Path, console: Console) -> int:
+    """List what is kept of trajectories that failed, and name files that can't be read."""
+    found, damaged = failed.read(run)
+    for words in damaged:
+        print(words, file=sys.stderr)
+    table = Table(title=f"{len(found)} failed and replaced, the newest last", title_justify="left")
+    for column in ("trajectory", "environment", "task", "turns", "made", "cause"):
+        table.add_column(column)
+    for shown in found:
+        names = (shown.record.get(key) or "" for key in ("id", "domain", "task"))
+        counts = str(shown.record.get("turns", 0)), str(shown.made)
+        cause = shown.record["cause"].partition("\n")[0]
+        table.add_row(*map(plain, names), *counts, plain(cause[:MOST_CAUSE]))
+    console.print(table)
+    return 1 if damaged else 0
+
+
+def show(
+    run: Path,
+    name: str | None,
+    step: int | None,
+    tokens: bool,
+    console: Console,
+    lost: bool = False,
+) -> int:
+    """Print a step's trajectories, or one with this name: of those that failed, if it is `lost`.
+    Raises `ValueError` for a damaged file, or a trajectory that isn't there."""
     if name is None:
         step = saved_steps(run)[-1] if step is None else step
         console.print(listed(step, read(run, step)))
         return 0
-    step, shown = find(run, name, step)
+    step, shown = (None, find_failed(run, name)) if lost else find(run, name, step)
     texts = Texts(run)
     if texts.missing:
         print(texts.missing, file=sys.stderr)
@@ -71,22 +115,37 @@ def show(run: Path, name: str | None, step: int | None, tokens: bool, console: C
         for part in sample.parts():
             turn = shown.about(part)
             console.print(token_table(part, texts) if tokens else panel(part, turn, texts))
+    if output := shown.record.get("output"):
+        console.print(Panel(plain(output), title="the program printed", title_align="left"))
     return 0
 
 
-def find(run: Path, name: str, step: int | None) -> tuple[int, Shown]:
-    """(step, trajectory), the newest step first. Raises `ValueError` when none has it."""
+def find(run: Path, name: str, step: int | None) -> tuple[int | None, Shown]:
+    """Return (step, trajectory), the newest step first; the step is None for one that failed, and
+    that no step has. Raises `ValueError` when none has it."""
     steps = saved_steps(run) if step is None else [step]
     for number in reversed(steps):
         trajectories = read(run, number)
         for shown in trajectories:
             if shown.id == name:
                 return number, shown
+    if step is None:
+        with suppress(ValueError):
+            return None, find_failed(run, name)
     raise ValueError(
         f"{name!r}: no such trajectory in steps {steps[0]} to {steps[-1]}; step {steps[0]} has "
         + ", ".join(shown.id for shown in trajectories[:8])
         + (", ..." if len(trajectories) > 8 else "")
     )
+
+
+def find_failed(run: Path, name: str) -> Shown:
+    """Return the newest of this name that failed. Raises `ValueError` when there is none."""
+    found, damaged = failed.read(run)
+    for shown in reversed(found):
+        if shown.id == name:
+            return shown
+    raise ValueError("; ".join([f"{name!r}: no such trajectory failed", *damaged]))
 
 
 def listed(step: int, trajectories: list[Shown]) -> Table:
@@ -117,15 +176,19 @@ def listed(step: int, trajectories: list[Shown]) -> Table:
     return table
 
 
-def heading(step: int, shown: Shown) -> Panel:
+def heading(step: int | None, shown: Shown) -> Panel:
+    """Return the panel above a conversation. `step` is None for a trajectory that failed."""
     record = shown.record
+    where = "" if step is None else f"step {step}, "
     lines = [
-        f"step {step}, group {record.get('group', '')}, environment {record.get('domain') or '?'}",
+        f"{where}group {record.get('group', '')}, environment {record.get('domain') or '?'}",
         f"reward {shown.reward:g}; {shown.outcome}; {record.get('turns', '?')} turns",
         f"{shown.length} tokens, of which the policy made {shown.made}",
     ]
     if record.get("stats"):
         lines.append(", ".join(f"{name} {value:g}" for name, value in record["stats"].items()))
+    if cause := record.get("cause"):
+        lines.append(f"task {record['task']}: {cause}" if record.get("task") else cause)
     return Panel(plain("\n".join(lines)), title=plain(shown.id), title_align="left")
 
 

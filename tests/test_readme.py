@@ -34,7 +34,7 @@ NOT_HERE = {
     "make gpu": "it installs 12 GB for GPUs: the check on a fresh clone runs it",
     ". .venv/bin/activate": "a shell's setting: commands here find the environment's programs",
     "python scripts/gpu_check.py": "needs a GPU: tests/scripts/test_gpu_check.py, on a CPU",
-    "python scripts/prove_promise.py": "takes an hour: tests/scripts/test_prove_promise.py",
+    "python scripts/prove_promise.py --trace FILE": "takes two hours: tests/scripts/test_prove_promise.py",
 }
 SMALL = (
     "trainer.steps=1",
@@ -113,7 +113,7 @@ def test_the_lines_of_the_dry_run_are_what_it_prints(tmp_path, monkeypatch, capf
     (command,) = [c for c in launches(README) if "cluster=slurm" in c and "dry_run" in c]
     assert front.main(CONF, shlex.split(command)[2:]) == 0
     said = [line.rstrip() for line in capfd.readouterr().out.splitlines()]
-    shown = block_after("Of what the dry run prints")
+    shown = block_after("Of what it prints:")
     assert len(shown) == 8 and [line for line in shown if line not in said] == []
 
 

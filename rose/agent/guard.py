@@ -12,6 +12,7 @@ from rose.agent import returned
 from rose.agent.blocked import Blocked, called, marks
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
+from rose.protocol import Trajectory
 from rose.reward import values
 
 CAUSE_CHARACTERS = 4000  # characters of a cause; the end of a program's log has 2,000 bytes
@@ -19,7 +20,12 @@ LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues fo
 
 
 class EnvironmentFailure(Exception):
-    """The environment raised, hung or answered nonsense; nothing of the trajectory may be used."""
+    """The environment raised, hung or answered nonsense; nothing of the trajectory may be used.
+
+    What it had made by then is kept for people to look at. Whoever runs a trajectory sets `made`
+    and `output` on each error that leaves it, also on a cancellation, of which `OwnTime` makes a
+    failure.
+    """
 
     def __init__(self, trajectory: str, cause: str):
         # others' texts: as long as they like, with halves of characters that no message can carry
@@ -27,6 +33,8 @@ class EnvironmentFailure(Exception):
         super().__init__(f"trajectory {trajectory}: {cause}")
         self.trajectory, self.cause = trajectory, cause
         self.task = ""  # the environment's name for its task, if any
+        self.made: Trajectory | None = None  # None: it failed before its first token
+        self.output = ""  # the agent's program had printed this
 
 
 class TaskFailure(EnvironmentFailure):

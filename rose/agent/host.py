@@ -11,8 +11,10 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
+
+import msgspec
 
 from rose import processes
 from rose import protocol as p
@@ -36,10 +38,12 @@ from rose.comm.wire import COORDINATOR
 from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
+from rose.observe.failed import Keeper
 from rose.observe.recorder import NullRecorder
 from rose.sandbox import SandboxError
 from rose.sandbox.engine import Engine
 
+TASK_CHARACTERS = 200  # a task's name may have so many
 STORE_S = 60.0  # for checkpoints that are on their way when the host ends
 
 # A job that is ended sends SIGTERM to all of its processes: what dies of it may do so before this
@@ -49,7 +53,7 @@ TOLD_S, ENDING_S = 0.5, 60.0
 
 class TrajectoryHost:
     """Runs trajectories, each a task made by `spawn`; `send` takes its messages to the
-    coordinator."""
+    coordinator. `failed` keeps what failed."""
 
     def __init__(
         self,
@@ -62,8 +66,9 @@ class TrajectoryHost:
         snapshots: Snapshots | None = None,
         checkpoints: Engine | None = None,
         moves: Moves | None = None,
+        failed: Keeper | None = None,
     ) -> None:
-        self._moves = moves
+        self._moves, self._failed = moves, failed
         self._released: set[str] = set()  # trajectories that end here to go on elsewhere
         self._dropped: set[str] = set()  # that nobody wants, and that end now
         self._scoring, self._snapshots, self._checkpoints = scoring, snapshots, checkpoints
@@ -126,6 +131,9 @@ class TrajectoryHost:
             kinds = isinstance(failure, ScoringFailure), isinstance(failure, TaskFailure)
             words = f"{failure} ({failure.task})" if failure.task else str(failure)
             self._send(p.TrajectoryFailed(start.id, start.group, start.domain, words, *kinds))
+            if self._failed is not None:
+                kept = failure.cause, failure.task, failure.output, failure.made
+                self._failed.keep(start, *kept)
             self._forget(start.id)
         else:
             self._recorder.span(
@@ -210,15 +218,18 @@ class TrajectoryHost:
                 self._own[start.id] = own
                 if isinstance(environment, Agent):
                     gateway = await self._gateway(environment.listen, key)
-                    return await run_agent(start, environment, gateway, *rest)
-                forks = self._forks if c.rollout.branch.ways else None
-                return await run_trajectory(start, environment, *rest, self._snapshots, forks, fork)
+                    made = await run_agent(start, environment, gateway, *rest)
+                else:
+                    forks = self._forks if c.rollout.branch.ways else None
+                    rest += (self._snapshots, forks, fork)
+                    made = await run_trajectory(start, environment, *rest)
         except EnvironmentFailure as failure:
-            with suppress(Exception):  # a stranger's class, which has just failed
-                failure.task = str(environment.task_name(start.env_seed))
+            failure.task = _task_name(environment, start.env_seed, limit_s)
             raise
         finally:
             self._own.pop(start.id, None)
+        task = _task_name(environment, start.env_seed, limit_s)
+        return msgspec.structs.replace(made, task=task)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
         """Opened when the first agent needs it. Raises `ConfigError`."""
@@ -242,6 +253,8 @@ class TrajectoryHost:
             await gateway.close()
         if self._watchdog is not None:
             await asyncio.to_thread(self._watchdog.close)
+        if self._failed is not None:
+            await asyncio.to_thread(self._failed.close)
         if self._checkpoints is not None:
             await self._checkpoints.close(STORE_S)
 
@@ -265,6 +278,17 @@ class TrajectoryHost:
                 return await future  # the scheduler's stall deadline bounds it
         finally:
             self._turns.pop(request.turn, None)
+
+
+def _task_name(environment: object, seed: int, limit_s: float) -> str:
+    """Return what the environment calls the seed's task; "" where it has no name or fails."""
+    what = f"{type(environment).__name__}.task_name"
+    try:
+        name = str(called(what, limit_s, lambda: environment.task_name(seed)))
+    # A stranger's method, where there is one, and a name costs no trajectory.
+    except (Exception, Blocked, SystemExit, KeyboardInterrupt):
+        return ""
+    return name[:TASK_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 async def open_checkpoints(
@@ -324,6 +348,7 @@ async def run(
         Snapshots(folder, attempt, config, resumed, lambda snapshot: host.saved(snapshot)),
         checkpoints,
         moves,
+        Keeper(config.run_dir) if config.observe.save_trajectories else None,
     )
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.end_told)

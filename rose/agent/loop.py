@@ -82,13 +82,19 @@ async def run_trajectory(
         trajectory = await episode.run(clock, fork)
         await episode.settle()
     except BaseException as error:
+        if episode.tokens:
+            error.made = episode.made(0.0, clock(), {})
         try:
             await episode.settle()
             await guard.close()
         except EnvironmentFailure as also:  # the first cause counts
             error.add_note(str(also))
         raise
-    await guard.close()
+    try:
+        await guard.close()
+    except EnvironmentFailure as failure:
+        failure.made = trajectory
+        raise
     return trajectory
 
 
@@ -180,7 +186,7 @@ class _Episode:
             self.truncated, self.limit = True, "answer" if self.room > 0 else "context"
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
-        return self._trajectory(started, clock())
+        return self.made(started, clock(), self.guard.stats())
 
     async def _begin(self) -> Start:
         first = await self.guard.reset(self.start.env_seed)
@@ -459,7 +465,8 @@ class _Episode:
         self.logprobs += pack_floats([0.0]) * len(tokens)
         self.versions += pack_tokens([-1]) * len(tokens)
 
-    def _trajectory(self, started: float, finished: float) -> Trajectory:
+    def made(self, started: float, finished: float, stats: dict[str, float]) -> Trajectory:
+        """Return the trajectory as far as it has come. `stats` are the environment's own."""
         return Trajectory(
             id=self.start.id,
             group=self.start.group,
@@ -475,7 +482,7 @@ class _Episode:
             truncated=self.truncated,
             limit=self.limit,
             invalid_calls=self.invalid_calls,
-            stats={"migrations": float(self.migrations)} | self.stats | self.guard.stats(),
+            stats={"migrations": float(self.migrations)} | self.stats | stats,
             started=started,
             finished=finished,
             domain=self.start.domain,

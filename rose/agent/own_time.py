@@ -32,11 +32,14 @@ class OwnTime:
         try:
             await self._timeout.__aexit__(*error)
         except TimeoutError:
-            raise EnvironmentFailure(
+            failure = EnvironmentFailure(
                 self._trajectory,
                 f"it took {self._limit_s:g} s besides the model's turns "
                 f"({self._key}.trajectory_timeout_s)",
-            ) from None
+            )
+            failure.made = getattr(error[1], "made", None)
+            failure.output = getattr(error[1], "output", "")
+            raise failure from None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from rose.coordinator.turns import TurnHub
 from rose.observe import held_out
 from rose.protocol import Trajectory
 from rose.trainer.algorithms.base import differ
+
+MOST_TASKS, MOST_HELD_OUT = 128, 1024  # tasks that a row of a step, or of an evaluation, counts
+MOST_VALUES = 64  # different rewards, or numbers of turns, that a row counts
 
 
 def step_row(
@@ -78,6 +81,9 @@ def step_row(
         "resumed_turns": hub.log.resumed_turns,
         "resumed_tokens": hub.log.resumed_tokens,
         "response_hist": _histogram(lengths),
+        "reward_values": value_counts([t.reward for t in all_of]),
+        "turn_values": value_counts([t.turns for t in all_of]),
+        **_by_task("task_successes", all_of, MOST_TASKS),
         **hub.decoding.row(),
         **trained,
     }
@@ -141,6 +147,7 @@ def evaluation(groups: list[list[Trajectory]], config: Config, step: int) -> dic
         evaluation_row(own)
         | evaluation_by_domain(domains, groups)
         | {"eval_versions_later": max(0, -int(stale.min()))}
+        | _by_task("eval_task_successes", [t for g in groups for t in g], MOST_HELD_OUT)
     )
 
 
@@ -186,6 +193,30 @@ def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[st
                 f"truncated/{name}": sum(t.truncated for t in own),
             }
     return row
+
+
+def _by_task(
+    key: str, trajectories: list[Trajectory], most: int
+) -> dict[str, dict[str, list[int]]]:
+    """Return, as `key`, how often each task was solved and tried. Nothing where environments name
+    no tasks, or where there are more than `most`, as rows of a large file."""
+    found: dict[str, list[int]] = {}
+    for t in trajectories:
+        if t.task:
+            counts = found.setdefault(f"{t.domain}: {t.task}", [0, 0])
+            counts[0] += t.success
+            counts[1] += 1
+    return {key: found} if 0 < len(found) <= most else {}
+
+
+def value_counts(values: Sequence[float]) -> list[list[float]]:
+    """Return [value, count] pairs, in order. More than `MOST_VALUES` different values are counted
+    in as many equal parts of their range, each of which stands at its middle."""
+    found, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
+    if len(found) > MOST_VALUES:
+        counts, edges = np.histogram(values, MOST_VALUES)
+        found = (edges[:-1] + edges[1:]) / 2
+    return [[float(v), int(n)] for v, n in zip(found, counts, strict=True) if n]
 
 
 def evaluation_by_domain(domains: Iterable[str], groups: list[list[Trajectory]]) -> dict[str, Any]:

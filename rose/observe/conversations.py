@@ -1,5 +1,6 @@
-"""The report's section of trajectories: of some steps the best, the worst, the longest and a failed
-one, as conversations. Of bounded size, however long the run and its trajectories are."""
+"""The report's section of trajectories as conversations: of some steps the best, the worst, the
+longest and one that a limit cut, and the newest that failed and were replaced. Its size is bounded,
+however long the run and its trajectories are."""
 
 from __future__ import annotations
 
@@ -8,28 +9,53 @@ from pathlib import Path
 
 import numpy as np
 
+from rose.files import printable
+from rose.observe import failed
 from rose.observe.trajectories import Part, Shown, Texts, notable, read, saved_steps
 
 MAX_STEPS = 24  # evenly thinned, the first and the last among them
 MAX_CHARACTERS = 4000  # of a trajectory: some 400 kB for the most steps
 MAX_PARTS = 40  # of a trajectory
+MAX_FAILED = 8  # trajectories that failed, the newest
 
 
 def html(run_dir: Path) -> str:
-    steps = saved_steps(run_dir)
+    steps, texts = saved_steps(run_dir), Texts(run_dir)
+    replaced = _failed(run_dir, texts)
     if not steps:
         return (
             '<p class="empty">No trajectories were saved (observe.save_trajectories); of those '
-            "that are, some are shown here.</p>"
+            f"that are, some are shown here.</p>{replaced}"
         )
-    texts = Texts(run_dir)
     chosen = np.unique(np.linspace(0, len(steps) - 1, min(MAX_STEPS, len(steps))).round())
     body = "".join(_step(run_dir, steps[int(at)], texts) for at in chosen)
     note = f" ({escape(texts.missing)})" if texts.missing else ""
     return (
         f"<p class=muted>What the policy made stands on a coloured ground. {len(chosen)} of "
         f"{len(steps)} steps; python -m rose.show RUN [TRAJECTORY] prints any of them in "
-        f"full{note}.</p>{body}"
+        f"full{note}.</p>{body}{replaced}"
+    )
+
+
+def _failed(run_dir: Path, texts: Texts) -> str:
+    """Return the newest trajectories that failed, with what their programs printed; "" of none."""
+    newest, damaged = failed.read(run_dir, MAX_FAILED)
+    kept = failed.count(run_dir)
+    body = "".join(f"<p class=muted>{escape(words)}</p>" for words in damaged)
+    for shown in reversed(newest):
+        task = shown.record.get("task")
+        cause = f"{f'task {task}: ' if task else ''}{shown.record.get('cause')}"
+        body += _trajectory("failed", shown, texts)
+        body += f"<p>{escape(printable(cause))}</p>"
+        if output := str(shown.record.get("output") or ""):
+            text = escape(printable(cut(output, MAX_CHARACTERS)))
+            body += f"<p class=muted>The program printed:</p><pre>{text}</pre>"
+    if not body:
+        return ""
+    more = "; python -m rose.show RUN --failed lists the others" * (kept > len(newest))
+    return (
+        f"<details><summary>Failed and replaced: the newest {len(newest)} of {kept} that are "
+        f"kept{more}</summary>{body}</details>"
     )
 
 

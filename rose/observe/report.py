@@ -14,7 +14,7 @@ from typing import Any
 
 from rose.config import Observe
 from rose.files import printable, write_whole
-from rose.observe import conversations, cost, lenders, members, series, shell
+from rose.observe import conversations, cost, lenders, members, series, shell, tasks
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.shell import figure, figures, section, table
 from rose.observe.status import read_failure
@@ -59,6 +59,8 @@ def build_report(run_dir: Path | str) -> Path:
         "phases": series.phase_bars(steps),
         "evals": evals,
         "lengths": series.length_histogram(steps),
+        "rewards": series.value_histogram(steps, "reward_values"),
+        "turns": series.value_histogram(steps, "turn_values"),
         "timeline": timeline,
     }
     times = (
@@ -72,10 +74,11 @@ def build_report(run_dir: Path | str) -> Path:
     sections = {
         **_failed(run_dir),
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
-        "Learning": figures("success", "reward"),
+        "Learning": figures("success", "reward", "rewards"),
+        **_tasks(steps, rows_of(rows, "eval")),
         "Where the time goes": times + _drafts(steps),
         **_cost(run_dir),
-        "Responses": figures("lengths", "tokens", "turns", "unusable"),
+        "Responses": figures("lengths", "tokens", "turns", "turnshares", "unusable"),
         "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
         **_rewards(steps),
@@ -98,6 +101,12 @@ def _failed(run_dir: Path) -> dict[str, str]:
     """The first section of a run whose last attempt failed."""
     cause = printable(read_failure(run_dir))
     return {"This run failed": f"<pre>{escape(cause)}</pre>"} if cause else {}
+
+
+def _tasks(steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, str]:
+    """A section where the environment names its tasks."""
+    listed = tasks.html(steps, evals)
+    return {"Tasks": listed} if listed else {}
 
 
 def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:

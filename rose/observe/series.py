@@ -4,6 +4,8 @@ for success rates: Wilson's for one rate, Newcombe's for a difference of two."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any
 
 Z_95 = 1.959963984540054  # two-sided 95% quantile of the standard normal
@@ -154,13 +156,48 @@ def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
     rows = [row for row in steps if row.get("response_hist")]
     if not rows:
         return None
-    fifth = max(1, len(rows) // 5)
     edges = _edges(rows)
-    sides = [
-        {"first": side[0]["step"], "last": side[-1]["step"], "shares": _shares(side, edges)}
+    return {"edges": edges, "sides": _sides(rows, lambda side: _shares(side, edges))}
+
+
+def value_histogram(steps: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    """Shares of trajectories per value, or per range of values where there are many, in the first
+    fifth of the steps and the last. `key`: of [value, count] pairs."""
+    rows = [row for row in steps if row.get(key)]
+    if not rows:
+        return None
+    values = sorted({value for row in rows for value, _ in row[key]})
+    few = len(values) <= MAX_BINS
+    edges = values if few else _parts(values)
+
+    def shares(side: list[dict[str, Any]]) -> list[float]:
+        counts = [0] * (len(edges) - (not few))
+        for value, count in (pair for row in side for pair in row[key]):
+            counts[min(bisect_right(edges, value), len(counts)) - 1] += count
+        return [round(count / sum(counts), 5) for count in counts]
+
+    bins = {"labels": [f"{value:.4g}" for value in values]} if few else {"edges": edges}
+    return bins | {"sides": _sides(rows, shares)}
+
+
+def _parts(values: list[float]) -> list[float]:
+    """Edges of at most `MAX_BINS` equal parts of the range; whole numbers of whole numbers."""
+    low, high = values[0], values[-1]
+    if all(float(value).is_integer() for value in values):
+        width = -(-int(high - low + 1) // MAX_BINS)
+        return [low + width * i for i in range(int(high - low) // width + 2)]
+    return [low + (high - low) * i / MAX_BINS for i in range(MAX_BINS + 1)]
+
+
+def _sides(
+    rows: list[dict[str, Any]], shares: Callable[[list[dict[str, Any]]], list[float]]
+) -> list[dict[str, Any]]:
+    """The first fifth of the rows and the last, or a single row, each with its shares."""
+    fifth = max(1, len(rows) // 5)
+    return [
+        {"first": side[0]["step"], "last": side[-1]["step"], "shares": shares(side)}
         for side in ([rows[:fifth], rows[-fifth:]] if len(rows) > 1 else [rows])
     ]
-    return {"edges": edges, "sides": sides}
 
 
 def _edges(rows: list[dict[str, Any]]) -> list[float]:

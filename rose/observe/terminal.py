@@ -280,7 +280,7 @@ def final_table(run_dir: Path | str, console: Console) -> None:
         echo(console, f"\nReport: {path}")
     if steps:
         run = shlex.quote(str(run_dir))
-        echo(console, f"Take the model home: python -m rose.export {run} --out my-model")
+        echo(console, f"Take the model home: {places.command()} export {run} --out my-model")
     show_cost(run_dir, console)
     if steps:
         echo(console, f"Watch it play: {places.command()} play {run} --before")

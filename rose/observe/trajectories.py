@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 STEP_FILES = "rollouts/step-*.msgpack"
+LEFT_OUT = ("branches", "turn_tokens")  # samples tell of these
 
 
 class Part(NamedTuple):
@@ -101,6 +102,8 @@ class Shown:
     @property
     def outcome(self) -> str:
         """In words."""
+        if "cause" in self.record:
+            return "failed and was replaced"
         words = ["solved" if self.record.get("success") else "not solved"]
         if self.record.get("truncated"):
             words.append("cut by a limit")
@@ -121,17 +124,22 @@ def read(run_dir: Path, step: int) -> list[Shown]:
     try:
         for group in msgspec.msgpack.decode(path.read_bytes()):
             for record in group:
-                # by name, not by type: a later release may have stored more fields
-                leaves = [record, *record.get("branches", ())]
-                record = {k: v for k, v in record.items() if not isinstance(v, bytes)}
-                for key in ("branches", "turn_tokens"):
-                    record.pop(key, None)
-                found.append(Shown(record, [_sample(leaf) for leaf in leaves]))
+                found.append(of_record(record))
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: holds no trajectories: {type(error).__name__}: {error}"
         ) from None
     return found
+
+
+def of_record(record: dict[str, Any]) -> Shown:
+    """Return what a file holds of a trajectory. Fields are taken by name and not by type, since a
+    later release may have stored more of them. Raises `ValueError`, KeyError, TypeError or
+    AttributeError of what is none."""
+    leaves = [record, *record.get("branches", ())] if "mask" in record else []
+    samples = [_sample(leaf) for leaf in leaves]
+    kept = {k: v for k, v in record.items() if not isinstance(v, bytes)}
+    return Shown({k: v for k, v in kept.items() if k not in LEFT_OUT}, samples)
 
 
 def _sample(record: dict[str, Any]) -> Sample:

@@ -82,18 +82,22 @@ class Talk:
                 await self._play(number)
                 number, context, screen = next(numbers), [], self._screen()
                 continue
+            most = self._config.model.max_context
             if context:
                 said = [("user", line)]
                 context += self._chat.observations(said, closed, False, bool(self._system))
-            else:
+                if len(context) >= most:
+                    screen.note(
+                        f"The context is full (model.max_context={most} tokens); a new "
+                        "conversation begins with this message."
+                    )
+                    context = []
+            if not context:
                 messages = [*self._system, {"role": "user", "content": line}]
                 context = self._chat.start(messages, [])
-            room = self._config.model.max_context - len(context)
+            room = most - len(context)
             if room <= 0:
-                screen.note(
-                    f"The context is full (model.max_context={self._config.model.max_context} "
-                    "tokens); a new conversation begins."
-                )
+                screen.note(f"This message alone fills the context of {most} tokens.")
                 context = []
                 continue
             tokens = await self._answer(turn, context, room, screen)

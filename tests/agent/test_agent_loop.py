@@ -503,6 +503,11 @@ def test_a_broken_environment_is_closed_and_named(run, tokenizer, method, behavi
     assert failure.value.trajectory == "g1.2"
     assert f"Walk.{method}" in failure.value.cause and cause in failure.value.cause
     assert env.closed == (0 if method == "close" else 1)
+    made = failure.value.made
+    if method == "reset":
+        assert made is None
+    else:  # The prompt and the answer that it failed on, or after.
+        assert made.turns >= 1 and made.response_tokens > 0 and made.id == "g1.2"
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

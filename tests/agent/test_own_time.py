@@ -21,6 +21,20 @@ def test_what_goes_on_for_ever_ends_with_the_key_and_the_limit():
     assert words in str(failure.value)
 
 
+def test_what_a_trajectory_had_made_by_then_is_kept():
+    async def scene():
+        async with OwnTime("g0.1", SHORT_S, "env"):
+            try:
+                await asyncio.sleep(LONG_S)
+            except BaseException as error:
+                error.made, error.output = "a trajectory", "words"
+                raise
+
+    with pytest.raises(EnvironmentFailure) as failure:
+        asyncio.run(scene())
+    assert (failure.value.made, failure.value.output) == ("a trajectory", "words")
+
+
 def test_waits_for_turns_do_not_count_also_where_several_overlap():
     async def turn(own, seconds):
         with own.paused():

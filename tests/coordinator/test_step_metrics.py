@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator.step_metrics import by_member, evaluation_by_domain, evaluation_row, step_row
+from rose.coordinator.step_metrics import (
+    MOST_VALUES,
+    by_member,
+    evaluation,
+    evaluation_by_domain,
+    evaluation_row,
+    step_row,
+    value_counts,
+)
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.worker import Worker
@@ -141,6 +149,26 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
 def test_a_run_from_saved_trajectories_has_no_engines():
     found = row([[trajectory("g0.0", 1.0, 8)]])
     assert found["tokens_per_s"] == 0 and found["engine_utilisation"] == 0.0
+
+
+def test_rewards_and_turns_are_counted_by_value_and_tasks_by_name():
+    named = [trajectory(f"g0.{i}", i % 2, 8, task="row 1", domain="sums") for i in range(3)]
+    found = row([[*named, trajectory("g0.3", 0.5, 8, task="row 2", domain="sums")]])
+    assert found["reward_values"] == [[0.0, 2], [0.5, 1], [1.0, 1]]
+    assert found["turn_values"] == [[2.0, 4]]
+    assert found["task_successes"] == {"sums: row 1": [1, 3], "sums: row 2": [1, 1]}
+    assert "task_successes" not in row([[trajectory("g0.0", 1.0, 8)]])
+
+
+def test_an_evaluation_has_the_successes_of_each_task(make_config):
+    groups = [[trajectory("e0-0.0", 1.0, 8, task="row 1", domain="sums")]]
+    assert evaluation(groups, make_config(), 3)["eval_task_successes"] == {"sums: row 1": [1, 1]}
+
+
+def test_of_many_values_the_parts_of_their_range_are_counted():
+    found = value_counts([*range(1000), 1e15])
+    assert sum(count for _, count in found) == 1001 and len(found) <= MOST_VALUES
+    assert found[0][1] == 1000 and found[-1][1] == 1
 
 
 def test_an_evaluation_counts_its_successes():

@@ -70,7 +70,7 @@ def test_a_run_writes_folders_beside_its_steps_and_keeps_the_newest(job):
     assert "step_3" in left and 1 <= len(left) <= 2, "the last step's is there when the run ends"
     (store,) = stores(job.run)
     assert same(loaded(job.run / "exports" / "step_3"), materialise(store, 3))
-    assert f"python -m rose.export {job.run} --out my-model" in job.said.replace("\n", "")
+    assert f"rose export {job.run} --out my-model" in job.said.replace("\n", "")
     card = (job.run / "exports" / "step_3" / "README.md").read_text()
     assert "python launch.py output_dir=" in card and "trainer.export_every=1" in card
     assert job.orphans() == []

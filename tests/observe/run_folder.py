@@ -159,6 +159,8 @@ def _step(ranks, metrics, step, steps, engines, turns, start, draw) -> float:
             "truncated": 1,
             "migrations": 2,
             "returned_turns": 1,
+            "reward_values": [[0.0, 9], [0.5, 2], [1.0, step]],
+            "turn_values": [[float(n), 1] for n in range(1, 41)],
             "response_hist": [
                 [16 * (i + 1), int(100 * math.exp(-i / (3 - step / steps)))] for i in range(10)
             ],

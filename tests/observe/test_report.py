@@ -63,6 +63,39 @@ def test_histograms_with_different_edges_keep_their_mass():
     assert sum(late[:12]) == pytest.approx(0.5, abs=1e-3)
 
 
+def test_values_have_a_bar_each_and_many_a_bar_for_a_part_of_their_range():
+    few = [{"step": 1, "r": [[0.0, 3], [1.0, 1]]}, {"step": 2, "r": [[0.5, 2]]}]
+    found = series.value_histogram(few, "r")
+    assert found["labels"] == ["0", "0.5", "1"]
+    assert [side["shares"] for side in found["sides"]] == [[0.75, 0, 0.25], [0, 1, 0]]
+    many = series.value_histogram([{"step": 1, "r": [[v / 2 - 10, 1] for v in range(49)]}], "r")
+    assert len(many["edges"]) == series.MAX_BINS + 1
+    assert (many["edges"][0], many["edges"][-1]) == (-10, 14)
+    [side] = many["sides"]
+    assert sum(side["shares"]) == pytest.approx(1, abs=1e-3) and min(side["shares"]) > 0
+    turns = series.value_histogram([{"step": 1, "r": [[v, 1] for v in range(1, 31)]}], "r")
+    assert turns["edges"] == list(range(1, 32, 2)), "whole numbers, each part of two"
+    assert set(turns["sides"][0]["shares"]) == {round(1 / 15, 5)}
+    assert series.value_histogram([{"step": 1}], "r") is None
+
+
+def test_each_task_has_its_successes_early_late_and_held_out(tmp_path):
+    run = write_run(tmp_path / "run", steps=0)
+    assert '<h2 id="tasks">' not in build_report(run).read_text()
+    metrics = MetricsWriter(run, tensorboard=False)
+    for step, solved in ((1, 1), (2, 0), (3, 4)):
+        metrics.write(step, {"task_successes": {"<b>: row 1": [solved, 4], "b: row 2": [4, 4]}})
+    for step in (0, 3):
+        row = {"kind": "eval", "eval_n": 8, "eval_successes": step, "eval_success": step / 8}
+        metrics.write(step, row | {"eval_task_successes": {"b: row 9": [step, 8]}})
+    metrics.close()
+    html = build_report(run).read_text()
+    first, second, third = re.findall(r"<th scope=row>([^<]*: row .)</th>(.*?)</tr>", html)
+    assert first == ("b: row 9", "<td>–</td><td>–</td><td>3 of 8</td>")
+    assert second == ("&lt;b&gt;: row 1", "<td>1 of 8</td><td>4 of 4</td><td>–</td>")
+    assert third == ("b: row 2", "<td>8 of 8</td><td>4 of 4</td><td>–</td>")
+
+
 def test_occupancy_is_the_mean_number_of_running_turns():
     spans = [
         Span(0, 10, "turn", "a", {}),
@@ -247,7 +280,8 @@ def test_chromium_draws_every_figure_offline(tmp_path):
         assert lines and all(line.count("L") >= 11 for line in lines), name
     assert figures["fig-success"].count('class="held-out"') == 2
     assert len(re.findall(r"<rect[^>]*style=\"fill", figures["fig-phases"])) == 12 * 5
-    assert len(re.findall(r"<rect[^>]*style=\"fill", figures["fig-lengths"])) == 10 * 2
+    for name, bars in (("lengths", 10), ("rewards", 3), ("turnshares", 20)):
+        assert len(re.findall(r"<rect[^>]*style=\"fill", figures[f"fig-{name}"])) == bars * 2
     drawn = int(re.search(r'data-drawn="(\d+)"', figures["fig-timeline"]).group(1))
     assert drawn >= 80 + 3 and figures["fig-timeline"].count("<option") >= 12
     assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.S)

@@ -1,9 +1,11 @@
 """Trajectories as people read them: by `python -m rose.show`, and in the report."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 
 import msgspec
 import numpy as np
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from rose import protocol as p
 from rose import show
 from rose.coordinator import replay
-from rose.observe import conversations, trajectories
+from rose.observe import conversations, failed, trajectories
 from rose.observe.report import build_report
 from rose.observe.trajectories import Texts, notable, read, saved_steps
 
@@ -47,6 +49,13 @@ def trajectory(name, parts, reward=0.0, **told):
         domain="lake",
         **told,
     )
+
+
+def keep(run, name, made=None, output=""):
+    start = p.StartTrajectory(name, name.split(".")[0], p.Phase.TRAIN, "lake", 8, None)
+    keeper = failed.Keeper(run)
+    keeper.keep(start, "it <b>sank</b>\x1b[2J", "row 7", output, made)
+    keeper.close()
 
 
 @pytest.fixture
@@ -133,6 +142,80 @@ def test_the_list_and_the_conversation_as_the_command_prints_them(run):
     code, out, _ = shown(run, "g1.0")
     assert code == 0 and "policy · tokens 2 to 3 · version 3 · mean log-probability -0.500" in out
     assert out.index("go go") < out.index("left <b>") < out.index("wall") < out.index("right goal")
+
+
+def test_those_that_failed_are_listed_and_shown_with_what_their_programs_printed(run, capsys):
+    keep(run, "g7.0")
+    keep(run, "g7.1", trajectory("g7.1", ["go", "left <b>"]), "no <i>water</i>\x1b[2J")
+    assert show.main([str(run), "--failed"]) == 0
+    out = capsys.readouterr().out
+    assert "2 failed and replaced" in out and out.index("g7.0") < out.index("g7.1")
+    assert "sank" in out and "row 7" in out and "\x1b" not in out
+    keep(run, "g2.0")  # An earlier attempt failed here; step 2 has a good one.
+    assert show.main([str(run), "g2.0"]) == 0 and "step 2" in capsys.readouterr().out
+    assert show.main([str(run), "g2.0", "--failed"]) == 0 and "sank" in capsys.readouterr().out
+    (run / "failed" / "g2.0.msgpack").unlink()
+    assert show.main([str(run), "g7.1"]) == 0
+    out = capsys.readouterr().out
+    assert "failed and was replaced" in out and "task row 7: it <b>sank</b>" in out
+    assert "left <b>" in out and "no <i>water</i>" in out and "\x1b" not in out
+    assert show.main([str(run), "g7.0"]) == 0, "it has no tokens"
+    html = conversations.html(run)
+    assert "the newest 2 of 2" in html and "no &lt;i&gt;water" in html
+    assert "it &lt;b&gt;sank" in html and "\x1b" not in html
+    (run / "failed" / "g7.0.msgpack").write_bytes(b"\x80")  # a map without anything
+    assert show.main([str(run), "--failed", "g7.0"]) == 1
+    assert "no such trajectory failed" in capsys.readouterr().err
+    assert show.main([str(run), "--failed"]) == 1
+    assert "g7.0.msgpack: holds no trajectory" in capsys.readouterr().err
+    assert "g7.0.msgpack: holds no trajectory" in conversations.html(run)
+
+
+def test_a_run_without_a_step_lists_what_failed(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(SystemExit):
+        show.main([str(run), "--failed"])
+    keep(run, "g7.0")
+    assert show.main([str(run)]) == 0 and "g7.0" in capsys.readouterr().out
+    assert show.main([str(run), "g9.0"]) == 1
+    assert "no such trajectory" in capsys.readouterr().err
+
+
+def test_only_the_newest_that_failed_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(failed, "MOST", 4)
+    for number in range(9):
+        keep(tmp_path, f"g{number}.0")
+        os.utime(tmp_path / "failed" / f"g{number}.0.msgpack", (number, number))
+    found, damaged = failed.read(tmp_path)
+    assert [shown.id for shown in found][-3:] == ["g6.0", "g7.0", "g8.0"] and not damaged
+    assert len(found) <= 5 and [s.id for s in failed.read(tmp_path, 2)[0]] == ["g7.0", "g8.0"]
+
+
+def test_what_can_not_be_kept_costs_nothing_else(tmp_path, monkeypatch, capfd):
+    odd = trajectory("g7.0", ["go", "left"], stats={"\ud800": 1.0})
+    keep(tmp_path, "g7.0", odd)
+    assert "is not kept: UnicodeEncodeError" in capfd.readouterr().out
+    monkeypatch.setattr(failed, "MOST_BYTES", 500)
+    keep(tmp_path, "g7.1", trajectory("g7.1", ["go", "left " * 500]))
+    [found] = failed.read(tmp_path)[0]
+    assert found.samples == [] and found.record["task"] == "row 7", "the words alone"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "failed").write_text("a file where the folder would be")
+    keep(tmp_path / "other", "g7.0")
+    assert "is not kept: FileExistsError" in capfd.readouterr().out
+
+
+def test_a_disk_that_hangs_holds_up_nobody(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(failed, "write_whole", lambda *_: goes_on.wait())
+    monkeypatch.setattr(failed, "CLOSE_S", 0.1)
+    keeper = failed.Keeper(tmp_path)
+    start = p.StartTrajectory("g7.0", "g7", p.Phase.TRAIN, "lake", 8, None)
+    for _ in range(10 * failed.WAITING):
+        keeper.keep(start, "it sank", "", "", None)
+    keeper.close()
+    goes_on.set()
 
 
 def test_a_trajectory_may_stand_behind_options(run, capsys):

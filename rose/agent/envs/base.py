@@ -114,9 +114,10 @@ class Environment(Protocol):
     # Optional: `doubt`, a text for the plan's warnings, such as held-out tasks that are trained.
 
     # Optional: `def task_name(self, seed: int) -> str`, what people call the seed's task, such as
-    # its row in a file; failures name it. `def starts(self) -> Iterable[tuple[str, Start]]`, the
-    # name and the first state of every task, where these are known beforehand: the launcher then
-    # counts which don't fit the model's context.
+    # its row in a file; failures name it, and the report counts successes by it.
+    # `def starts(self) -> Iterable[tuple[str, Start]]`, the name and the first state of every task,
+    # where these are known beforehand: the launcher then counts which don't fit the model's
+    # context.
 
     async def close(self) -> None:
         """Free everything; safe after a failed reset and when called twice."""

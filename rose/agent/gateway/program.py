@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,10 +82,7 @@ class Program:
 
     def last_words(self) -> str:
         """What it printed at the end, for an error."""
-        with contextlib.suppress(OSError), self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - LOG_BYTES))
-            return file.read().decode(errors="replace").strip()
-        return ""
+        return printed(self._log, LOG_BYTES)
 
     async def end(self) -> None:
         """End it and all that it started; returns once they are gone, or after `END_S`."""
@@ -99,6 +97,21 @@ class Program:
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 await asyncio.to_thread(process.wait, END_S)
+
+
+def printed(log: Path, most: int) -> str:
+    """Return the last `most` bytes of what a program printed; "" if that can't be read."""
+    with contextlib.suppress(OSError):
+        # The program may have put a pipe there, at which opening would wait.
+        file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            about = os.fstat(file)
+            if stat.S_ISREG(about.st_mode):
+                data = os.pread(file, most, max(0, about.st_size - most))
+                return data.decode(errors="replace").strip()
+        finally:
+            os.close(file)
+    return ""
 
 
 def _family(pid: int, name: str) -> list[psutil.Process]:

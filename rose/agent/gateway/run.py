@@ -40,8 +40,10 @@ from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward.episode import Episode
 
 REWARD_BYTES = 4096
+FILES = ("reward.json", "log", "judge.log")  # a program's folder has these
 SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
 BEGIN_S = 30.0  # After so long a command that has not called yet no longer holds others up.
+KEPT_BYTES = 2**16  # what a failed program printed is kept so far
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
 
@@ -69,7 +71,17 @@ async def run_agent(
             prefix=f"{SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True
         ) as folder:
             run = _Run(start, agent, gateway, session, limits, key, chat.folder, Path(folder))
-            reward, success = await run.go(required=scoring is None)
+            try:
+                reward, success = await run.go(required=scoring is None)
+                if not session.history.leaves():
+                    raise EnvironmentFailure(
+                        start.id, "the program ended without a call of the model"
+                    )
+            except BaseException as error:  # With these it is kept for people to look at.
+                error.made = _trajectory(start, session, 0.0, False, {}, started, clock())
+                error.output = program.printed(run.log, KEPT_BYTES)
+                raise
+            output = program.printed(run.log, KEPT_BYTES) if scoring is not None else ""
     finally:
         gateway.dismiss(session)
     made = _trajectory(start, session, reward, success, run.metrics, started, clock())
@@ -86,7 +98,11 @@ async def run_agent(
         truncated=made.truncated,
         turns=made.turns,
     )
-    reward, success, stats = await score(scoring, episode, clock)
+    try:
+        reward, success, stats = await score(scoring, episode, clock)
+    except BaseException as error:
+        error.made, error.output = made, output
+        raise
     return msgspec.structs.replace(
         made, reward=reward, success=success, stats=made.stats | stats, finished=clock()
     )
@@ -117,7 +133,7 @@ class _Run:
         self.key, self.tokenizer, self.folder = key, tokenizer, folder
         self.metrics: dict[str, float] = {}  # of the environment's own
         self.task = folder / "task.json"
-        self.reward = folder / "reward.json"
+        self.reward, self.log, self.judged = (folder / name for name in FILES)
         own = {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_BASE": f"{url}/v1",  # as LiteLLM calls it
@@ -145,7 +161,7 @@ class _Run:
         elif agent.function is None:
             begin, name = self._command(agent.command), "command"
         else:
-            begin, name = self._fork(agent.function, self.variables), "function"
+            begin, name = self._fork(agent.function, self.variables, self.log), "function"
         await self._execute(begin, name, agents=True)
         required = required and not self._excused
         if agent.reward is None:
@@ -157,7 +173,7 @@ class _Run:
         self.session.reward = None
         # it judges what was said, and says nothing itself
         without = {k: v for k, v in self.variables.items() if v != self.session.key}
-        judging = self._fork(agent.reward, without, str(transcript))
+        judging = self._fork(agent.reward, without, self.judged, str(transcript))
         await self._execute(judging, "reward")
         return self._read_reward(required)
 
@@ -180,7 +196,7 @@ class _Run:
                 held.pop().release()
 
         try:
-            running = await Program.start(self.start.id, argv, self.variables, self.folder / "log")
+            running = await Program.start(self.start.id, argv, self.variables, self.log)
         except BaseException:
             release()
             raise
@@ -190,10 +206,9 @@ class _Run:
         return running
 
     def _fork(
-        self, function: str, variables: dict[str, str], *arguments: str
+        self, function: str, variables: dict[str, str], log: Path, *arguments: str
     ) -> Awaitable[Program]:
-        given, log = self.agent.environment, self.folder / "log"
-        forks = self.gateway.forks
+        given, forks = self.agent.environment, self.gateway.forks
         return forks.start(self.start.id, function, arguments, given, variables, log)
 
     def _play(self, verifiers: Verifiers) -> Awaitable[Playing]:
@@ -309,10 +324,11 @@ def _trajectory(
     metrics: dict[str, float],
     started: float,
     finished: float,
-) -> Trajectory:
+) -> Trajectory | None:
+    """Return what the session has recorded; None where it has no answer of the model."""
     branches = session.history.branches()
     if not branches:
-        raise EnvironmentFailure(start.id, "the program ended without a call of the model")
+        return None
     first, *others = branches
     ends = (leaf.limit for leaf in session.history.leaves() if leaf.limit)
     limit = session.limit or next(ends, "")

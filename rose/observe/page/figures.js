@@ -52,18 +52,20 @@ function drawThroughput() {
     text: many ? "each of the engines (grey) and their mean." : "by engine.", legend: many ? [] : series.slice().reverse().map(s => [s.name, s.color])});
 }
 
-function drawLengths() {
-  const h = DATA.lengths, colors = ["var(--pale)", "var(--blue)"];
+// Shares of trajectories, early against late: `h` has the edges of its bins, or a label for each.
+function drawHistogram(id, h, unit, options) {
+  const colors = ["var(--pale)", "var(--blue)"];
   const label = side => side.first === side.last ? `step ${side.first}` : `steps ${side.first} to ${side.last}`;
   const sides = h ? h.sides : [];
   const use = sides.length === 1 ? [colors[1]] : colors;
-  const bars = h ? h.edges.slice(1).map((high, i) => ({from: i, to: i + 1,
+  const labels = h ? h.labels || h.edges.slice(1).map((high, i) => `${short(h.edges[i])} to ${short(high)}`) : [];
+  const bars = labels.map((words, i) => ({from: i, to: i + 1,
     parts: sides.map((side, k) => ({color: use[k], value: side.shares[i]})),
-    tip: `${short(h.edges[i])} to ${short(high)} tokens\n` + sides.map(side => `${label(side)}: ${percent(side.shares[i])}`).join("\n")})) : [];
-  const every = Math.max(1, Math.ceil(bars.length / Math.max(3, figure("fig-lengths").clientWidth / 64)));
-  barChart(figure("fig-lengths"), bars, {title: "Response length,", text: "share of the trajectories per bin of generated tokens.",
-    legend: sides.map((side, k) => [label(side), use[k]]), format: percent, xTitle: "Response tokens",
-    xTicks: h ? h.edges.map((edge, i) => [i, short(edge)]).filter((_, i) => i % every === 0) : []});
+    tip: `${words} ${unit}\n` + sides.map(side => `${label(side)}: ${percent(side.shares[i])}`).join("\n")}));
+  const every = Math.max(1, Math.ceil(bars.length / Math.max(3, figure(id).clientWidth / 64)));
+  const ticks = h && h.edges ? h.edges.map((edge, i) => [i, short(edge)]) : labels.map((words, i) => [i + 0.5, words]);
+  barChart(figure(id), bars, {legend: sides.map((side, k) => [label(side), use[k]]), format: percent,
+    xTicks: ticks.filter((_, i) => i % every === 0), ...options});
 }
 
 function drawAll() {
@@ -71,7 +73,9 @@ function drawAll() {
   simple("fig-reward", "Mean reward", "of the trajectories of each step.", [["reward_mean", "reward"]]);
   drawPhases();
   drawThroughput();
-  drawLengths();
+  drawHistogram("fig-lengths", DATA.lengths, "tokens", {title: "Response length,", text: "share of the trajectories per bin of generated tokens.", xTitle: "Response tokens"});
+  drawHistogram("fig-rewards", DATA.rewards, "reward", {title: "Rewards,", text: "share of the trajectories.", xTitle: "Reward"});
+  drawHistogram("fig-turnshares", DATA.turns, "turns", {title: "Turns,", text: "share of the trajectories.", xTitle: "Turns"});
   simple("fig-tokens", "Response tokens", "over training.", [["response_tokens_mean", "mean"], ["response_tokens_max", "longest"]], {fromZero: true});
   simple("fig-turns", "Turns", "of the trajectories of each step.", [["turns_mean", "mean"]], {fromZero: true});
   simple("fig-unusable", "Unusable", "tool calls, which could not be read, and trajectories that a limit truncated, in each step.", [["invalid_calls", "calls"], ["truncated", "truncated"]], {fromZero: true});

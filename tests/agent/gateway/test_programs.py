@@ -307,6 +307,34 @@ def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, word
 
 
 @pytest.mark.slow
+def test_a_pipe_in_the_place_of_its_log_holds_nobody_up(run):
+    with pytest.raises(EnvironmentFailure, match="without a reward") as error:
+        run("""
+            ask("a")
+            log = os.readlink("/proc/self/fd/1")
+            os.unlink(log)
+            os.mkfifo(log)
+        """)
+    assert error.value.output == "" and error.value.made.turns == 1
+
+
+@pytest.mark.slow
+def test_what_a_failed_program_said_and_printed_is_kept(run):
+    with pytest.raises(EnvironmentFailure) as error:
+        run("""
+            print("first words")
+            ask("a")
+            print("x" * 5000)
+            os.write(2, b"last words")
+        """)
+    failure = error.value
+    assert "without a reward" in failure.cause
+    assert failure.output.startswith("first words\nxxx") and failure.output.endswith("last words")
+    assert failure.made.turns == 1 and failure.made.reward == 0.0
+    assert failure.made.response_tokens == sum(failure.made.mask) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then, limit, reward",
     [

@@ -1,0 +1,86 @@
+"""What a host does with a trajectory that fails: it is kept for people to look at, with its task."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from rose import protocol as p
+from rose.agent.host import TrajectoryHost
+from rose.observe import failed
+from rose.observe.recorder import NullRecorder
+from tests.agent.wander import Wander
+
+DOMAIN = "tests.agent.wander:Wander"
+START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
+DEADLINE_S = 120.0
+WORDS = list(range(40, 46))
+
+
+@pytest.fixture
+def ended(make_config, chats, tmp_path):
+    """ended(**env's keys) -> the last message of a trajectory whose turns are `WORDS`."""
+    made = make_config("env.max_turns=8")
+
+    def end(**changed):
+        env = msgspec.structs.replace(made.env, name=DOMAIN, args={"length": 2}, **changed)
+        config = msgspec.structs.replace(made, env=env)
+
+        async def scene():
+            words = asyncio.Queue()
+            keeper = failed.Keeper(tmp_path)
+            rest = (asyncio.create_task, NullRecorder(), None, None, None, None, keeper)
+            host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
+            host.handle(START)
+            while True:
+                message = await asyncio.wait_for(words.get(), DEADLINE_S)
+                if not isinstance(message, p.TurnRequest):
+                    await host.close()
+                    return message
+                turn = (p.pack_tokens(WORDS), p.pack_floats([-1.0] * 6), p.pack_tokens([0] * 6))
+                host.handle(p.TurnResult(message.turn, *turn, p.FinishReason.STOP))
+
+        return asyncio.run(scene())
+
+    return end
+
+
+def test_one_that_ends_well_bears_the_name_of_its_task(ended, monkeypatch, tmp_path):
+    monkeypatch.setattr(Wander, "task_name", lambda _, seed: f"walk {seed}", raising=False)
+    assert ended().trajectory.task == "walk 7"
+    assert failed.read(tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize("name", [lambda *_: 1 / 0, lambda *_: "\ud800" * 10_000, "no method"])
+def test_a_task_name_that_fails_costs_nothing(ended, monkeypatch, name):
+    monkeypatch.setattr(Wander, "task_name", name, raising=False)
+    message = ended()
+    assert len(message.trajectory.task) <= 6 * 200
+    msgspec.msgpack.encode(message)
+
+
+def test_one_that_fails_is_kept_with_its_task_and_what_was_said(ended, monkeypatch, tmp_path):
+    async def breaks(*_):
+        raise RuntimeError("the lake is dry")
+
+    monkeypatch.setattr(Wander, "task_name", lambda _, seed: f"walk {seed}", raising=False)
+    monkeypatch.setattr(Wander, "step", breaks)
+    message = ended()
+    assert isinstance(message, p.TrajectoryFailed) and "(walk 7)" in message.error
+    [kept], damaged = failed.read(tmp_path)
+    assert not damaged and kept.id == START.id and kept.record["task"] == "walk 7"
+    assert "the lake is dry" in kept.record["cause"] and kept.record["turns"] == 1
+    assert [list(part.tokens) for part in kept.samples[0].parts() if part.made] == [WORDS]
+    assert time.time() - kept.record["time"] < DEADLINE_S
+
+
+def test_one_whose_time_is_up_is_kept_as_far_as_it_came(ended, monkeypatch, tmp_path):
+    async def hangs(*_):
+        await asyncio.sleep(2 * DEADLINE_S)
+
+    monkeypatch.setattr(Wander, "step", hangs)
+    message = ended(trajectory_timeout_s=5.0)
+    assert isinstance(message, p.TrajectoryFailed) and "trajectory_timeout_s" in message.error
+    [kept], _ = failed.read(tmp_path)
+    assert kept.record["turns"] == 1 and kept.made == len(WORDS)
