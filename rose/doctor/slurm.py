@@ -55,7 +55,11 @@ def settings(c: Config) -> list[Finding]:
         found.append(Finding("warning", part, "sacct doesn't answer", remedy))
     if "preempt_send_user_signal" not in has.get("SlurmctldParameters", ""):
         words = "SlurmctldParameters lacks preempt_send_user_signal"
-        remedy = "a preempted job gets no warning and continues from its last checkpoint"
+        mode = has.get("PreemptMode", "unknown")
+        remedy = (
+            "a preempted job gets no warning; it continues from its last checkpoint, by itself "
+            f"only where Slurm requeues it (PreemptMode={mode}; partitions and QOS may differ)"
+        )
         found.append(Finding("warning", "preemption", words, remedy))
     return [*found, *_kinds_of_mpi(c)]
 
