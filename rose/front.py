@@ -417,8 +417,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         return 0
     if c.cluster.kind == "slurm":
         slurm.check_environment(c)
-    if c.cluster.kind == "slurm" and (job := _still_there(c)):
-        return _report_still_there(c, job, console)
+        if job := _still_there(c):
+            return _report_still_there(c, job, console)
     local.check_sandbox_folders(c)
     with _aside(c, console), local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c):

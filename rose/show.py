@@ -50,10 +50,10 @@ def main(arguments: list[str]) -> int:
     add("--tokens", action="store_true", help="each token on a line of its own")
     add("--failed", action="store_true", help="of those that failed and were replaced, the newest")
     args = parser.parse_intermixed_args(arguments)
-    steps, lost = saved_steps(args.run), (args.run / failed.FOLDER).is_dir()
-    if not steps and not lost:
+    steps, any_failed = saved_steps(args.run), (args.run / failed.FOLDER).is_dir()
+    if not steps and not any_failed:
         parser.error(f"{args.run}: no rollouts/step-N.msgpack there; give the folder of a run")
-    if args.failed and not lost:
+    if args.failed and not any_failed:
         parser.error(f"--failed: no trajectory of {args.run} has failed")
     if args.failed and args.step is not None:
         parser.error("--failed: a trajectory that failed belongs to no step")

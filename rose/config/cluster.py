@@ -62,7 +62,7 @@ class Slurm(Section):
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     container: Container | None
     warning_s: Count  # so long before its time limit the job saves and requeues itself
-    requeues: Natural  # it may happen so often without a new checkpoint between
+    requeues: Natural  # The job requeues itself so often without a new checkpoint.
 
 
 class Cluster(Section):

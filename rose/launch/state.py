@@ -131,7 +131,7 @@ def cannot_start(job: str) -> str:
     component was set DOWN by hand while its slurmd lived on."""
     found = components(job)
     states = {component.job: component.state for component in found}
-    over = [name for name, found in states.items() if found not in ACTIVE]
+    over = [name for name, now in states.items() if now not in ACTIVE]
     if "PENDING" not in states.values():
         return ""
     refused = {c.reason for c in found if c.state == "PENDING" and REFUSED.match(c.reason)}

@@ -23,8 +23,8 @@ from rose.observe.trajectories import Shown, of_record
 
 FOLDER = "failed"
 MOST = 64  # files of a run
-MOST_BYTES = 8 * 2**20  # of a file; of a longer trajectory only the words about it stay
-WAITING = 16  # that may wait for the disk; further ones are left out
+MOST_BYTES = 8 * 2**20  # A file has at most so many; a longer trajectory is kept without tokens.
+WAITING = 16  # So many may wait for the disk; further ones are left out.
 CLOSE_S = 5.0  # seconds that the last ones may take
 NOT_ONE = (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError)
 
@@ -99,7 +99,7 @@ def read(run_dir: Path, most: int = 2 * MOST) -> tuple[list[Shown], list[str]]:
 
 
 def count(run_dir: Path) -> int:
-    """How many are kept."""
+    """Return how many are kept."""
     return len(_by_age(Path(run_dir) / FOLDER))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rose.observe.shell import table
 
-MAX_TASKS = 200  # of a table: those that were solved least often
+MAX_TASKS = 200  # A table has so many: those that were solved least often.
 Row = dict[str, Any]
-Counts = dict[str, tuple[int, int]]  # of a task's name: times that it was solved, and tried
+Counts = dict[str, tuple[int, int]]  # A task's name leads to how often it was solved, and tried.
 
 
 def html(steps: list[Row], evals: list[Row]) -> str:

@@ -1,4 +1,4 @@
-"""What a host does with a trajectory that fails: it is kept for people to look at, with its task."""
+"""A host keeps a trajectory that fails for people to look at, with its task."""
 
 import asyncio
 import time

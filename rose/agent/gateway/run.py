@@ -43,7 +43,7 @@ REWARD_BYTES = 4096
 FILES = ("reward.json", "log", "judge.log")  # a program's folder has these
 SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
 BEGIN_S = 30.0  # After so long a command that has not called yet no longer holds others up.
-KEPT_BYTES = 2**16  # what a failed program printed is kept so far
+KEPT_BYTES = 2**16  # So much of what a failed program printed is kept.
 LOOK_S = 0.25  # between two looks at whether a program still does something
 
 

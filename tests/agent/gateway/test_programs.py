@@ -188,7 +188,7 @@ def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
-    """Its log's folder is gone, as of a trajectory that was given up while it was forked."""
+    """The folder of its log is gone, as of a trajectory that was given up while it was forked."""
     (tmp_path / "folder_of_imports.py").write_text(FOLDER)
     (tmp_path / "agent.py").write_text(IDLE)
     (tmp_path / "task.json").write_text("{}")
