@@ -45,6 +45,11 @@ class ScoringFailure(EnvironmentFailure):
     """The episode went well, but nobody could say what it is worth."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends this process. Signal handlers raise it with the signal's number, wherever the
+    process happens to be: an environment that is being called did not raise it."""
+
+
 class Guard:
     """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`. What a
     call queues for a worker process (`_workers`) doesn't count."""
@@ -132,6 +137,8 @@ class Guard:
 async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
     try:
         return await make()
+    except Interrupted:
+        raise
     except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the host with it
         raise RuntimeError(f"it tried to end its process by {error!r}") from error
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rose.agent.guard import EnvironmentFailure, Interrupted
 from rose.config import ConfigError
 from rose.observe.terminal import echo
 
@@ -51,13 +52,12 @@ def _ended(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
     except ConfigError as error:
         echo(complaints, str(error), label="[red]rose play:[/]")
         return 2
-    except KeyboardInterrupt as interrupt:
+    except Interrupted as interrupt:
         print()
         return 128 + interrupt.args[0]
 
 
 async def _play(args: argparse.Namespace, scratch: Path, complaints: Console) -> int:
-    from rose.agent.guard import EnvironmentFailure
     from rose.engine.start import EngineError
     from rose.play.session import Session
     from rose.transfer.errors import TransferError
@@ -139,11 +139,11 @@ def _quiet(log: Path) -> Iterator[Console]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt(number), also while a person types: then
-    the engine and the environment end in order."""
+    """SIGINT, SIGTERM and SIGHUP raise `Interrupted`, also while a person types: then the engine
+    and the environment end in order."""
 
     def interrupt(number: int, _) -> None:
-        raise KeyboardInterrupt(number)
+        raise Interrupted(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, interrupt) for number in numbers}

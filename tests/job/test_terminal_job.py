@@ -48,10 +48,8 @@ while True:
     pass
 """
 REBALANCE = (
-    "scheduler/placement=rebalance",
-    "scheduler.placement.args.margin=1.0",
-    "scheduler.placement.args.move_s=0.0",
-    "scheduler.placement.args.patience_s=6.0",  # of silence, too: hosts tell their load every 2 s
+    "scheduler.placement.name=tests.job.restless:Relieve",
+    "+scheduler.placement.args.most=4",
 )
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import signal
 
 import pytest
 
 from rose import config as configuration
+from rose.agent.envs.frozen_lake import FrozenLake
 from rose.config import ConfigError
 from rose.play import __main__ as command
 from rose.play import source
@@ -213,3 +215,13 @@ def test_the_user_plays_a_run_without_an_engine(folder, capfd, monkeypatch):
     assert command.main([str(folder), "--human", "--task", "3"]) == 0
     out = capfd.readouterr().out
     assert "held-out task 3, you play" in out and out.count("left wall") >= 1
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset", "step"])
+def test_ctrl_c_while_the_environment_computes_is_no_fault_of_its(
+    folder, monkeypatch, capfd, method
+):
+    monkeypatch.setattr("rose.play.typed.ask", lambda prompt: "right")
+    monkeypatch.setattr(FrozenLake, method, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert command.main([str(folder), "--human", "--task", "3"]) == 130
+    assert "FrozenLake" not in capfd.readouterr().err
