@@ -139,13 +139,10 @@ def kind_of(match, agree, of):
     return level * SHARES + agreement
 
 
-@_compile(INT(NODES, NODES, INT, INT, TABLE, TABLE, PATH, FLOATS))
-def look_up(nodes, heads, tail, most, overall, group, path, chances):
-    """The draft of at most `most` tokens after node `tail` with the most accepted tokens to expect:
-    its tokens into `path[0]`, their rows of the tables into `path[1]`, and the chance that a token
-    and all before it are accepted into `chances`; how many tokens."""
-    places = np.empty(2 * CANDIDATES, np.int32)
-    matches = np.empty(2 * CANDIDATES, np.int32)
+@_compile(INT(NODES, NODES, INT, INTS, INTS))
+def _find(nodes, heads, tail, places, matches):
+    """Write the nodes after which the text is like that before `tail` into `places`, and how many
+    tokens are alike into `matches`. Return their number."""
     found, mask = 0, heads.shape[1] - 1
     for which in (1, 0):
         key = _key(nodes, tail, LONG if which else SHORT, mask)
@@ -155,39 +152,79 @@ def look_up(nodes, heads, tail, most, overall, group, path, chances):
         while node >= 0 and looked < CANDIDATES:
             looked += 1
             match = _match(nodes, nodes[BEFORE, node], tail)
-            # the longer ones are there already
+            # The search by LONG tokens has found the longer matches already.
             if match >= SHORT and (which or match < LONG or before == 0):
                 places[found], matches[found] = node, match
                 found += 1
             node = nodes[LINK_SHORT + which, node]
+    return found
+
+
+@_compile(INT(INT, INTS, INTS, INT, INTS))
+def _matching(found, places, matches, level, alive):
+    """Write the places that match at least LEVELS[level] tokens into `alive`. Return their number,
+    0 where each of them matches at the next level, too."""
+    count, exact = 0, False
+    for i in range(found):
+        if matches[i] >= LEVELS[level]:
+            alive[count] = places[i]
+            count += 1
+            exact = exact or level + 1 == len(LEVELS) or matches[i] < LEVELS[level + 1]
+    return count if exact else 0
+
+
+@_compile(types.UniTuple(INT, 2)(NODES, INTS, INT))
+def _majority(nodes, alive, count):
+    """Return the token that most of the first `count` places have, and how many have it."""
+    winner, agree = -1, 0
+    for i in range(count):
+        token, same = nodes[TOKEN, alive[i]], 0
+        for j in range(count):
+            same += nodes[TOKEN, alive[j]] == token
+        if same > agree:
+            winner, agree = token, same
+        if 2 * agree > count:
+            break
+    return winner, agree
+
+
+@_compile(INT(NODES, INTS, INT, INT))
+def _advance(nodes, alive, count, winner):
+    """Replace the places that have the token `winner` by those after them. Return their number."""
+    kept = 0
+    for i in range(count):
+        if nodes[TOKEN, alive[i]] == winner and nodes[AFTER, alive[i]] >= 0:
+            alive[kept] = nodes[AFTER, alive[i]]
+            kept += 1
+    return kept
+
+
+@_compile(INT(NODES, NODES, INT, INT, TABLE, TABLE, PATH, FLOATS))
+def look_up(nodes, heads, tail, most, overall, group, path, chances):
+    """Draft at most `most` tokens after node `tail`: the draft of which most tokens are expected to
+    be accepted. Return its length.
+
+    `path[0]` receives the tokens, `path[1]` their rows of the acceptance tables, and `chances` the
+    chance that a token and all before it are accepted.
+    """
+    places = np.empty(2 * CANDIDATES, np.int32)
+    matches = np.empty(2 * CANDIDATES, np.int32)
+    found = _find(nodes, heads, tail, places, matches)
     alive = np.empty(2 * CANDIDATES, np.int32)
     tokens = np.empty(most, np.int32)
     kinds = np.empty(most, np.int32)
     chance = np.empty(most, np.float64)
     best, best_gain, tried = 0, 0.0, 0
     for level in range(len(LEVELS) - 1, -1, -1):
-        count, exact = 0, False
-        for i in range(found):
-            if matches[i] >= LEVELS[level]:
-                alive[count] = places[i]
-                count += 1
-                exact = exact or level + 1 == len(LEVELS) or matches[i] < LEVELS[level + 1]
-        if count == 0 or not exact:  # as one level up
+        count = _matching(found, places, matches, level, alive)
+        if count == 0:
             continue
         tried += 1
         if tried > TRIED:
             break
         length, product, gain = 0, 1.0, 0.0
         while length < most and count > 0:
-            winner, agree = -1, 0
-            for i in range(count):
-                token, same = nodes[TOKEN, alive[i]], 0
-                for j in range(count):
-                    same += nodes[TOKEN, alive[j]] == token
-                if same > agree:
-                    winner, agree = token, same
-                if 2 * agree > count:
-                    break
+            winner, agree = _majority(nodes, alive, count)
             kind = kind_of(LEVELS[level] + length, agree, count)
             prior = overall[kind, 0] / overall[kind, 1]
             product *= (group[kind, 0] + TRUST * prior) / (group[kind, 1] + TRUST)
@@ -195,12 +232,7 @@ def look_up(nodes, heads, tail, most, overall, group, path, chances):
                 break
             tokens[length], kinds[length], chance[length] = winner, kind, product
             length, gain = length + 1, gain + product
-            kept = 0
-            for i in range(count):
-                if nodes[TOKEN, alive[i]] == winner and nodes[AFTER, alive[i]] >= 0:
-                    alive[kept] = nodes[AFTER, alive[i]]
-                    kept += 1
-            count = kept
+            count = _advance(nodes, alive, count, winner)
         if gain > best_gain:
             best, best_gain = length, gain
             for i in range(length):
