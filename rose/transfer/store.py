@@ -207,7 +207,9 @@ class EdgeWriter:
                     data[at : at + payload.size] = payload
                     at += payload.size
                 file.create_dataset("blocks", data=np.array(self._entries, dtype=ENTRY))
-            self._image = sink.getbuffer()
+            # getbuffer() would export the sink's memory; from Python 3.13 on a sink that is collected
+            # before its export complains on standard error. getvalue() doesn't copy either.
+            self._image = memoryview(sink.getvalue())
         return self._image
 
     def finish(self) -> Path:

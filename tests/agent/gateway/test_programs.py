@@ -265,7 +265,7 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a")', "ended without a reward", {}),
         ('ask("a"); reward("high")', "which is no number", {}),
         ('ask("a"); reward(10**400)', "which is not finite", {}),
-        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "ROSE_REWARD: maximum recursion", {}),
+        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
         ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: Expecting value", {}),
