@@ -568,6 +568,10 @@ def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
     agent = Agent(command="true", tasks=str(path))
     assert {agent.task(seed)["task"] for seed in range(0, 40, 2)} == {0, 2, 4}
     assert {agent.task(seed)["task"] for seed in range(1, 40, 2)} == {1, 3}
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text("1\n\n{\n")
+    with pytest.raises(ConfigError, match=r"torn.jsonl': line 3 is no JSON"):
+        Agent(command="true", tasks=str(torn))
 
 
 @pytest.mark.parametrize(
