@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from rose.agent.gateway.session import ApiError
-from rose.agent.template import served_tool
+from rose.agent.template import CONVERSATION, served_tool
 
 # What becomes of a field of a request. A field that an API's `FIELDS` does not name is as `APART`.
 USED = "used"
@@ -19,6 +19,15 @@ SAMPLING = "the run's own is used; a call that differs in it is no retry"
 CHOICE = (
     "`none`: a tool call in the answer is returned as text; every other value, also `required`, is "
     "`auto`"
+)
+TEMPLATE = "used: arguments of the chat template, before the run's own"
+EFFORT = (
+    "used: as the template's arguments `reasoning_effort` and `enable_thinking`, which is false "
+    "for `none`"
+)
+# vLLM's ways to another prompt than the template's for a next turn.
+PROMPTS = dict.fromkeys(
+    ("chat_template", "documents", "continue_final_message", "truncate_prompt_tokens"), REFUSED
 )
 BILLING = "x-anthropic-billing-header"
 SEED = "does not seed the sampling; a call repeated with another `seed` gets a new answer"
@@ -131,6 +140,18 @@ def free_text(form: Any, name: str) -> None:
         raise bad(f"{name}: {json.dumps(kind)[:80]}; only text is supported")
 
 
+def template_args(body: dict[str, Any], effort: str | None) -> dict[str, Any]:
+    """Return the template's arguments of a request, as `vllm serve` takes them. `effort`: that of
+    thinking."""
+    found = dict(take(body, "chat_template_kwargs", dict, {}))
+    if reserved := sorted(found.keys() & CONVERSATION):
+        raise bad(f"chat_template_kwargs: {reserved[0]} is the conversation's own")
+    if effort is not None:
+        found.setdefault("enable_thinking", effort != "none")
+        found["reasoning_effort"] = effort
+    return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
 def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
     """Raises `ApiError` for a field that is `REFUSED`, unless it is null, false, empty or 0."""
     for name, becomes in known.items():
@@ -143,7 +164,7 @@ def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in body.items()
-        if known.get(name, APART) in (APART, SAMPLING, SEED) and value is not None
+        if known.get(name, APART).endswith((APART, SAMPLING, SEED)) and value is not None
     }
 
 
