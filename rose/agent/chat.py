@@ -236,6 +236,13 @@ class ChatFormat:
         of all conversations."""
         return self._tokenizer.get_chat_template()
 
+    @property
+    def thinks(self) -> bool:
+        """True where the template makes the model think between marks that are tokens."""
+        marks = {"<think>", "</think>"} <= self._tokenizer.get_vocab().keys()
+        asked = "enable_thinking" in self._arguments and "</think>" in self.template
+        return marks and (asked or self._opens_thought)
+
     def _load(self):
         try:
             tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)

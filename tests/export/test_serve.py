@@ -6,11 +6,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from rose.export import serve
 from scripts.make_tiny_model import CHAT_TEMPLATE, demonstrations, make_tokenizer
 from tests.agent.conftest import SMOLLM2, TRL_TEMPLATES
 
+# A generation prompt that opens a thought, as R1's.
+OPENS = SMOLLM2.replace(
+    "<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 LORA = "+trainer/lora=linear"
 
 
@@ -78,6 +83,29 @@ def test_the_tool_parser_is_the_form_that_the_template_writes(make_config, base)
         assert serve.SHOWS_NO_TOOLS not in text, "the export's own template describes them"
         *_, text = commands(make_config(LORA), folder, adapter=True)
         assert (serve.SHOWS_NO_TOOLS in text) == (template == SMOLLM2)
+
+
+@pytest.mark.parametrize(
+    "name, marks, parser",
+    [
+        ("qwen3", True, ["qwen3"]),
+        (OPENS, True, ["qwen3"]),
+        ("qwen3_instruct_2507", True, None),  # It writes thoughts, and asks for none.
+        ("qwen3", False, None),
+        ("qwen2_5", True, None),
+    ],
+)
+def test_thoughts_are_read_where_the_template_asks_for_them(make_config, base, name, marks, parser):
+    template = name if name == OPENS else (TRL_TEMPLATES / f"{name}.jinja").read_text()
+    folder = base(template)
+    if marks:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+        tokenizer.save_pretrained(folder)
+    words, _, _ = commands(make_config(), folder)
+    assert options(words).get("--reasoning-parser") == parser
+    named = make_config("model.reasoning_format=deepseek_r1")
+    assert options(commands(named, folder)[0])["--reasoning-parser"] == ["deepseek_r1"]
 
 
 def test_a_named_form_template_arguments_and_a_long_context_are_served(make_config, base):

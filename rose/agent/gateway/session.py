@@ -66,7 +66,7 @@ class Query:
     tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
     calls_tools: bool = True  # False: what looks like a call is text
     parallel: bool = True  # False: a turn ends with its first call
-    template_args: dict[str, Any] = field(default_factory=dict)  # before the run's own
+    template_args: dict[str, Any] = field(default_factory=dict)  # the request's, before the run's
 
     @property
     def characters(self) -> int:
