@@ -86,6 +86,12 @@ def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
         raise PermissionError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """True for what a clone without Git LFS has in the place of a large file. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
 def user_text(path: Path) -> str:
     """Return the text of a user's UTF-8 file, without its byte order mark. Raises OSError, and
     ValueError for what is no such text."""

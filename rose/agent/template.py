@@ -152,8 +152,12 @@ def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @functools.lru_cache(32)
 def arguments(template: str) -> frozenset[str]:
-    """Return the names of what a template reads besides the conversation."""
-    root = _compile_jinja_template(template).environment.parse(template)
+    """Return the names of what a template reads besides the conversation; none of one that is
+    no template, which its first use refuses."""
+    try:
+        root = _compile_jinja_template(template).environment.parse(template)
+    except TemplateError:
+        return frozenset()
     return frozenset(meta.find_undeclared_variables(root)) - CONVERSATION
 
 

@@ -21,7 +21,7 @@ from rose import inputs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Start
 from rose.config import ConfigError
-from rose.files import LFS_ADVICE, LFS_POINTER, json_lines, user_text
+from rose.files import LFS_ADVICE, is_lfs_pointer, json_lines, user_text
 from rose.reward.episode import Episode, Said, Score, score_of
 
 MATH = "rose.agent.envs._math:reward"
@@ -239,9 +239,8 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
     try:
         if path.is_dir():
             return _saved(place, path, split)
-        with path.open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ConfigError(f"{place}: {LFS_ADVICE}")
+        if is_lfs_pointer(path):
+            raise ConfigError(f"{place}: {LFS_ADVICE}")
         if path.suffix == ".parquet":
             from pyarrow import parquet
 
