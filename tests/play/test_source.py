@@ -142,7 +142,7 @@ def test_commands_in_refusals_take_any_path(folder, exported):
         odd = place.rename(place.with_name("it's 1"))
         with pytest.raises(ConfigError) as error:
             source.find(odd, overrides)
-        assert command.format(shlex.quote(str(odd))) in str(error.value)
+        assert words.format(shlex.quote(str(odd))) in str(error.value)
 
 
 def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
