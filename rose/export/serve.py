@@ -52,7 +52,10 @@ def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
         of_base = [str(model.path), *(["--revision", revision] if revision else [])]
     drawn = {"temperature": sampled.temperature, "top_p": sampled.top_p, "top_k": sampled.top_k}
     rank = str(config.trainer.lora.slot_rank)
-    loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"{NAME}={out}"]
+    module = f"{NAME}={out}"
+    if "," in module:  # vLLM takes it for JSON
+        module = json.dumps({"name": NAME, "path": str(out)})
+    loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", module]
     return [*of_base, *loras, "--override-generation-config", json.dumps(drawn)]
 
 

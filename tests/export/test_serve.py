@@ -34,9 +34,9 @@ def base(tmp_path_factory):
     return made
 
 
-def commands(config, folder, adapter=False) -> tuple[list[str], list[str], str]:
+def commands(config, folder, adapter=False, out="/a b/out") -> tuple[list[str], list[str], str]:
     """(words of the first command, of the second, both with their notes)."""
-    text = serve.commands(config, folder, Path("/a b/out"), adapter)
+    text = serve.commands(config, folder, Path(out), adapter)
     first, second, *_ = text.splitlines()
     return shlex.split(first), shlex.split(second.partition(": ")[2]), text
 
@@ -149,7 +149,9 @@ def test_vllm_knows_every_option(make_config, base):
 
     config = make_config(LORA, "model.chat_template_args={a: 1}", "model.reasoning_format=qwen3")
     for adapter in (False, True):
-        words, _, _ = commands(config, base(CHAT_TEMPLATE), adapter)
+        words, _, _ = commands(config, base(CHAT_TEMPLATE), adapter, "/runs/lr=1e-5,'ß' {0}")
         parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[4:])
         assert parsed.tool_call_parser == "hermes" and parsed.enable_auto_tool_choice
         assert parsed.default_chat_template_kwargs == {"a": 1}
+        places = [module.path for module in parsed.lora_modules] if adapter else [parsed.model]
+        assert places == ["/runs/lr=1e-5,'ß' {0}"]
