@@ -260,6 +260,43 @@ def test_a_conversation_goes_on_only_with_the_same_arguments_of_the_template(sid
     assert history.place(messages, []).parent is None
 
 
+def test_a_thought_that_anthropic_has_encrypted_is_left_out_as_in_vllm(sides):
+    chat, vllm = sides("chatml")
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "yes"}]
+    body = {"model": "m", "max_tokens": 4}
+    body["messages"] = [GO, {"role": "assistant", "content": blocks}, GO]
+    query = anthropic_messages.read(copy.deepcopy(body))
+    assert History(chat).place(query.messages, []).new == vllm.messages(body)
+
+
+LINE = "x-anthropic-billing-header: cch=1f"
+
+
+@pytest.mark.parametrize("text", [LINE, f"{LINE}\nbe brief\nor not", f"be {LINE}", f"{LINE}\n"])
+@pytest.mark.parametrize("style", ["chatml", "llama3"])
+def test_claude_codes_line_goes_from_the_system_message_as_vllm_drops_it(sides, style, text):
+    chat, vllm = sides(style)
+    parts = [{"type": "text", "text": each} for each in (text, "go on")]
+    typed = [{"type": "input_text", "text": each} for each in (text, "go on")]
+    for api, key, listed in (
+        ("chat", "messages", {"role": "system", "content": text}),
+        ("chat", "messages", {"role": "system", "content": parts}),
+        ("messages", "system", text),
+        ("messages", "system", parts),
+        ("messages", "messages", {"role": "system", "content": text}),
+        ("messages", "messages", {"role": "system", "content": parts}),
+        ("responses", "instructions", text),
+        ("responses", "input", {"role": "system", "content": typed}),
+        ("responses", "input", {"role": "system", "content": text}),
+    ):
+        body = {"model": "m", "max_tokens": 4} if api == "messages" else {"model": "m"}
+        body |= {"input" if api == "responses" else "messages": [GO]}
+        body[key] = [listed, GO] if key in ("messages", "input") else listed
+        query = APIS[api][0].read(copy.deepcopy(body))
+        ours = History(chat).place(query.messages, query.tools).new
+        assert shown(chat, ours) == shown(chat, getattr(vllm, api)(body)), (api, key)
+
+
 def steps(vllm, body):
     """(messages before an answer, those before the next, their texts) while vLLM writes both and
     leaves the first text as it was, as templates that drop thoughts don't."""

@@ -83,7 +83,7 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
     if role == "system":
-        return [Message(role, text)] if (text := _system(content, where)) else []
+        return [Message(role, text)] if (text := _system(_parts(content), where)) else []
     if isinstance(content, str):
         return [Message(role, content)]
     blocks = fields.items(content, f"{where}.content")
@@ -94,8 +94,17 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     return results + ([Message.of(role, said)] if said else [])
 
 
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _system(content: Any, where: str) -> str:
-    return "".join(fields.system_texts(fields.texts(content, TEXT, where)))
+    """Return the system's text. As in vLLM, a block that begins with Claude Code's line goes
+    whole."""
+    texts = fields.texts(content, TEXT, where)
+    if isinstance(content, str):
+        return "".join(fields.system_texts(texts))
+    return "".join(text for text in texts if not text.startswith(fields.BILLING))
 
 
 def _said(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
@@ -112,6 +121,8 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
                 calls.append(Call(take(block, "id", str, ""), take(block, "name", str), given))
             case "thinking":
                 thought.append(take(block, "thinking", str))
+            case "redacted_thinking":
+                continue  # Nothing of it can be written. vLLM leaves it out, too.
             case _:
                 said.append(block)
     parts = _said(said, f"{where}.content")

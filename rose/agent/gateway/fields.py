@@ -102,9 +102,10 @@ def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def system_texts(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a system message's texts without the line that Claude Code writes differently in each
-    call; vLLM drops it, too."""
-    return tuple(text for text in parts if not text.startswith(BILLING))
+    """Return a system message's texts without the first line that Claude Code writes differently
+    in each call; vLLM drops it, too."""
+    kept = (t.partition("\n")[2] if t.startswith(BILLING) else t for t in parts)
+    return tuple(text for text, given in zip(kept, parts, strict=True) if text or not given)
 
 
 def arguments(written: Any, where: str) -> dict[str, Any]:

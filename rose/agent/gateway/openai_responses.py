@@ -55,7 +55,7 @@ def read(body: dict[str, Any]) -> Query:
     fields.refuse(body, FIELDS)
     messages: list[Message] = []
     if instructions := take(body, "instructions", str, ""):
-        messages.append(Message("system", instructions))
+        messages.append(Message("system", "".join(fields.system_texts((instructions,)))))
     given = take(body, "input", (str, list))
     if isinstance(given, str):
         messages.append(Message("user", given))
@@ -108,7 +108,11 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
             role = take(item, "role", str)
             if role not in ROLES:
                 raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
-            messages.append(Message.of(role, fields.texts(item.get("content"), TEXT, where)))
+            content = item.get("content")
+            texts = fields.texts(content, TEXT, where)
+            if role == "system" and isinstance(content, str):  # vLLM leaves parts as they are
+                texts = fields.system_texts(texts)
+            messages.append(Message.of(role, texts))
         else:
             raise bad(f"{where}.type: {kind!r} is not supported")
         answering = own
