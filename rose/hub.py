@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.config.errors import ConfigError
+from rose.files import LFS_ADVICE, is_lfs_pointer
 
 # What trainer and engines read, and what goes with a copy of the model (rose/export); the same
 # weights as .bin, .gguf, .onnx or consolidated files are left out.
@@ -135,6 +136,8 @@ def check_files(folder: Path, named: str, again: str) -> None:
             f"{again}; if the model has no safetensors weights, convert them with save_pretrained"
         )
     for name in shards:
+        if is_lfs_pointer(folder / name):
+            raise ConfigError(f"{named}: {folder / name}: {LFS_ADVICE}")
         size, whole = (folder / name).stat().st_size, _whole_bytes(folder / name)
         if not whole or size != whole:
             raise ConfigError(
@@ -171,10 +174,15 @@ def check_weights(folder: Path, named: str) -> None:
     """Raises `ConfigError` for weights that no version can have: quantised ones, or of a mixture
     that ROSE doesn't know. A dense folder of another architecture may do."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ConfigError(
             f"{named}: its weights are quantised ({method}); give the unquantised model"
+        )
+    if not raw.get("architectures"):
+        raise ConfigError(
+            f"{named}: its config.json names no architectures, by which vLLM finds the model's "
+            "class; write them with save_pretrained"
         )
     mixture = _kind(raw) == MIXTURE or any(raw.get(key) for key in EXPERTS)
     if mixture and _kind(raw) != MIXTURE:

@@ -18,6 +18,7 @@ from rose.config import ConfigError, Draft, Lora, Model, Online, Rollout
 from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
+PLUGINS = ("rose", "rose_metrics")  # names of the entry points in pyproject.toml
 # bytes of the path of vLLM's folder for sockets: 107 less a slash and a UUID
 LONGEST_FOLDER = 70
 RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
@@ -67,9 +68,17 @@ def _short_sockets() -> dict[str, str]:
     return {"VLLM_RPC_BASE_PATH": "/tmp"}
 
 
+def _allow_plugins() -> None:
+    """Add ROSE's plugins to those that a user's VLLM_PLUGINS allows: vLLM loads no others."""
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
+        names = dict.fromkeys([*filter(None, allowed.split(",")), *PLUGINS])
+        os.environ["VLLM_PLUGINS"] = ",".join(names)
+
+
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
     """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set.
     `shares_device`: with another engine, to which it lends KV memory."""
+    _allow_plugins()
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -112,7 +112,7 @@ def _shape_of(folder: Path, c: Config) -> ModelShape:
     )
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    positions = raw.get("max_position_embeddings", c.model.max_context)
+    positions = raw.get("max_position_embeddings") or c.model.max_context
     # as vLLM 0.32 does: these kinds have max_position_embeddings scaled already
     factor = 1.0 if kind in SCALED else rope.get("factor") or 1.0
     if c.model.max_context > positions * factor:

@@ -492,6 +492,7 @@ def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_pa
     (tmp_path / "m" / "config.json").write_text(
         json.dumps(
             {
+                "architectures": ["LlamaForCausalLM"],
                 "num_hidden_layers": 2,
                 "hidden_size": 64,
                 "intermediate_size": 128,

@@ -336,6 +336,7 @@ def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
     make_config, tmp_path, change, words
 ):
     raw = {
+        "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "hidden_size": 8,

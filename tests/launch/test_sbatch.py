@@ -352,6 +352,13 @@ def test_a_time_that_yaml_has_read_as_a_number_is_refused(make_config, component
         make_config(*SEVEN_B, f"cluster.slurm.{component}.time={number}")
 
 
+@pytest.mark.parametrize("component", ["trainer", "rollout", "borrowed", "reward"])
+@pytest.mark.parametrize("mem", ["64", "'512'"])
+def test_memory_without_its_unit_is_refused(make_config, component, mem):
+    with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.mem=.*64G"):
+        make_config(*SEVEN_B, f"cluster.slurm.{component}.mem={mem}")
+
+
 def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
     c = make_config(*SEVEN_B)
     text = sbatch.script(c, layout(c), Path("/runs 50%x/%j"))
