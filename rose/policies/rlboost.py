@@ -70,7 +70,7 @@ class RlBoost:
             return []
         if cluster.training and self._trained is None:
             self._trained = at
-        helped = any(w.takes and not w.loading for w in _of(cluster, "spot"))
+        helped = any(w.accepts_turns and not w.loading for w in _of(cluster, "spot"))
         over = cluster.training or helped and at - self._begun >= self.window_s
         if over and self._rested is None:
             self._rested = at

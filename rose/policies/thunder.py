@@ -169,7 +169,7 @@ class Thunder:
 def _can_serve(worker: WorkerState, turn: TurnState) -> bool:
     """Now or later, by what is known."""
     leaves = worker.draining or worker.resting or worker.worker == turn.avoid
-    return not leaves and turn.kv_need <= worker.holds
+    return not leaves and turn.kv_need <= worker.largest_turn
 
 
 def _context(turn: TurnState) -> int:

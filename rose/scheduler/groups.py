@@ -1,5 +1,8 @@
-"""Names of groups: ``g12`` is prompt 12 of the stream, ``g12r1`` its second try. Unique
-within an attempt of the run; the next one begins unfinished groups anew under their names."""
+"""Names of groups: ``g12`` is prompt 12 of the stream, ``g12r1`` its second try.
+
+Names are unique within an attempt of the run. The next attempt starts unfinished groups again from
+the beginning, under the same names.
+"""
 
 from __future__ import annotations
 
