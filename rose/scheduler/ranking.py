@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-REBUILD_AT = 3  # entries per name before the heap is made anew
+REBUILD_AT = 3  # entries per name at which the heap is rebuilt
 
 
 class Ranking:

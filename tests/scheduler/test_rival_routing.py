@@ -458,10 +458,10 @@ def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
     fit = LeastSquares(0.995)
     for i in range(5000):
         x = (1 + i % 7, (1 + i % 5) * (1 + i % 7), 0.0)
-        fit.put(x, 2 * x[0] + 0.5 * x[1])
-    assert fit.of((10.0, 20.0, 0.0)) == pytest.approx(30.0, rel=1e-3)
-    fit.put((1.0, 1.0, 1.0), 2.5 + 3.0)
-    assert fit.of((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
+        fit.update(x, 2 * x[0] + 0.5 * x[1])
+    assert fit.predict((10.0, 20.0, 0.0)) == pytest.approx(30.0, rel=1e-3)
+    fit.update((1.0, 1.0, 1.0), 2.5 + 3.0)
+    assert fit.predict((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ def test_a_fit_has_no_negative_coefficients():
     draw = np.random.default_rng(1)
     for _ in range(200):  # shorter turns are in fuller engines: the seconds fall with the output
         output = draw.uniform(0.1, 1.0)
-        fit.put((output, output * 2, 0.5), 2.0 - output)
+        fit.update((output, output * 2, 0.5), 2.0 - output)
         assert min(fit.weights) >= 0
-    assert fit.of((1.0, 2.0, 0.5)) > 0
+    assert fit.predict((1.0, 2.0, 0.5)) > 0
 
 
 def test_a_negative_coefficient_is_dropped_and_the_others_fit_anew():
