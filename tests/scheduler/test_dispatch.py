@@ -1,4 +1,4 @@
-"""The indexed rounds decide as the plain rule does, which looks at every turn and every worker."""
+"""The indexed rounds decide like the plain rule, which checks every turn against every worker."""
 
 from copy import deepcopy
 
@@ -13,7 +13,7 @@ from tests.scheduler.test_properties import STEPS, play, policy, scheduler
 
 
 def plain_round(cluster, queue_depth, routing, imbalance, last):
-    """[(turn, worker)] that a round should give, and the last worker of round robin."""
+    """Return the [(turn, worker)] that a round should assign, and round robin's last worker."""
     cluster = deepcopy(cluster)
     ready = sorted(
         (
@@ -88,7 +88,7 @@ def test_a_round_places_the_turns_that_the_plain_rule_places(routing, queue_dept
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 50)), max_size=60), st.data())
-def test_the_queue_finds_the_first_that_fits_and_the_smallest_before_it(turns, data):
+def test_the_queue_finds_the_first_turn_that_fits_and_the_smallest_before_it(turns, data):
     queue, entries = TurnQueue(), []
     for sequence, (key, need) in enumerate(turns):
         turn = TurnState(f"t{sequence}", "", "", 0, 0, sequence, 0.0, kv_need=need)
