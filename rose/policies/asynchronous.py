@@ -12,8 +12,9 @@ from rose.scheduler.groups import group_index
 
 
 class Asynchronous:
-    """Rollouts continue while the trainer trains. The staleness of a group is the version that its
-    step trains from, minus the newest version at its admission. It never exceeds `staleness`.
+    """Asynchronous batching: rollouts continue while the trainer trains. The staleness of a group
+    is the version that its step trains from, minus the newest version at its admission. It never
+    exceeds `staleness`.
 
     Up to `1 + staleness` batches of groups are admitted and untrained. A step takes the oldest
     accepted groups. A refused group is dropped and replaced. Once `max_admitted - 1` batches of

@@ -169,7 +169,7 @@ class LibraPlanner:
     train, the ones with the fewest turns, rest while the trainer works: `replicas` of them until
     the first plan. At least one dedicated worker continues. A split that was tried with the present
     number of trainer ranks is rated by its last measured training time per token. A training that
-    lost a replica isn't measured. The rollout of a split is longer by the time of resting workers.
+    lost a replica isn't measured. Rollout is predicted longer by the time that workers rest.
     """
 
     def __init__(
@@ -364,11 +364,10 @@ def makespan(found: Measured, workers: int) -> float:
         return low
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle)
-            if _parts(found.lengths, middle * found.rate) <= workers
-            else (middle, high)
-        )
+        if _parts(found.lengths, middle * found.rate) <= workers:
+            high = middle
+        else:
+            low = middle
     return high
 
 

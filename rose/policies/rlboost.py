@@ -68,12 +68,8 @@ class RlBoost:
                         self._training_at - self._begun_at,
                         len(_of(cluster, "spot")),
                     )
-                self._begun_at, self._window_ended_at, self._training_at, self._tokens = (
-                    at,
-                    None,
-                    None,
-                    0,
-                )
+                self._begun_at, self._tokens = at, 0
+                self._window_ended_at = self._training_at = None
                 return [UseWorker(w.worker) for w in _of(cluster, "hybrid") if w.resting]
             case GroupFinished(at=at) if cluster.training and self._begun_at is not None:
                 return self.decide(at, cluster)

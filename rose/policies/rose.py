@@ -20,8 +20,8 @@ from rose.scheduler.events import (
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-# Share of its time that a turn must save by another worker to leave its cached prefix for it. To
-# leave the worker that it runs on, this share times the other worker's load.
+# A turn leaves its cached prefix for a worker if it would take longer by more than this share to
+# stay. For a turn that runs, the share is multiplied by the other worker's load.
 SLACK = 0.25
 TRIAL_TURNS = 2  # turns sent to a cooperative worker that hasn't been measured
 TRIAL_TOKENS = 128  # tokens of a turn on such a worker, after which its pace is known
@@ -149,11 +149,9 @@ class RoseRouting:
         cooperative `worker`."""
         if not self._is_known(worker):
             return len(worker.turns) >= TRIAL_TURNS
-        own, home, output = (
-            cluster.workers[self._own_worker],
-            cluster.home.get(turn.trajectory),
-            self._mean(turn),
-        )
+        own = cluster.workers[self._own_worker]
+        home = cluster.home.get(turn.trajectory)
+        output = self._mean(turn)
         there = (
             self._speeds.staying_s(turn, worker, output)
             if home == worker.worker

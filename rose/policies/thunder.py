@@ -101,8 +101,8 @@ class Thunder:
     # ----------------------------------------------------------------- restore, pause
 
     def _roomiest(self, turn: TurnState, fleet: Fleet) -> WorkerState | None:
-        """Return the worker with the most room, if the program fits there. A worker without
-        programs accepts any, because the largest program would never run otherwise."""
+        """Return the worker with the most room among those that the program fits on. A worker
+        without programs accepts any, because the largest program would never run otherwise."""
         room = {w.worker: self._room.setdefault(w.worker, w.kv_tokens) for w in fleet}
         need = _context(turn) + BUFFER
         for name in sorted(room, key=lambda name: (-room[name], name)):

@@ -30,8 +30,7 @@ from rose.scheduler.policies import (
 )
 from rose.scheduler.state import Cluster, HostState, SavedState, TurnState, WorkerState
 
-# The run stops when one turn has stalled this often, because then the cause is not a single worker.
-MAX_STALLS = 5
+MAX_STALLS = 5  # stalls of one turn that stop the run, because five are no accident
 
 
 class Scheduler:
@@ -246,11 +245,8 @@ class Scheduler:
         if worker is None:
             return []
         worker.kv_tokens, worker.max_sequences = e.kv_tokens, e.max_sequences
-        worker.expected_s, worker.revoked, worker.awaits_capacity_report = (
-            e.expected_s,
-            e.revoked,
-            False,
-        )
+        worker.expected_s, worker.revoked = e.expected_s, e.revoked
+        worker.awaits_capacity_report = False
         self.fleet.changed(e.worker)
         return []
 

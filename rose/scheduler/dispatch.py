@@ -5,9 +5,10 @@ about turns for which some worker has room, and until LOOK_AHEAD turns of a lane
 worker. Turns that need more room than any worker has are skipped together, and the workers that
 could hold the smallest of them are reserved for it, whatever their kind.
 
-A turn that runs on a worker which the routing policy *watches* (a slow one) keeps its place in the
-queue's order. When another worker gets free, the policy is asked about moving this turn before it
-is asked about turns that come later. So it pays no penalty against a turn that waited.
+A turn that runs on a worker which the routing policy *watches* (one that may be slow) keeps its
+place in the queue's order. When another worker gets free, the policy is asked about moving this
+turn before it is asked about later turns. So a turn on a slow worker is no worse off than one that
+waited.
 
 Turns of evaluations (`TurnState.held_out`) don't delay training:
 1. They come after all training turns.
@@ -155,10 +156,8 @@ class Dispatch:
         actions: list[AbortTurn | AssignTurn] = []
         waiting: dict[Hashable, int] = {}  # lane -> number of its turns that found no worker
         heads = self._heads(self._fleet.largest_turn())
-        running, freed = (
-            self._candidates(tick) if self.may_move(tick) else [],
-            "" if tick else self._freed,
-        )
+        running = self._candidates(tick) if self.may_move(tick) else []
+        freed = "" if tick else self._freed
         self._freed = ""
         while heads or running:
             while running and (not heads or running[-1] < heads[0][0]):

@@ -21,9 +21,9 @@ from sortedcontainers import SortedList
 from rose.scheduler.ranking import Ranking
 from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 
-MOST_EXAMINED = (
-    16  # workers seen in order of load before those with most room are: bounds a decision
-)
+# Workers of a pool that a question examines in order of load, and then in order of room. Bounds
+# the cost of a decision.
+MOST_EXAMINED = 16
 
 
 class Fleet:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 
 def group_name(index: int, retry: int = 0) -> str:
-    """(12, 0) -> ``g12``; (12, 1) -> ``g12r1``."""
+    """Return the group's name: (12, 0) -> ``g12``; (12, 1) -> ``g12r1``."""
     return f"g{index}r{retry}" if retry else f"g{index}"
 
 
 def group_index(group: str) -> int:
-    """``g12`` and ``g12r1`` -> 12."""
+    """Return the index in the prompt stream: ``g12`` and ``g12r1`` -> 12."""
     return int(group[1:].partition("r")[0])
 
 
 def group_retry(group: str) -> int:
-    """``g12`` -> 0, ``g12r1`` -> 1."""
+    """Return how often the prompt was tried before: ``g12`` -> 0, ``g12r1`` -> 1."""
     return int(group[1:].partition("r")[2] or 0)

@@ -40,11 +40,9 @@ class HeldOut:
         return min(filter(None, found), key=lambda worker: worker.load, default=None)
 
     def to_preempt(self, turn: TurnState, reserved_for: int) -> list[TurnState]:
-        """Return the fewest evaluation turns of one worker that make room for `turn`, newest first.
-
-        Return [] if no worker can have room. Workers that could hold a turn of `reserved_for` KV
-        tokens are reserved for such a turn and left out.
-        """
+        """Return the newest evaluation turns of one worker, as few as make room for `turn`; [] if
+        that is possible on no worker. Workers that could hold a turn of `reserved_for` KV tokens
+        are reserved for one and left out."""
         for name in sorted(self._running):
             worker, preempted = self._cluster.workers[name], []
             if name == turn.avoid or worker.largest_turn >= reserved_for:

@@ -48,8 +48,8 @@ class Routing(Protocol):
     - `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn enters
       the queue. By default context + max_new_tokens; a policy that uses chunks can count less.
     - `lane(turn) -> Hashable`: lane of the turn. If `choose` returns None for a turn, it must do so
-      for turns of its lane that need no less. LOOK_AHEAD turns without a worker block the rest of
-      their lane for the round. By default there is one lane.
+      for turns of its lane that need at least as many KV tokens. LOOK_AHEAD turns without a worker
+      block the rest of their lane for the round. By default there is one lane.
     - `closed() -> bool`: called after `choose` returned None. True if `choose` would return None
       for every turn of the lane in this round.
     - `label(worker) -> Hashable`: label of a worker, by its name, constant from its joining on.

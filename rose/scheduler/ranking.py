@@ -31,7 +31,7 @@ class Ranking:
             heapify(heap)
 
     def remove(self, name: str) -> None:
-        """Raises `KeyError`."""
+        """Remove the name. Raises `KeyError` if it isn't ranked."""
         del self._entries[name]
 
     def first(self) -> tuple[Any, ...]:

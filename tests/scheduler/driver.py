@@ -64,12 +64,8 @@ class Group:
 
 class Driver:
     def __init__(self, scheduler, queue_depth, staleness, lengths):
-        self.s, self.queue_depth, self.staleness, self.lengths = (
-            scheduler,
-            queue_depth,
-            staleness,
-            lengths,
-        )
+        self.s, self.queue_depth = scheduler, queue_depth
+        self.staleness, self.lengths = staleness, lengths
         self.queue = ActionQueue(scheduler, self.carry_out, self)
         self.snapshot = msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()))
         self.journal: list[Entry] = []

@@ -24,10 +24,8 @@ from tests.scheduler.batches import Trainer
 def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
     seed, groups, eta, running, refuses, slow, resumes
 ):
-    trainer, random = (
-        Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups),
-        Random(seed),
-    )
+    trainer = Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups)
+    random = Random(seed)
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
@@ -51,10 +49,8 @@ def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
 def test_trajectory_async_keeps_its_bound_and_its_accounts(
     seed, groups, alpha, retries, refuses, slow, resumes
 ):
-    trainer, random = (
-        Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups),
-        Random(seed),
-    )
+    trainer = Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups)
+    random = Random(seed)
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
