@@ -1,5 +1,4 @@
-"""Base class of the asynchronous batching policies: groups of several versions, with bounded
-staleness."""
+"""Base class of the asynchronous batching policies: groups of several versions."""
 
 from __future__ import annotations
 

@@ -170,8 +170,7 @@ class Residuals:
         return self._made.get(turn.trajectory, 0) + turn.made_tokens
 
     def left(self, made: float) -> float:
-        """Return the mean tokens that longer trajectories had left at this point; 0 if there was
-        none."""
+        """Return the mean tokens that longer trajectories had left here; 0 if there was none."""
         longer = self._ordered[bisect_right(self._ordered, made) :]
         return sum(longer) / len(longer) - made if longer else 0.0
 

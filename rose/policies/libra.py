@@ -356,8 +356,7 @@ class LibraPlanner:
 
 
 def makespan(found: Measured, workers: int) -> float:
-    """Return the seconds in which `workers` generate a step's trajectories, in the best cut into
-    contiguous parts."""
+    """Return the seconds in which `workers` generate a step's trajectories, in the best cut."""
     low = max(found.lengths[0], sum(found.lengths) / workers) / found.rate
     high = low + found.lengths[0] / found.rate
     if _parts(found.lengths, low * found.rate) <= workers:

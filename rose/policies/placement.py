@@ -67,8 +67,7 @@ class Rebalance:
         return [move for name in ready for move in self._relieve(known[name], known, at, cluster)]
 
     def _load_is_settled(self, host: str, at: float) -> bool:
-        """True if the last move from or to the host is more than `patience_s` ago, so that its load
-        has been reported since."""
+        """True if the host's load must have been reported since the last move from or to it."""
         return at - self._moved_at.get(host, float("-inf")) > self._patience_s
 
     def _relieve(
@@ -103,8 +102,7 @@ class Rebalance:
         return moves
 
     def _candidates(self, host: str, cluster: Cluster) -> list[tuple[float, str]]:
-        """Return (seconds in commands that count, trajectory) of the host's trajectories, most
-        seconds first."""
+        """Return the host's (seconds in commands that count, trajectory), most seconds first."""
         saved = cluster.saved
         self._counted = {name: s for name, s in self._counted.items() if name in saved}
         found = [

@@ -380,8 +380,7 @@ def _asleep(worker: WorkerState) -> bool:
 
 
 def kv_use(worker: WorkerState) -> float:
-    """Return the share of a cooperative worker's KV memory that isn't lent: what its online server
-    uses and reserves."""
+    """Return the share of a cooperative worker's KV memory that its online server holds."""
     return 1 - worker.kv_tokens / worker.whole_kv_tokens if worker.whole_kv_tokens else 1.0
 
 

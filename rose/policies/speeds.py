@@ -164,8 +164,7 @@ class Speeds:
         self.ended(turn, worker, turn.progress_at, turn.made_tokens)
 
     def token_s(self, turn: TurnState) -> float | None:
-        """Return the measured seconds per token of the running attempt; None while it has fewer
-        than FEW_TOKENS."""
+        """Return the running attempt's measured seconds per token; None below FEW_TOKENS."""
         sent = self._sent.get(turn.turn)
         tokens = turn.made_tokens - sent.made if sent is not None else 0
         return (turn.progress_at - turn.assigned_at) / tokens if tokens >= FEW_TOKENS else None

@@ -148,8 +148,7 @@ class Scheduler:
 
     @property
     def staleness(self) -> int:
-        """Largest number of versions by which a trained group may be behind; 0 if training is
-        on-policy."""
+        """Most versions by which a trained group may be behind; 0 if training is on-policy."""
         return self._batching.staleness
 
     @property
@@ -181,8 +180,7 @@ class Scheduler:
         return True
 
     def _carry_out(self, actions: list[Action]) -> list[Action]:
-        """Apply the policies' actions to the cluster's state, and return them together with the
-        actions that follow from them."""
+        """Apply the policies' actions to the cluster's state; return them and what they cause."""
         done: list[Action] = []
         for action in actions:
             done.append(action)
@@ -298,8 +296,7 @@ class Scheduler:
         return aborts
 
     def _forget_worker(self, name: str) -> None:
-        """Remove the worker: queue its turns again at their old places, and forget what it had
-        cached."""
+        """Remove the worker, queue its turns again at their old places, and forget its caches."""
         worker = self.cluster.workers.get(name)
         if worker is None:
             return

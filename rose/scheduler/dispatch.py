@@ -191,8 +191,7 @@ class Dispatch:
         return found[::-1]
 
     def _move(self, turn: TurnState, freed: str, at: float) -> list[AbortTurn | AssignTurn]:
-        """Move the running turn to a worker where it ends sooner, if the policy names one: `freed`,
-        or any worker if `freed` is ""."""
+        """Move the turn to a worker that the policy names: `freed`, or any if that is ""."""
         self._fleet.begin_turn()
         among = [self._fleet.get(freed, turn)] if freed else self._fleet.least_of_each(turn)
         worker = self._better(turn, among, at, self._cluster) if among != [None] else None
@@ -224,8 +223,7 @@ class Dispatch:
         return following
 
     def _heads(self, need: int) -> list[tuple[Entry, Hashable]]:
-        """Return a heap of (turn, lane): each lane's first turn that needs at most `need` KV
-        tokens."""
+        """Return a heap of (first turn that needs at most `need` KV tokens, its lane)."""
         if need <= 0:
             return []
         heads = [
@@ -269,8 +267,7 @@ class Dispatch:
         )
 
     def _settle_home(self, turn: TurnState, worker: WorkerState) -> None:
-        """Note the worker as home of the trajectory, whose prefix it caches from now on, and as
-        home of the group if the group has none yet."""
+        """Make the worker home of the trajectory, and of its group if that has none yet."""
         home, workers = self._cluster.home, self._cluster.workers
         old = home.get(turn.trajectory)
         if old != worker.worker:

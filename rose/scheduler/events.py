@@ -39,8 +39,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class WorkerJoined(Event):
-    """A worker joined. It can take turns once it has the current version. A worker that restarts
-    joins again."""
+    """A worker joined, perhaps after a restart. It takes turns once it has the current version."""
 
     worker: str
     kind: Kind  # hybrid: the trainer's own GPUs, which roll out while the trainer would idle
@@ -52,8 +51,7 @@ class WorkerJoined(Event):
 
 
 class WorkerLost(Event):
-    """The worker is gone. Turns in `ended` had sent all their tokens; its other turns are queued
-    again."""
+    """The worker is gone. Turns in `ended` had sent all tokens; its others are queued again."""
 
     worker: str
     reason: str

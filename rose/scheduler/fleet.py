@@ -364,6 +364,7 @@ class _Pool:
 
 def _open(place: _Place, reserved_for: int, reserved: dict[str, int]) -> bool:
     """True if the worker isn't reserved for a waiting turn."""
-    return place.largest_turn < reserved_for and (
-        not reserved or place.largest_turn < reserved.get(place.worker.worker, NOT_RESERVED)
+    largest = place.largest_turn
+    return largest < reserved_for and (
+        not reserved or largest < reserved.get(place.worker.worker, NOT_RESERVED)
     )

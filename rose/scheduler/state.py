@@ -1,5 +1,4 @@
-"""The scheduler's view of workers, turns and environment hosts. Policies read it and must not
-change it."""
+"""The scheduler's view of workers, turns and environment hosts, which policies may only read."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ class WorkerState:
         return self.room_without(queue_depth, 0, 0)
 
     def room_without(self, queue_depth: float, turns: int, kv_need: int) -> int:
-        """Return `room` after `turns` of the worker's turns, which hold `kv_need` KV tokens
-        together, have gone."""
+        """Return `room` without `turns` of its turns, which need `kv_need` KV tokens together."""
         left = len(self.turns) - turns
         if not left:
             return self.largest_turn
