@@ -377,7 +377,7 @@ class Scheduler:
         return []
 
     def _turn_returned(self, e: ev.TurnReturned) -> list[Action]:
-        """Queue the turn again. A return is no stall, so the run goes on however often it happens.
+        """Queue the turn again. A return is no stall, so it never stops the run.
 
         Unless the attempt was a chunk that is complete:
         1. the worker gets no turn until it reports its capacity, because it would return that one
