@@ -57,7 +57,7 @@ class TorchPieces:
             is_master=group.Get_rank() == 0,
             timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=place.claim(),
+            master_listen_fd=place.detach_listener(),
         )
         self._sends = sends
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
