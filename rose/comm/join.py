@@ -180,7 +180,7 @@ def endpoint(run_dir: Path) -> Endpoint | None:
 
 
 class Application:
-    """One rank's attempt to join: `ask`, then `connect` to the port of the answer."""
+    """An attempt of one rank to join: `ask`, then `connect` to the port of the answer."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = folder(run_dir)

@@ -13,8 +13,7 @@ _STDERR = 2
 
 
 class Tasks:
-    """The tasks of one event loop. `run_until` ends when the first service returns, or when any
-    spawned task raises."""
+    """An event loop's tasks. `run_until` ends when a service returns or any spawned task raises."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task] = set()

@@ -90,8 +90,8 @@ class Mirror:
         with suppress(FileNotFoundError):  # closed meanwhile
             self._hidden(name).replace(self.path / name)
 
-    def give_up(self, why: str) -> None:
-        """Nothing more comes."""
+    def abandon(self, why: str) -> None:
+        """Record that no further file will arrive, and why."""
         self._refuse(self.path, why)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ import xxhash
 from rose.transfer import codec
 from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
-from rose.transfer.changes import Changes, at_once, budget
+from rose.transfer.changes import Changes, budget, values_per_thread
 from rose.transfer.digests import digests, hashes_there
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
@@ -198,7 +198,7 @@ def stage(
     """
     if from_live and len(route) == 1 and hashes_there(live):
         compared = _found_there(live, places, threads, tick, compared)
-    at_a_time = at_once(budget(live, device_bytes), threads)
+    at_a_time = values_per_thread(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
     staged = Staged(live, places, threads, work)
 

@@ -224,8 +224,10 @@ def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(
         made.check()
         made.changes.put("old")
         assert same(live, zero)
-    assert peak.most <= max(room, changes.WORK) + 16  # sums of what differs are single numbers
-    assert made.changes.device_bytes <= max(room, changes.WORK)
+    assert (
+        peak.most <= max(room, changes.VALUE_BYTES) + 16
+    )  # sums of what differs are single numbers
+    assert made.changes.device_bytes <= max(room, changes.VALUE_BYTES)
     resident = sum(piece.resident for piece in made.changes.pieces)
     assert resident == (len(made.changes.pieces) if room == 10**6 else 0 if room == 1 else resident)
     made.release()
@@ -254,14 +256,14 @@ def test_a_device_that_has_less_than_it_said_gives_smaller_pieces(tmp_path, monk
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(size, **options)
 
-    monkeypatch.setattr(changes, "LEAST", 4000)
+    monkeypatch.setattr(changes, "MIN_BYTES", 4000)
     monkeypatch.setattr(torch, "empty", scarce)
     made = staged(store, [(1, 0)], Live(live), device_bytes=10**6)
     assert max(asked) > 3500 and made.changes.device_bytes <= 4000
     made.flip()
     made.check()
     assert same(live, one)
-    monkeypatch.setattr(changes, "LEAST", 10**6)
+    monkeypatch.setattr(changes, "MIN_BYTES", 10**6)
     with pytest.raises(
         TransferError, match="staging a version needs .* MiB of cpu, which has not even those"
     ):
@@ -273,10 +275,10 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     assert changes.budget(live, None) is None and changes.budget(live, 77) == 77
     live.device = torch.device("cuda")
     for free, most, wanted in (
-        (10 * 2**30, None, 10 * 2**30 - changes.RESERVE),
+        (10 * 2**30, None, 10 * 2**30 - changes.RESERVE_BYTES),
         (10 * 2**30, 2**30, 2**30),
-        (2**28, 2**30, changes.LEAST),
-        (2**28, None, changes.LEAST),
+        (2**28, 2**30, changes.MIN_BYTES),
+        (2**28, None, changes.MIN_BYTES),
     ):
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30)
