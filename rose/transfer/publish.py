@@ -22,7 +22,7 @@ import xxhash
 
 from rose.transfer import codec
 from rose.transfer.blocks import Block, size
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Folder
 from rose.transfer.store import (
@@ -281,7 +281,7 @@ def collect(store: Path, keep: int) -> list[Step]:
     Returns the (version, base) whose manifest was removed.
     """
     store = Path(store)
-    edges = present(Folder(store))
+    edges = list_edges(Folder(store))
     committed = {step for step in edges if (store / edge_name(*step) / MANIFEST).exists()}
     oldest = min(sorted({version for version, _ in committed})[-keep:], default=0)
     full = max((v for v, base in committed if base is FULL and v <= oldest), default=INITIAL)

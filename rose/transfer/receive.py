@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rose.transfer.blocks import rectangles
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.live import Live, Place
 from rose.transfer.relay_client import open_source
@@ -137,7 +137,7 @@ class Receiver:
         if routes := self._routes(have, want):
             return min(routes, key=lambda route: sum(edge.nbytes for edge in route))
         held = {None: "nothing that can be built on", INITIAL: "the model folder's weights"}
-        edges = sorted(present(self._source), key=lambda e: (e[0], e[1] is FULL, e[1] or 0))
+        edges = sorted(list_edges(self._source), key=lambda e: (e[0], e[1] is FULL, e[1] or 0))
         here = ", ".join(edge_name(*e) for e in edges if e not in self._useless)
         raise TransferError(
             f"version {want} can't be reached from {held.get(have, f'version {have}')}: the store "
@@ -150,7 +150,7 @@ class Receiver:
         found, tail, at = [], [], want
         starts = [FULL, INITIAL] if have == INITIAL else [FULL]
         while at != have:
-            bases = {base for _, base in present(self._source, at)}
+            bases = {base for _, base in list_edges(self._source, at)}
             for base in [base for base in starts if base in bases]:
                 if (edge := self._open(at, base)) is not None:
                     found.append([edge, *tail])

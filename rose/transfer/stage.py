@@ -33,7 +33,7 @@ from rose.transfer import codec
 from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, budget, values_per_thread
-from rose.transfer.digests import digests, hashes_there
+from rose.transfer.digests import digests, hashes_on_device
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.live import Live, Place
@@ -112,9 +112,9 @@ class Staged:
     def _upload(self, device_bytes: int | None) -> None:
         """What finds room to where the parameters are, so that the flip copies less over the
         bus."""
-        with self._live.aside():
+        with self._live.side_stream():
             self.changes.upload(budget(self._live, device_bytes))
-        self._live.settle()
+        self._live.synchronize()
         self._late.sort()
 
     @torch.no_grad()
@@ -159,9 +159,9 @@ class Staged:
 
     def check(self) -> None:
         """Read back what the flip wrote. Raises `Corrupted`."""
-        with self._live.aside():
+        with self._live.side_stream():
             self.changes.check()
-        hashes = self._hashes | (self._sparse_hashes if hashes_there(self._live) else {})
+        hashes = self._hashes | (self._sparse_hashes if hashes_on_device(self._live) else {})
         places = {block: self._places[block] for block in hashes}
         for block, found in digests(self._live, places, self._threads).items():
             if found != (wanted := hashes[block].tobytes()):
@@ -196,7 +196,7 @@ def stage(
     trusted; null: compare it now. `tick` is called now and then, to give up by raising. Raises
     `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and `WrongBase`.
     """
-    if from_live and len(route) == 1 and hashes_there(live):
+    if from_live and len(route) == 1 and hashes_on_device(live):
         compared = _found_there(live, places, threads, tick, compared)
     at_a_time = values_per_thread(budget(live, device_bytes), threads)
     work = _Work(live, plan, places, route, from_live, compared, at_a_time)
@@ -204,7 +204,7 @@ def stage(
 
     def run(batch: list[int]) -> None:
         tick()
-        with live.aside():
+        with live.side_stream():
             for change in work.changes(batch):
                 staged._keep(change, dense_bytes)
 

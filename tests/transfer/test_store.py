@@ -17,7 +17,7 @@ import xxhash
 
 from rose.transfer import Corrupted, Missing, TransferError, codec, publish
 from rose.transfer.blocks import Tensor, cut
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.live import Live
 from rose.transfer.publish import Publisher, collect
 from rose.transfer.receive import Receiver, materialise, whole
@@ -342,7 +342,7 @@ def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
 
 def names(store) -> list[str]:
     """Of the edges that are committed."""
-    found = [edge_name(*step) for step in present(Folder(store))]
+    found = [edge_name(*step) for step in list_edges(Folder(store))]
     return sorted(name for name in found if (store / name / MANIFEST).exists())
 
 
@@ -530,9 +530,9 @@ def test_files_go_a_call_after_their_manifest_so_that_who_reads_them_can_end(tmp
         opened(world.store, 1, 0)
     with pytest.raises(Missing, match="v000001/from-000000/manifest.json"):
         edge.require()
-    assert len(edge.table(0)) and {version for version, _ in present(source)} == {0, 1, 2}
+    assert len(edge.table(0)) and {version for version, _ in list_edges(source)} == {0, 1, 2}
     assert collect(world.store, 1) == []
-    assert {version for version, _ in present(source)} == {2}
+    assert {version for version, _ in list_edges(source)} == {2}
 
 
 def test_a_collector_finds_nothing_in_an_empty_store(tmp_path):
