@@ -137,7 +137,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:
-            self._failed(error, mixture="was taken back" not in str(error))
+            self._failed(error, mixture="was undone" not in str(error))
             return
         self._held = (self._receiver.lineage, self._staging.version)
         self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}

@@ -401,7 +401,7 @@ def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_o
         else:
             patch.setattr(publish, "collect", raises(OSError(errno.ESTALE, "Stale file handle")))
         assert world.tidy() == []
-    assert "left out" in capfd.readouterr().out
+    assert "store upkeep failed" in capfd.readouterr().out
     assert edge_name(2, FULL) in names(world.store)
     assert (edge_name(2, INITIAL) in names(world.store)) == (trouble == "disk that can't be listed")
     for version in (3, 4):
@@ -425,7 +425,9 @@ def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
         refuse = raises(TransferError("rank-00000.h5: not written: No space left on device"))
         patch.setattr(EdgeWriter, "finish", refuse)
         world.tidy()
-    assert "left out" in capfd.readouterr().out and edge_name(2, FULL) not in names(world.store)
+    assert "store upkeep failed" in capfd.readouterr().out and edge_name(2, FULL) not in names(
+        world.store
+    )
     world.step()
     world.publish(3)
     assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
