@@ -5,7 +5,7 @@ server needs all of it or nothing. Tensors are taken as matrices: (rows, product
 dimensions), or (n, 1) if there is one dimension. They are cut in three kinds of places:
 1. where a tensor-parallel server's part begins or ends (`Cuts`, from `rose.engine.layout.cuts`);
 2. where a trainer rank's ZeRO shard begins or ends (`Shards`);
-3. after `LARGEST` values, so that many threads have work and each needs little memory.
+3. after at most `LARGEST` values, so that many threads have work and each needs little memory.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def budget(live: Live, most: int | None) -> int | None:
 
 
 def values_per_thread(nbytes: int | None, threads: int) -> int:
-    """Return how many values each of `threads` threads may process within `nbytes` of the device;
-    without a bound if `nbytes` is None."""
+    """Return how many values each of `threads` threads may process at once within `nbytes` of the
+    device; `PIECE` if `nbytes` is None, for parameters in host memory."""
     return PIECE if nbytes is None else max(1, min(PIECE // 4, nbytes // (VALUE_BYTES * threads)))
 
 

@@ -225,8 +225,17 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
     for i, stream in enumerate(layout.streams):
         unary, remainders, escapes = at[1 + 3 * i : 4 + 3 * i]
         if not _loops().read(
-            *(words, unary, stream.unary_bits, remainders, stream.k, escapes),
-            *(stream.escape_bits, stream.escapes, most[i], RISING[i], read[i]),
+            words,
+            unary,
+            stream.unary_bits,
+            remainders,
+            stream.k,
+            escapes,
+            stream.escape_bits,
+            stream.escapes,
+            most[i],
+            RISING[i],
+            read[i],
         ):
             raise ValueError(
                 f"a payload whose {NUMBERS[i]} are not {stream.count} of at most {most[i]}"

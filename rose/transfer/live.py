@@ -59,7 +59,7 @@ class Live:
                     f"live parameter {name} is on {tensor.device}, the first one on {self.device}"
                 )
             patterns = tensor.detach().view(PATTERNS[tensor.element_size()])
-            shape = patterns.shape  # All dimensions but the last count as rows.
+            shape = patterns.shape  # Of several dimensions, all but the last count as rows.
             self.matrices[name] = patterns.view(-1, shape[-1] if len(shape) > 1 else 1)
 
     def side_stream(self):

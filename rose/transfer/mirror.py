@@ -30,8 +30,8 @@ from rose.files import own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 REFUSED = "refused"
-# Bounds in seconds, from the moment in which a rank learns that a version was published: until the
-# first file of its edge, and until all files. After that it reads the store.
+# Bounds in seconds, after a rank learned that a version was published, until its edge begins to
+# arrive, and until it is complete. After that the rank reads the store's files.
 BEGINS_S, ARRIVES_S = 0.2, 30.0
 
 

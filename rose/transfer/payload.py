@@ -54,7 +54,7 @@ UNCHANGED, DELTA, PLANES, RAW = range(4)
 KINDS = ("unchanged", "delta", "planes", "raw")
 WORD = 8  # bytes; header and payload are padded to whole words
 MAX_VALUES = 1 << 27
-ESCAPE = 15  # quotient from which on the remainder of a quotient is in the stream of escapes
+ESCAPE = 15  # quotient from which on its excess over this number is in the stream of escapes
 HEADER_LIMIT = 64  # bytes; a delta has the longest header, of 56 bytes at most
 
 

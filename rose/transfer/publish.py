@@ -116,8 +116,7 @@ class Publisher:
         self, version: int, send: Callable[[str, memoryview], None] | None = None
     ) -> Published:
         """Write the weights as `version`, which is committed when this returns on rank 0.
-        `send(name, data)` begins the broadcast of this rank's file of the edge from the previous
-        version.
+        `send(name, data)` begins to broadcast this rank's file of the edge from the last version.
 
         Raises `TransferError`, after which this object can't be used, and `ValueError` if the
         version is not above the last one, or not the one that was begun.
@@ -233,8 +232,8 @@ class Publisher:
     def _write_edge(
         self, base: int | None, source: Callable[[], Callable[[int], Part]]
     ) -> int | None:
-        """Write and commit an edge from `base` to the last version, whose parts the function
-        `source()` returns. Return the bytes of all ranks' payloads, or None if any rank failed."""
+        """Write and commit an edge from `base` to the last version. `source()` returns the function
+        that makes a block's part. Return all ranks' payload bytes, or None if any rank failed."""
         writer = self._writer(self._version, base)
 
         def write() -> None:

@@ -74,7 +74,7 @@ class Relay:
         self._stats: dict[str, tuple[float, Stat | None]] = {}  # (monotonic time, answer) by path
         self._refreshed: dict[Chunk, float] = {}
         # A pool of its own, so that listings and sizes don't queue behind bytes.
-        self._metadata = ThreadPoolExecutor(4, "metadata")
+        self._meta = ThreadPoolExecutor(4, "meta")
         self._pulls = ThreadPoolExecutor(PULLS, "pull")
         self._disk = ThreadPoolExecutor(4, "disk")
 
@@ -93,14 +93,12 @@ class Relay:
 
     def close(self) -> None:
         """Wait for no thread, because a read of a dead mount may never return."""
-        for pool in (self._metadata, self._pulls, self._disk):
+        for pool in (self._meta, self._pulls, self._disk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def names(self, path: str) -> list[str]:
         return await self._wait(
-            self._share(
-                ("names", path), lambda: self._run_in(self._metadata, self._upstream.names, path)
-            )
+            self._share(("names", path), lambda: self._run(self._meta, self._upstream.names, path))
         )
 
     # ----------------------------------------------------------------- answers
@@ -223,9 +221,7 @@ class Relay:
             return before
         asked = time.monotonic()
         found = await self._wait(
-            self._share(
-                ("stat", path), lambda: self._run_in(self._metadata, self._upstream.stat, path)
-            )
+            self._share(("stat", path), lambda: self._run(self._meta, self._upstream.stat, path))
         )
         # With another manifest, the remembered sizes in its folder may be another version's.
         rewritten = path.endswith("manifest.json") and found != before
@@ -252,7 +248,7 @@ class Relay:
         return data
 
     async def _read(self, chunk: Chunk) -> bytes:
-        data = await self._run_in(self._disk, self._cache.read, chunk)
+        data = await self._run(self._disk, self._cache.read, chunk)
         if data is None:
             return await self._pull(chunk, False)
         self.counters["hits"] += 1
@@ -261,12 +257,12 @@ class Relay:
     async def _pull(self, chunk: Chunk, fresh: bool) -> bytes:
         self.counters["pulls"] += 1
         begin, tag = chunk.index * CHUNK, chunk.stat.tag
-        data = await self._run_in(
+        data = await self._run(
             self._pulls, self._upstream.read, chunk.path, begin, chunk.length, fresh, tag
         )
         self.counters["upstream_bytes"] += len(data)
         try:
-            await self._run_in(self._disk, self._cache.write, chunk, data)
+            await self._run(self._disk, self._cache.write, chunk, data)
         except OSError:  # With a full disk the relay still works, only slower.
             self.counters["cache_errors"] += 1
         return data
@@ -292,7 +288,7 @@ class Relay:
         return flight.result()
 
     @staticmethod
-    async def _run_in(pool: ThreadPoolExecutor, call: Callable[..., T], *args) -> T:
+    async def _run(pool: ThreadPoolExecutor, call: Callable[..., T], *args) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
 

@@ -44,7 +44,7 @@ class Cache:
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit, self.bytes = folder, limit, 0
         self._chunks = folder / "chunks"
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # sizes by name, least recently used first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # chunks, least recently used first
         self._mutex = threading.Lock()
         try:
             own_folder(folder)

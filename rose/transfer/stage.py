@@ -118,9 +118,8 @@ class Staged:
 
     @torch.no_grad()
     def flip(self) -> None:
-        """Write the changes into the live weights, which nothing may read meanwhile. Raises
-        `TransferError` on failure. Then the weights are the old ones, or, if the message says so, a
-        mixture."""
+        """Write the changes into the live weights, which nothing may read meanwhile. If it raises
+        `TransferError`, the weights are the old ones or, if the message says so, a mixture."""
         done_dense, half_done, late = [], None, False
         try:
             for edge in self._work.route if self._late else ():  # checked before any write

@@ -198,7 +198,7 @@ class EdgeWriter:
 
     def image(self) -> memoryview:
         """Return the bytes of the file, to which no block can be added any more. HDF5 writes to
-        memory and not to the disk, because closing a file after a failed write can crash it."""
+        memory only: on a disk, closing a file after a failed write can crash the process."""
         if self._image is None:
             sink = io.BytesIO()
             with h5py.File(sink, "w", libver="latest") as file:
