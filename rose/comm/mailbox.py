@@ -55,7 +55,7 @@ class Mailbox:
         self._receiving.append((request, buffer))
 
     def send(self, rank: int, message: Message) -> None:
-        """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
+        """Queue `message` for `rank` and return at once. Raises `WireError` if it is too large."""
         self.forward(rank, encode(message))
 
     def forward(self, rank: int, message: bytes | memoryview) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-LARGEST = 2**22  # values: 8 MiB of bfloat16
+LARGEST = 2**22  # most values of a block, 8 MiB of bfloat16
 
 
 class Tensor(msgspec.Struct, frozen=True):

@@ -92,7 +92,7 @@ class Broadcast:
             max(address.MEET_S, deadline_s),
             "the broadcast's start (transfer.load_timeout_s)",
         )
-        first: dict[str, int] = {}  # node -> its first rollout rank, of the group
+        first: dict[str, int] = {}  # each node's first rollout rank, as a rank of the group
         for number, text in enumerate(texts[len(trainers) :], len(trainers)):
             first.setdefault(text.partition("\n")[0], number)
         self._writers = list(first.values())
