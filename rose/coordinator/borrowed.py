@@ -100,7 +100,7 @@ class Borrowed:
         beat_at = sent_at = looked_at = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
-            asks, connecting = await asyncio.to_thread(self._door.look)
+            asks, connecting = await asyncio.to_thread(self._door.poll)
             for id, ask in asks:
                 await self._decide(id, ask)
             for rank in self._ranks.values():

@@ -32,7 +32,7 @@ def main() -> None:
     from rose.comm import mpi_process
 
     world = MPI.COMM_WORLD
-    mpi_process.unname(world)
+    mpi_process.unlink_shared(world)
     emit("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
     world.Barrier()
     os._exit(0)

@@ -27,7 +27,7 @@ from rose.engine import adapter, plugin
 from rose.engine.layout import EMBEDDINGS, LocalSlice, slices
 from rose.transfer import codec
 from rose.transfer.base import Base
-from rose.transfer.changes import LEAST
+from rose.transfer.changes import MIN_BYTES
 from rose.transfer.digests import compare
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, check_type
@@ -137,7 +137,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:
-            self._failed(error, mixture="was taken back" not in str(error))
+            self._failed(error, mixture="was undone" not in str(error))
             return
         self._held = (self._receiver.lineage, self._staging.version)
         self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
@@ -193,7 +193,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _device_bytes(self, info: UpdateInfo) -> int | None:
         if self.device.type != "cuda":
             return None
-        return min(LEAST, info.device_bytes) if self._shares else info.device_bytes
+        return min(MIN_BYTES, info.device_bytes) if self._shares else info.device_bytes
 
     def _hand_over(self, staged: Staged, status: dict[str, Any]) -> bool:
         """Whether somebody still wants it."""
