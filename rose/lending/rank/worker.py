@@ -194,7 +194,7 @@ class BorrowedWorker(RolloutWorker):
         self._drain_until = time.monotonic() + (
             self.config.serving.drain_s if number == signal.SIGUSR2 else 0.0
         )
-        self._hands_back = True
+        self._sends_last_tokens = True
         self._send(p.WorkerLeaving(self.name, self.incarnation, reason))
         while self._turns and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)

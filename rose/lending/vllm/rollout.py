@@ -58,7 +58,7 @@ class RolloutScheduler(Member):
         self._beside: deque[float | None] = deque()
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
-        self._resting = False
+        self._inactive = False
         self.state.shut_by = float(Reason.CONTROL_SILENT)
 
     def attach(self, core) -> None:
@@ -198,11 +198,11 @@ class RolloutScheduler(Member):
 
     # ------------------------------------------------------------------ memory
 
-    def rest(self, resting: bool) -> None:
+    def set_inactive(self, inactive: bool) -> None:
         """Until the engine has its weights again it takes no KV memory: it couldn't use it, nor
         give it back while it reads them. For the thread of the engine's loop, with nothing
         running."""
-        self._resting = resting
+        self._inactive = inactive
         if self.device is not None:
             self._fit_memory()
 
@@ -241,7 +241,7 @@ class RolloutScheduler(Member):
 
     def _target(self, budget: Budget) -> float:
         """Bytes of pages: the budget, but no more than the online engine has let go of."""
-        if self._resting:
+        if self._inactive:
             return 0.0
         target = min(
             budget.update(time.monotonic(), self._online.read(), self.control.read()),

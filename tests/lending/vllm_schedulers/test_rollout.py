@@ -200,7 +200,7 @@ def test_while_it_rests_it_holds_no_memory_and_says_all_the_same_that_lending_be
     boards.set("control", lend=1)
     driven.step()
     assert blocks_held(driven)
-    scheduler.rest(True)  # the operator lends again just then
+    scheduler.set_inactive(True)  # the operator lends again just then
     assert not blocks_held(driven) and scheduler.state.kv_budget == 0
     boards.set("control", lend=0)
     assert scheduler._wants_turn()
@@ -211,7 +211,7 @@ def test_while_it_rests_it_holds_no_memory_and_says_all_the_same_that_lending_be
     driven.step()
     assert scheduler.state.shut_by == Reason.OPEN, "who sleeps until then hears of it"
     assert not blocks_held(driven) and not scheduler._wants_turn()
-    scheduler.rest(False)
+    scheduler.set_inactive(False)
     assert blocks_held(driven) and scheduler.state.kv_budget > 0
 
 
