@@ -10,10 +10,8 @@ from typing import Any
 
 def counters() -> dict[str, float]:
     """Map the UUID of each GPU that this process may use to its joules since the driver was loaded.
-
     A GPU without a counter (older than Volta, a MIG slice) is left out. The result is empty without
-    NVML or GPUs.
-    """
+    NVML or GPUs."""
     found = {}
     for uuid, device in _devices().items():
         nvml = _nvml()
@@ -27,10 +25,8 @@ def counters() -> dict[str, float]:
 
 @cache
 def _nvml() -> ModuleType | None:
-    """Return pynvml, initialized, or None when it isn't installed or no driver is loaded.
-
-    vLLM depends on pynvml, so it is there wherever vLLM is.
-    """
+    """Return pynvml, initialized, or None when it isn't installed or no driver is loaded. vLLM
+    depends on pynvml, so it is there wherever vLLM is."""
     try:
         import pynvml
     except ImportError:
@@ -44,10 +40,8 @@ def _nvml() -> ModuleType | None:
 
 @cache
 def _devices() -> dict[str, Any]:
-    """Map UUID to NVML handle of the GPUs that CUDA_VISIBLE_DEVICES lists by index or UUID.
-
-    All GPUs of the machine if the variable is unset.
-    """
+    """Map UUID to NVML handle of the GPUs that CUDA_VISIBLE_DEVICES lists by index or UUID. All
+    GPUs of the machine if the variable is unset."""
     nvml = _nvml()
     if nvml is None:
         return {}

@@ -83,9 +83,7 @@ def release_pages(spans: Iterable[tuple[int, int]]) -> int:
 
 def _anonymous() -> list[tuple[int, int]]:
     """Addresses [start, end) of this process's private memory without a file, ascending.
-
-    Neighbouring mappings are joined.
-    """
+    Neighbouring mappings are joined."""
     joined: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, rights, _, _, inode = line.split(maxsplit=5)[:5]
@@ -99,9 +97,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of process `pid`, shared pages included; exact, unlike /proc/PID/statm.
-
-    Raises `OSError` when the process has ended or belongs to another user.
-    """
+    Raises `OSError` when the process has ended or belongs to another user."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -117,10 +113,8 @@ class DeviceMemory(NamedTuple):
     own: float | None
 
     def freed_since(self, before: DeviceMemory) -> float:
-        """GiB that this process released since `before`; negative if it took some.
-
-        On a GPU this includes what other processes released or took in between.
-        """
+        """GiB that this process released since `before`; negative if it took some. On a GPU this
+        includes what other processes released or took in between."""
         return self.free - before.free if self.own is None else before.own - self.own
 
 

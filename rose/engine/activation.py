@@ -70,10 +70,8 @@ class Activation:
             return _moved(await self._worker_or_death("rose_sleep"))
 
     async def wake_weights(self) -> Moved:
-        """Bring the weights back to the device; then `load_version` is possible.
-
-        This is the first half of waking; `wake` is the second. Raises `EngineDied`.
-        """
+        """Bring the weights back to the device; then `load_version` is possible. This is the first
+        half of waking; `wake` is the second. Raises `EngineDied`."""
         async with self._loading:
             moved = _moved(await self._worker_or_death("rose_wake", "weights"))
             self._weights_here = True
@@ -94,11 +92,9 @@ class Activation:
             return moved
 
     async def deactivate(self) -> None:
-        """Release the memory of weights and KV cache, and keep the process.
-
-        Running turns end with finish ABORT. Raises `EngineError` on a GPU without vLLM's sleep mode
-        and when `Staging._end_session` does; `EngineDied` when the process dies.
-        """
+        """Release the memory of weights and KV cache, and keep the process. Running turns end with
+        finish ABORT. Raises `EngineError` on a GPU without vLLM's sleep mode and when
+        `Staging._end_session` does; `EngineDied` when the process dies."""
         core = self._llm.engine_core
         self._check_sleep_mode()
         async with self._loading:
@@ -119,10 +115,8 @@ class Activation:
 
     async def activate(self) -> None:
         """Read the weights of the model's folder, which are version -1, and serve again.
-
         `load_version` brings the newest version. Raises `EngineDied` when the process dies, and
-        when the weights can't be read or differ from those that the folder had before.
-        """
+        when the weights can't be read or differ from those that the folder had before."""
         async with self._loading:
             if self.active:
                 return
@@ -144,10 +138,8 @@ class Activation:
             )
 
     async def _worker_or_death(self, method: str, *args) -> list:
-        """Call `method` in every worker, and kill the engine process if it fails.
-
-        A failure midway leaves weights that belong to no version. Raises `EngineDied`.
-        """
+        """Call `method` in every worker, and kill the engine process if it fails. A failure midway
+        leaves weights that belong to no version. Raises `EngineDied`."""
         try:
             return await self._worker(method, ACTIVATE_TIMEOUT_S, *args)
         except (TransferError, EngineError) as error:

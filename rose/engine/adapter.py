@@ -43,11 +43,9 @@ def base(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def slots(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Map the name that each matrix has in a version to the slot's memory for it.
-
-    Shapes are (rank, columns) for A and (rows, rank) for B, with the slot's rank. The result is
-    empty in an engine without LoRA.
-    """
+    """Map the name that each matrix has in a version to the slot's memory for it. Shapes are (rank,
+    columns) for A and (rows, rank) for B, with the slot's rank. The result is empty in an engine
+    without LoRA."""
     found = {}
     for name, layer in _wrapped(model).items():
         parent, _, fused = name.rpartition(".")

@@ -25,10 +25,8 @@ FAILED = -1
 
 
 class Pool(Protocol):
-    """A range of virtual addresses whose pages can be mapped to memory and released again.
-
-    A page that was just mapped reads as zeros.
-    """
+    """A range of virtual addresses whose pages can be mapped to memory and released again. A page
+    that was just mapped reads as zeros."""
 
     page: int  # bytes
     nbytes: int  # a multiple of `page`
@@ -43,10 +41,8 @@ class Pool(Protocol):
 
 
 class Layout(NamedTuple):
-    """Position of the blocks in a KV cache of `nbytes` bytes.
-
-    Block b owns `strides[r]` bytes from `starts[r] + b * strides[r]` on in each region r.
-    """
+    """Position of the blocks in a KV cache of `nbytes` bytes. Block b owns `strides[r]` bytes from
+    `starts[r] + b * strides[r]` on in each region r."""
 
     nbytes: int
     blocks: int
@@ -59,11 +55,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(kv_cache, name: str) -> Layout:
-    """Compute the layout from vLLM's `KVCacheConfig` and the name of its resolved layout.
-
-    The name is a permutation of the axes Layer, Block, Head, tokeN, Content. Raises `ValueError`
-    for a KV cache that can't be lent block by block.
-    """
+    """Compute the layout from vLLM's `KVCacheConfig` and the name of its resolved layout. The name
+    is a permutation of the axes Layer, Block, Head, tokeN, Content. Raises `ValueError` for a KV
+    cache that can't be lent block by block."""
     groups = len(kv_cache.kv_cache_groups)
     if groups != 1:
         raise ValueError(
@@ -100,10 +94,8 @@ def _checked(layout: Layout) -> Layout:
 
 
 class BlockMemory:
-    """The blocks of a KV cache that hold memory; none at first.
-
-    `map` skips ids that are already held, and `release` ids that are not.
-    """
+    """The blocks of a KV cache that hold memory; none at first. `map` skips ids that are already
+    held, and `release` ids that are not."""
 
     def __init__(self, pool: Pool, layout: Layout) -> None:
         self.pool, self.layout = pool, layout
@@ -122,10 +114,8 @@ class BlockMemory:
 
     def map(self, ids: Iterable[int]) -> int:
         """Map the memory of these blocks, so that they may be used. Return the bytes newly mapped.
-
         If the pool raises an error, nothing has changed. Raises `ValueError` for an id outside the
-        cache.
-        """
+        cache."""
         runs = self._runs(ids, held=False)
         fresh = self._count(runs, 1)
         try:
@@ -139,11 +129,9 @@ class BlockMemory:
         return _total(fresh)
 
     def release(self, ids: Iterable[int]) -> int:
-        """Release the memory of these blocks and their content. Return the bytes released.
-
-        Raises `ValueError` for an id outside the cache, and for block 0, vLLM's null block, which
-        kernels touch for padding.
-        """
+        """Release the memory of these blocks and their content. Return the bytes released. Raises
+        `ValueError` for an id outside the cache, and for block 0, vLLM's null block, which kernels
+        touch for padding."""
         runs = self._runs(ids, held=True)
         if runs and runs[0][0] == 0:
             raise ValueError("block 0 is vLLM's null block and is never given back")
@@ -185,10 +173,8 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """Add `change` (1 or -1) to the count of every page for each span of these runs.
-
-        Returns the byte ranges of the pages that got their first span or lost their last.
-        """
+        """Add `change` (1 or -1) to the count of every page for each span of these runs. Returns
+        the byte ranges of the pages that got their first span or lost their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
             for low, high in runs:

@@ -16,11 +16,9 @@ from rose.engine.start import EngineDied, EngineError
 
 
 class Chunk(NamedTuple):
-    """The tokens of a turn since its last chunk, all of one policy version.
-
-    `logprobs` are those of the distribution that the tokens were sampled from: after
-    rollout.temperature, and over the tokens that rollout.top_p and top_k leave.
-    """
+    """The tokens of a turn since its last chunk, all of one policy version. `logprobs` are those of
+    the distribution that the tokens were sampled from: after rollout.temperature, and over the
+    tokens that rollout.top_p and top_k leave."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -175,10 +173,8 @@ class Generation:
         self, request: str, part, version: int, generated: int, count: int
     ) -> list[tuple[int, int, int]]:
         """Split the `count` new tokens of an output into (low, high, version); at least one span.
-
         vLLM notes with each engine step's outputs which weights generated them. `generated` is the
-        number of the request's earlier tokens, `version` the version at its start.
-        """
+        number of the request's earlier tokens, `version` the version at its start."""
         processor = self._llm.output_processor
         states = [
             processor.request_states[i]

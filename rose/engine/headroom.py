@@ -26,20 +26,16 @@ GIB = 2**30
 
 
 class Headroom:
-    """The memory that one vLLM worker's steps need on its CUDA device.
-
-    `nbytes` is the need of the largest step, `FRAGMENTS` included; 0 until `measured` has run.
-    """
+    """The memory that one vLLM worker's steps need on its CUDA device. `nbytes` is the need of the
+    largest step, `FRAGMENTS` included; 0 until `measured` has run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.nbytes = device, 0
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure vLLM's profile run, a step of the largest size, within this context.
-
-        Raises `RuntimeError` when it runs out of memory.
-        """
+        """Measure vLLM's profile run, a step of the largest size, within this context. Raises
+        `RuntimeError` when it runs out of memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
@@ -54,10 +50,8 @@ class Headroom:
         self.nbytes = int(FRAGMENTS * (peak - lasting))
 
     def keep(self, spare: int = SPARE) -> None:
-        """Reserve `nbytes` in torch's allocator, so that every later step has its memory.
-
-        Raises `RuntimeError` unless the device has `nbytes` free, and `spare` bytes beyond them.
-        """
+        """Reserve `nbytes` in torch's allocator, so that every later step has its memory. Raises
+        `RuntimeError` unless the device has `nbytes` free, and `spare` bytes beyond them."""
         torch.cuda.empty_cache()
         try:
             torch.empty(self.nbytes, dtype=torch.int8, device=self.device)

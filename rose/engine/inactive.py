@@ -24,10 +24,8 @@ SLEEP_TAGS = frozenset({"weights", "kv_cache"})  # vLLM's tags for the memory th
 
 
 class InactiveWorker:
-    """Mixed into vLLM's worker beside `WorkerExtension`.
-
-    No step may run between `rose_deactivate` and `rose_activate`, or `rose_sleep` and `rose_wake`.
-    """
+    """Mixed into vLLM's worker beside `WorkerExtension`. No step may run between `rose_deactivate`
+    and `rose_activate`, or `rose_sleep` and `rose_wake`."""
 
     # Checksums of the weights in the model's folder; None until a deactivation has taken them.
     _rose_initial: dict[str, str] | None = None
@@ -55,11 +53,9 @@ class InactiveWorker:
         heap.give_back()  # memory that loading the model left in the allocator
 
     def rose_activate(self) -> None:
-        """Read the weights of the model's folder.
-
-        Raises what vLLM's loader raises, and `RuntimeError` when the weights differ from those that
-        the folder had before, or when the device has too little memory for steps.
-        """
+        """Read the weights of the model's folder. Raises what vLLM's loader raises, and
+        `RuntimeError` when the weights differ from those that the folder had before, or when the
+        device has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()
@@ -84,11 +80,9 @@ class InactiveWorker:
         adapter.clear(model)
 
     def rose_sleep(self) -> tuple[float, float, float]:
-        """Release the KV cache and, on a GPU, the weights, of which host memory keeps a copy.
-
-        Does nothing to a worker that is fully asleep. Returns GiB released, free on the device
-        afterwards, and the device's total.
-        """
+        """Release the KV cache and, on a GPU, the weights, of which host memory keeps a copy. Does
+        nothing to a worker that is fully asleep. Returns GiB released, free on the device
+        afterwards, and the device's total."""
         before = memory.device_memory(self.device)
         if self.device.type != "cpu":
             if self._rose_asleep != SLEEP_TAGS:
@@ -101,10 +95,8 @@ class InactiveWorker:
 
     def rose_wake(self, tag: str) -> tuple[float, float, float]:
         """Take the memory of `tag`, "weights" or "kv_cache", again; the result is `rose_sleep`'s.
-
         On a CPU there is nothing to do: the weights never left, and the system maps the KV cache's
-        pages as they are touched.
-        """
+        pages as they are touched."""
         before = memory.device_memory(self.device)
         if tag in self._rose_asleep:
             if self.device.type != "cpu":

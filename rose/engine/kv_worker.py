@@ -31,11 +31,9 @@ logger = init_logger(__name__)
 
 
 class KvAllocation(TorchFunctionMode):
-    """Context in which vLLM allocates the KV cache of `worker` from a page pool.
-
-    It sets `worker.rose_kv` to the cache's `BlockMemory`. Raises `ValueError` for a KV cache that
-    can't be lent by block, `RuntimeError` when vLLM allocated several buffers, or none.
-    """
+    """Context in which vLLM allocates the KV cache of `worker` from a page pool. It sets
+    `worker.rose_kv` to the cache's `BlockMemory`. Raises `ValueError` for a KV cache that can't be
+    lent by block, `RuntimeError` when vLLM allocated several buffers, or none."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -75,10 +73,8 @@ def new_pool(nbytes: int, device: torch.device) -> Pool:
 
 
 def _warm_up_in_scratch(worker: Worker) -> None:
-    """Let `worker`'s warm-up steps touch every block, then reserve the memory of its steps.
-
-    Patches the instance, because vLLM's GPU and CPU classes each have a warm-up of their own.
-    """
+    """Let `worker`'s warm-up steps touch every block, then reserve the memory of its steps. Patches
+    the instance, because vLLM's GPU and CPU classes each have a warm-up of their own."""
     warm_up = worker.compile_or_warm_up_model
 
     def compile_or_warm_up_model():
@@ -93,9 +89,7 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
 def _measure_headroom(worker: Worker) -> None:
     """Measure the memory of steps during vLLM's profile run, which follows loading the model.
-
-    Patches the instance, as `_warm_up_in_scratch` does.
-    """
+    Patches the instance, as `_warm_up_in_scratch` does."""
     profile = worker.determine_available_memory
     worker.rose_headroom = Headroom(worker.device)
 
@@ -125,12 +119,9 @@ class KvWorker:
     rose_headroom: Headroom | None = None  # None on a CPU, where the system manages all memory
 
     def rose_kv_layout(self) -> dict:
-        """Describe the KV cache to the scheduler.
-
-        The keys are the fields of `blocks.Layout`; `block_bytes`, a block's bytes in all layers;
-        `page_bytes`, the pool's page size; `held`, the number of blocks that hold memory; and
-        `mapped_bytes`.
-        """
+        """Describe the KV cache to the scheduler. The keys are the fields of `blocks.Layout`;
+        `block_bytes`, a block's bytes in all layers; `page_bytes`, the pool's page size; `held`,
+        the number of blocks that hold memory; and `mapped_bytes`."""
         kv = self._rose_lent()
         return kv.layout._asdict() | {
             "block_bytes": kv.layout.block_bytes,
@@ -141,9 +132,7 @@ class KvWorker:
 
     def rose_map_blocks(self, block_ids: list[int]) -> int:
         """Map the memory of these blocks, before a step uses them. Return the bytes newly mapped.
-
-        Returns FAILED when the device has too little memory; then no further block was mapped.
-        """
+        Returns FAILED when the device has too little memory; then no further block was mapped."""
         try:
             return self._rose_lent().map(block_ids)
         except (MemoryError, CudaError) as error:
@@ -151,10 +140,8 @@ class KvWorker:
             return FAILED
 
     def rose_release_blocks(self, block_ids: list[int]) -> int:
-        """Release the memory of these blocks and their content. Return the bytes released.
-
-        On a GPU this waits for the steps that were submitted.
-        """
+        """Release the memory of these blocks and their content. Return the bytes released. On a GPU
+        this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
 
     def _rose_lent(self) -> BlockMemory:

@@ -46,11 +46,9 @@ class LocalSlice(NamedTuple):
 def cuts(
     name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]
 ) -> tuple[list[int], list[int]]:
-    """Rows and columns of HF tensor `name` at which a rank's part begins or ends, ascending.
-
-    All tensor-parallel `degrees` count. Degrees that don't divide the model are skipped, as no
-    engine can have them. Raises `ValueError` as `slices` does.
-    """
+    """Rows and columns of HF tensor `name` at which a rank's part begins or ends, ascending. All
+    tensor-parallel `degrees` count. Degrees that don't divide the model are skipped, as no engine
+    can have them. Raises `ValueError` as `slices` does."""
     found: tuple[set[int], set[int]] = (set(), set())
     slices(name, shape, model, 0, 1)
     for degree in degrees:
@@ -141,11 +139,9 @@ def _adapter(
     tp_rank: int,
     tp_size: int,
 ) -> LocalSlice:
-    """The part of an adapter's matrix beside the part of the base matrix that `tp_rank` holds.
-
-    It has the same columns of A (rank, columns), or the same rows of B (rows, rank). The
-    destination begins at 0 in the engine's slot, whose LoRA rank may be larger.
-    """
+    """The part of an adapter's matrix beside the part of the base matrix that `tp_rank` holds. It
+    has the same columns of A (rank, columns), or the same rows of B (rows, rank). The destination
+    begins at 0 in the engine's slot, whose LoRA rank may be larger."""
     whole = model.projections.get(projection)
     if whole is None:
         raise ValueError(f"tensor {name!r} is beside no projection of a layer")

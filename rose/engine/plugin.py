@@ -30,10 +30,8 @@ EVICTED = "rose-evicted"
 
 
 def register() -> None:
-    """Patch vLLM in this process; a second call changes nothing.
-
-    Without `FOLDER` in the environment, it only does what is for CPUs and MIG slices.
-    """
+    """Patch vLLM in this process; a second call changes nothing. Without `FOLDER` in the
+    environment, it only does what is for CPUs and MIG slices."""
     from vllm.platforms import current_platform
 
     ask_for_amx()
@@ -95,11 +93,9 @@ def end_quickly(core: type) -> None:
 
 
 def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` for an engine on a CPU that would decode speculatively.
-
-    Its arguments or the model's config.json may ask for that. The methods in `mended` are allowed
-    with a worker extension that corrects vLLM's sampling (rose/engine/drafts/rejection.py).
-    """
+    """Raise `ValueError` for an engine on a CPU that would decode speculatively. Its arguments or
+    the model's config.json may ask for that. The methods in `mended` are allowed with a worker
+    extension that corrects vLLM's sampling (rose/engine/drafts/rejection.py)."""
     from vllm.platforms import current_platform
 
     speculative = vllm_config.speculative_config
@@ -111,10 +107,8 @@ def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
 
 
 def ask_for_amx() -> None:
-    """Ask Linux for the AMX tiles (arch_prctl), on a CPU that has them.
-
-    Without this request, the first attention in bfloat16 kills vLLM 0.32's engine with SIGILL.
-    """
+    """Ask Linux for the AMX tiles (arch_prctl), on a CPU that has them. Without this request, the
+    first attention in bfloat16 kills vLLM 0.32's engine with SIGILL."""
     import torch
 
     if torch.cpu._is_amx_tile_supported():
@@ -123,9 +117,7 @@ def ask_for_amx() -> None:
 
 def find_gpus_of_slices(platform: type, nvml) -> None:
     """Make `platform`, vLLM's CUDA platform, map the UUID of a MIG slice to its physical GPU.
-
-    `nvml` is vLLM's pynvml module. A second call changes nothing.
-    """
+    `nvml` is vLLM's pynvml module. A second call changes nothing."""
     original = platform.device_control_id_to_physical_device_id
     if getattr(original, "knows_slices", False):
         return

@@ -361,18 +361,14 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """True if `engine` is dead, `DEATH_NOTICE_S` after an error of it at the latest.
-
-        vLLM's threads may raise an error before we notice the death.
-        """
+        """True if `engine` is dead, `DEATH_NOTICE_S` after an error of it at the latest. vLLM's
+        threads may raise an error before we notice the death."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         return not engine.alive
 
     async def _generate(self, m: p.GenerateTurn) -> None:
-        """Stream one attempt of a turn to the coordinator.
-
-        An engine's death ends it without a message, because `_keep_engine` sends `WorkerDown`.
-        """
+        """Stream one attempt of a turn to the coordinator. An engine's death ends it without a
+        message, because `_keep_engine` sends `WorkerDown`."""
         engine = self.engine
         began = time.time()
         first = 0.0  # time of the first chunk
@@ -443,11 +439,9 @@ class RolloutWorker:
         self._send(p.TurnProgress(m.turn, m.attempt, *unsent.packed(), **unsent.routing))
 
     async def _feed_drafts(self) -> None:
-        """Pass siblings' tokens to an engine that drafts from its groups' text.
-
-        One call runs at a time; what arrives meanwhile goes with the next. Only drafts depend on
-        it, so tokens for an engine that is down, or dies meanwhile, are dropped.
-        """
+        """Pass siblings' tokens to an engine that drafts from its groups' text. One call runs at a
+        time; what arrives meanwhile goes with the next. Only drafts depend on it, so tokens for an
+        engine that is down, or dies meanwhile, are dropped."""
         while True:
             await self._hinted.wait()
             self._hinted.clear()
@@ -503,10 +497,8 @@ class RolloutWorker:
             self._order_replica(m)
 
     async def _mirrored(self, edge: str) -> str | None:
-        """Return the folder of the node's mirror, or None without a broadcast.
-
-        Waits until `edge` is complete in the mirror, or known never to be.
-        """
+        """Return the folder of the node's mirror, or None without a broadcast. Waits until `edge`
+        is complete in the mirror, or known never to be."""
         if self._broadcast is None:
             return None
         if why := await self._broadcast.mirror.wait(edge):

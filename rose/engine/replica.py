@@ -27,11 +27,8 @@ READ_BYTES = 2**20  # buffer limit of the channel from the replica
 
 
 class Replica:
-    """Starts, orders and kills the replica's process.
-
-    `model` is the model's folder, and `send` sends to the coordinator. Raises `ConfigError` for a
-    model that can't have replicas.
-    """
+    """Starts, orders and kills the replica's process. `model` is the model's folder, and `send`
+    sends to the coordinator. Raises `ConfigError` for a model that can't have replicas."""
 
     def __init__(
         self,
@@ -52,10 +49,8 @@ class Replica:
         self._gone = asyncio.Event()  # set when the replica's process has ended
 
     async def keep(self) -> None:
-        """Run a replica, and restart it when it dies.
-
-        Returns after `stop`, or when the last allowed restart has died.
-        """
+        """Run a replica, and restart it when it dies. Returns after `stop`, or when the last
+        allowed restart has died."""
         for restarts_left in range(self._config.rollout.engine_restarts, -1, -1):
             reader = await self._start()
             try:
@@ -74,10 +69,8 @@ class Replica:
             self._send(p.ReplicaLost(self._worker, why or how, restarts_left > 0))
 
     def order(self, message: p.LoadVersion | p.ComputeGradient | p.TrainStep | p.TrainPart) -> None:
-        """Send `message` to the replica.
-
-        A message to a dead replica is dropped: `ReplicaLost` reports the death to the coordinator.
-        """
+        """Send `message` to the replica. A message to a dead replica is dropped: `ReplicaLost`
+        reports the death to the coordinator."""
         if self._ready and not self._writer.is_closing():
             self._computes |= isinstance(message, p.ComputeGradient)
             self._writer.write(frames.frame(encode(message)))
@@ -89,10 +82,8 @@ class Replica:
             self._kill()
 
     async def leave_device(self) -> None:
-        """Kill the replica if it is still computing, and wait for its end.
-
-        The step no longer takes its sum of gradients, because the engine is to wake.
-        """
+        """Kill the replica if it is still computing, and wait for its end. The step no longer takes
+        its sum of gradients, because the engine is to wake."""
         if self._computes:
             self._gone.clear()
             self._kill()
@@ -118,10 +109,8 @@ class Replica:
         return reader
 
     async def _pass_on(self, reader: asyncio.StreamReader) -> str:
-        """Pass the replica's messages to the coordinator until its channel closes.
-
-        Returns the error that the replica reported, or "".
-        """
+        """Pass the replica's messages to the coordinator until its channel closes. Returns the
+        error that the replica reported, or ""."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 match decode(await frames.read(reader, FRAME_BYTES)):
@@ -136,11 +125,8 @@ class Replica:
         return ""
 
     def _kill(self) -> None:
-        """Kill the process by a system call.
-
-        asyncio's `kill` polls the process first, and may take the exit code from `keep`, which
-        waits for it.
-        """
+        """Kill the process by a system call. asyncio's `kill` polls the process first, and may take
+        the exit code from `keep`, which waits for it."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)

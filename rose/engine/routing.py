@@ -18,10 +18,8 @@ from vllm.distributed.aux_output_connector.worker import get_aux_output_connecto
 
 
 def allow() -> None:
-    """Let vLLM's config check accept the older model runner in this process.
-
-    The other checks for returned experts stay.
-    """
+    """Let vLLM's config check accept the older model runner in this process. The other checks for
+    returned experts stay."""
     original = VllmConfig._verify_aux_output_compatibility
     if getattr(original, "allows_older", False):
         return
@@ -39,10 +37,8 @@ def allow() -> None:
 
 
 def record(runner: Any) -> None:
-    """Report every later step of `runner` to vLLM's connector of returned experts.
-
-    `runner` is a V1 model runner without speculative drafts and without asynchronous scheduling.
-    """
+    """Report every later step of `runner` to vLLM's connector of returned experts. `runner` is a V1
+    model runner without speculative drafts and without asynchronous scheduling."""
     connector = get_aux_output_connector(
         runner.get_model(), runner.vllm_config, runner.kv_cache_config
     )

@@ -60,10 +60,8 @@ class Staging:
             await asyncio.sleep(POLL_S)
 
     async def _abandon(self) -> None:
-        """Have the workers drop the version that is staged or being staged.
-
-        A worker finishes the blocks that it is busy with; `_session_open` stays true until then.
-        """
+        """Have the workers drop the version that is staged or being staged. A worker finishes the
+        blocks that it is busy with; `_session_open` stays true until then."""
         found = await self._worker("rose_abandon", RPC_TIMEOUT_S)
         self._check_no_mixture(found)
         self._session_open = any(status["state"] in DURATION_KEYS for status in found)
@@ -96,10 +94,8 @@ class Staging:
         return found
 
     async def _flip_staged(self, timeout_s: float) -> None:
-        """Put the staged version in place. Raises as `_wait_while`.
-
-        Kills an engine whose weights are unknown, as when its workers don't answer in time.
-        """
+        """Put the staged version in place. Raises as `_wait_while`. Kills an engine whose weights
+        are unknown, as when its workers don't answer in time."""
         try:
             found = await self._worker("rose_flip", timeout_s)
         except BaseException:
@@ -114,10 +110,8 @@ class Staging:
             raise TransferError(failed[0]["error"])
 
     def _check_no_mixture(self, found: list[dict]) -> None:
-        """Kill the engine and raise `EngineDied` if its weights are a mixture of two versions.
-
-        They are if a worker says so, or if one worker failed where another has flipped.
-        """
+        """Kill the engine and raise `EngineDied` if its weights are a mixture of two versions. They
+        are if a worker says so, or if one worker failed where another has flipped."""
         failed = [status for status in found if status["state"] == "failed"]
         if any(status["mixture"] for status in failed) or (
             failed and any(s["state"] == "checking" for s in found)

@@ -39,11 +39,9 @@ class EngineDied(EngineError):
 
 
 class Latest:
-    """The scheduler statistics of vLLM's last engine step, and sums since the start.
-
-    `scheduler` is None before the first step. The sums count steps with running requests, drafted
-    tokens, and accepted ones.
-    """
+    """The scheduler statistics of vLLM's last engine step, and sums since the start. `scheduler` is
+    None before the first step. The sums count steps with running requests, drafted tokens, and
+    accepted ones."""
 
     scheduler = None
     steps = drafted = accepted = 0
@@ -59,10 +57,8 @@ class Latest:
 
 
 def _short_sockets() -> dict[str, str]:
-    """Move vLLM's sockets to /tmp if the path of TMPDIR is too long for their names.
-
-    Raises `ConfigError` if it is, and /tmp can't be written.
-    """
+    """Move vLLM's sockets to /tmp if the path of TMPDIR is too long for their names. Raises
+    `ConfigError` if it is, and /tmp can't be written."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_FOLDER or "VLLM_RPC_BASE_PATH" in os.environ:
         return {}
@@ -76,11 +72,9 @@ def _short_sockets() -> dict[str, str]:
 
 
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
-    """Environment variables that must be set before vLLM is imported.
-
-    `Engine.start` sets those that are not set yet. `shares_device` is true for an engine that
-    exchanges KV memory with another engine on its device.
-    """
+    """Environment variables that must be set before vLLM is imported. `Engine.start` sets those
+    that are not set yet. `shares_device` is true for an engine that exchanges KV memory with
+    another engine on its device."""
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -113,10 +107,8 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
 
 
 def online_folder(online: Online) -> Online:
-    """Replace a hub id in `online.model` by its snapshot's folder.
-
-    The model is still served under the id, unless `served_name` is set. Raises `ConfigError`.
-    """
+    """Replace a hub id in `online.model` by its snapshot's folder. The model is still served under
+    the id, unless `served_name` is set. Raises `ConfigError`."""
     if online.model is None or online.model.startswith(("/", ".", "~")):
         return online
     folder = local_folder(online.model)
@@ -127,11 +119,9 @@ def online_folder(online: Online) -> Online:
 
 
 def local_folder(model: str | Path) -> Path:
-    """Return `model` if it is a folder, else the folder of the hub id's snapshot.
-
-    Downloads a snapshot that is not in the Hugging Face cache. Raises `ConfigError`, which names
-    serving.online.model.
-    """
+    """Return `model` if it is a folder, else the folder of the hub id's snapshot. Downloads a
+    snapshot that is not in the Hugging Face cache. Raises `ConfigError`, which names
+    serving.online.model."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     return hub.snapshot(str(model), key="serving.online.model")
@@ -147,12 +137,9 @@ def engine_args(
     lora: Lora | None = None,
     routing: bool = False,
 ) -> dict:
-    """Arguments for vLLM's AsyncEngineArgs.
-
-    A deterministic engine computes each request alone and without cached prefixes.
-    Log-probabilities are those of the distribution that tokens are sampled from, after temperature,
-    top-k and top-p, because the trainer's importance weights use them.
-    """
+    """Arguments for vLLM's AsyncEngineArgs. A deterministic engine computes each request alone and
+    without cached prefixes. Log-probabilities are those of the distribution that tokens are sampled
+    from, after temperature, top-k and top-p, because the trainer's importance weights use them."""
     unprocessed = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
     args = dict(
         model=str(folder),
@@ -203,10 +190,8 @@ def speculative(draft: Draft) -> dict:
 
 
 def preload() -> None:
-    """Import what `build` needs, so that processes forked from here have it.
-
-    `environment` must have been applied before.
-    """
+    """Import what `build` needs, so that processes forked from here have it. `environment` must
+    have been applied before."""
     with importing():
         from vllm import AsyncEngineArgs  # noqa: F401
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401

@@ -148,10 +148,8 @@ class Engine(Activation, Generation, Staging):
 
         `seed` is for turns without a seed of their own. It must differ between engines, or they
         sample alike. With `lora`, versions are those of an adapter. With `routing`, turns return
-        the experts that their tokens were routed to.
-
-        Raises `EngineError` with the cause, or after `rollout.engine_start_timeout_s`. No process
-        is left then.
+        the experts that their tokens were routed to. Raises `EngineError` with the cause, or after
+        `rollout.engine_start_timeout_s`; then no process is left.
         """
         folder = await asyncio.to_thread(local_folder, folder)
         try:
@@ -205,11 +203,8 @@ class Engine(Activation, Generation, Staging):
 
     async def learn_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]):
         """Give the proposer tokens that siblings' turns got on other engines, and drop the groups
-        `ended`.
-
-        `spans` are arguments of `GroupProposer.feed`. There is no timeout, as a slow answer about
-        drafts is no reason to kill an engine.
-        """
+        `ended`. `spans` are arguments of `GroupProposer.feed`. There is no timeout, as a slow
+        answer about drafts is no reason to kill an engine."""
         await self._worker("rose_siblings", None, spans, ended)
 
     # ------------------------------------------------------------------ weights
@@ -259,10 +254,8 @@ class Engine(Activation, Generation, Staging):
         )
 
     async def _flip(self, version: int, transfer: Transfer) -> tuple[float, float]:
-        """Put the staged version in place.
-
-        Returns when the pause of generation began and ended, on the monotonic clock.
-        """
+        """Put the staged version in place. Returns when the pause of generation began and ended, on
+        the monotonic clock."""
         # AsyncLLM's own `pause` would sleep for 20 ms besides.
         core = self._llm.engine_core
         self._open.clear()
@@ -302,11 +295,9 @@ class Engine(Activation, Generation, Staging):
         )
 
     async def _worker(self, method: str, timeout_s: float | None, *args) -> list:
-        """Call `method` in the workers; return the answers, one per tensor-parallel rank.
-
-        Raises `TransferError` with the text of what a worker raised, `EngineDied` after `timeout_s`
-        seconds.
-        """
+        """Call `method` in the workers; return the answers, one per tensor-parallel rank. Raises
+        `TransferError` with the text of what a worker raised, `EngineDied` after `timeout_s`
+        seconds."""
         try:
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
@@ -398,11 +389,9 @@ class Engine(Activation, Generation, Staging):
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     async def _call(self, coroutine, timeout_s: float | None):
-        """Await a call into the engine, until it dies or `timeout_s` seconds have passed.
-
-        A process that doesn't answer in time is killed, so that the owner can start another. Raises
-        `EngineDied`, or what the engine raised.
-        """
+        """Await a call into the engine, until it dies or `timeout_s` seconds have passed. A process
+        that doesn't answer in time is killed, so that the owner can start another. Raises
+        `EngineDied`, or what the engine raised."""
         task = asyncio.ensure_future(coroutine)
         await asyncio.wait(
             {task, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -420,10 +409,8 @@ class Engine(Activation, Generation, Staging):
 
 
 async def _end(building: asyncio.Future, before: set) -> None:
-    """Kill every child process that is not in `before`, until the start `building` is done.
-
-    Returns when these processes, and their workers, which die with them, have ended.
-    """
+    """Kill every child process that is not in `before`, until the start `building` is done. Returns
+    when these processes, and their workers, which die with them, have ended."""
     deadline = time.monotonic() + CANCELLED_START_S
     killed = set()
     workers = []

@@ -99,11 +99,9 @@ class PagePool:
         return len(self._handles) * self.page
 
     def map(self, ranges: Ranges) -> None:
-        """Map these pages; new ones read as zeros, mapped ones stay as they are.
-
-        Raises `MemoryError` when less than `spare` bytes would stay free, and `CudaError`. In both
-        cases the pages that this call mapped are released again.
-        """
+        """Map these pages; new ones read as zeros, mapped ones stay as they are. Raises
+        `MemoryError` when less than `spare` bytes would stay free, and `CudaError`. In both cases
+        the pages that this call mapped are released again."""
         parts = [
             [offset for offset in range(low, high, self.page) if offset not in self._handles]
             for low, high in self._within(ranges)
@@ -123,10 +121,8 @@ class PagePool:
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Wait for the device, then release those of these pages that are mapped.
-
-        Raises `CudaError`.
-        """
+        """Wait for the device, then release those of these pages that are mapped. Raises
+        `CudaError`."""
         gone = [
             offset
             for low, high in self._within(ranges)
@@ -138,11 +134,8 @@ class PagePool:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Allow kernels to touch every page within this context.
-
-        All unmapped pages share one page of memory, whose content is lost afterwards. Raises
-        `MemoryError`, `CudaError`.
-        """
+        """Allow kernels to touch every page within this context. All unmapped pages share one page
+        of memory, whose content is lost afterwards. Raises `MemoryError`, `CudaError`."""
         bare = [
             offset for offset in range(0, self.nbytes, self.page) if offset not in self._handles
         ]
@@ -164,11 +157,9 @@ class PagePool:
             self._driver.release(shared)
 
     def tensor(self):
-        """The pool's memory as int8, (nbytes,), on the current CUDA device.
-
-        The pool must outlive the tensor, and only mapped pages may be touched. This maps the first
-        page, because CUDA can't determine the device of an unmapped address.
-        """
+        """The pool's memory as int8, (nbytes,), on the current CUDA device. The pool must outlive
+        the tensor, and only mapped pages may be touched. This maps the first page, because CUDA
+        can't determine the device of an unmapped address."""
         import torch
 
         self.map([(0, self.page)])
@@ -363,10 +354,8 @@ class CudaDriver:
         return value.value
 
     def _in_context(self, call: str, *arguments) -> None:
-        """Call the driver after making the primary context current in this thread.
-
-        torch does so only in threads that it works in.
-        """
+        """Call the driver after making the primary context current in this thread. torch does so
+        only in threads that it works in."""
         self._call("cuCtxSetCurrent", self._context)
         self._call(call, *arguments)
 

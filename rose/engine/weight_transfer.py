@@ -105,18 +105,14 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._stage, name="rose-stage", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """Return `state` and the figures of the last version.
-
-        `state` is idle, staging, staged, checking, loaded or failed. When it is failed, `error` is
-        the text, and `mixture` is true if the live weights belong to no version.
-        """
+        """Return `state` and the figures of the last version. `state` is idle, staging, staged,
+        checking, loaded or failed. When it is failed, `error` is the text, and `mixture` is true if
+        the live weights belong to no version."""
         return self._status
 
     def abandon(self) -> None:
-        """Drop the version that is staged, and stop one that is being staged.
-
-        The staging thread first finishes the blocks that it is busy with.
-        """
+        """Drop the version that is staged, and stop one that is being staged. The staging thread
+        first finishes the blocks that it is busy with."""
         with self._handover:
             self._wanted = False
             staged, self._staged = self._staged, None
@@ -139,10 +135,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Flip the staged version, if any, then verify it in a thread while generation continues.
-
         An error goes into `status`. If this method raised it, vLLM's session would stay open for
-        good.
-        """
+        good."""
         if self._staged is None:
             return
         began = time.perf_counter()
@@ -238,11 +232,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status = {"state": "failed", "error": text, "mixture": mixture}
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
-        """Map each block of the store to its place in the live weights.
-
-        Raises `TransferError` unless the blocks of a whole model fill the engine's parameters
-        exactly. For an adapter, raises it unless the live weights are the adapter's base.
-        """
+        """Map each block of the store to its place in the live weights. Raises `TransferError`
+        unless the blocks of a whole model fill the engine's parameters exactly. For an adapter,
+        raises it unless the live weights are the adapter's base."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         by_expert = self.parallel_config.enable_expert_parallel
@@ -271,10 +263,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return places
 
     def _compare(self, base: Base, local: Callable[..., LocalSlice | None]) -> None:
-        """Compare the live weights with an adapter's base (`rose.transfer.digests.compare`).
-
-        Once is enough, as the base doesn't change until `reset`.
-        """
+        """Compare the live weights with an adapter's base (`rose.transfer.digests.compare`). Once
+        is enough, as the base doesn't change until `reset`."""
         info, live = self._staging, Live(adapter.base(self.model))
         places, _ = place_blocks(base, local, live)
         folder, end = self.model_config.model, time.monotonic() + info.timeout_s

@@ -62,10 +62,8 @@ class WorkerExtension(KvWorker, InactiveWorker):
         return self.weight_transfer_engine.status()
 
     def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
-        """Prepare an engine with speculative drafts, before its first request.
-
-        Raises `RuntimeError` if vLLM's sampling of drafted positions can't be corrected on a CPU.
-        """
+        """Prepare an engine with speculative drafts, before its first request. Raises
+        `RuntimeError` if vLLM's sampling of drafted positions can't be corrected on a CPU."""
         clock = time.perf_counter
         if current_platform.is_cpu():
             rejection.mend()

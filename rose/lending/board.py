@@ -29,10 +29,7 @@ INFINITE = float("inf")
 @dataclasses.dataclass
 class Online:
     """The online engine's state, written by its scheduler at each engine step and at least every
-    beat.
-
-    Counts and sums are since the engine's start.
-    """
+    beat. Counts and sums are since the engine's start."""
 
     pid: float = 0
     pid_started: float = 0  # clock ticks after boot, distinguishes processes with the same pid
@@ -67,10 +64,7 @@ class Online:
 @dataclasses.dataclass
 class Rollout:
     """The rollout engine's state, written by its scheduler at each engine step and while the gate
-    is shut.
-
-    Fields without a comment are as in `Online`.
-    """
+    is shut. Fields without a comment are as in `Online`."""
 
     pid: float = 0
     pid_started: float = 0
@@ -157,10 +151,8 @@ class _File(Generic[State]):
 
 
 class Writer(_File[State]):
-    """The writer of a board: set fields of `state`, then call `write`.
-
-    A board has one writer at a time. A new one continues the file of a dead one.
-    """
+    """The writer of a board: set fields of `state`, then call `write`. A board has one writer at a
+    time. A new one continues the file of a dead one."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=True)
@@ -189,10 +181,8 @@ class Reader(_File[State]):
         self.why = ""
 
     def read(self, stale_after_s: float = INFINITE) -> State | None:
-        """Return the state if it is whole and at most `stale_after_s` old.
-
-        Otherwise returns None, and `why` has the reason.
-        """
+        """Return the state if it is whole and at most `stale_after_s` old. Otherwise returns None,
+        and `why` has the reason."""
         for _ in range(TRIES):
             copy = os.pread(self._file, self._size, 0)
             if len(copy) != self._size:
@@ -256,10 +246,8 @@ def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
 
 
 def _started(pid: int) -> float:
-    """Start of a process in clock ticks after boot, which setting the clock doesn't change.
-
-    Raises `OSError` if the process has ended.
-    """
+    """Start of a process in clock ticks after boot, which setting the clock doesn't change. Raises
+    `OSError` if the process has ended."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     if fields[0] in (b"Z", b"X"):
         raise ProcessLookupError(f"process {pid} has ended")

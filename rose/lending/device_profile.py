@@ -48,11 +48,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, model: Path) -> dict[str, Any]:
-    """The properties of the device and of both engines on which step times depend.
-
-    `model` is the folder of the rollout engine's model. Raises `ConfigError` when a model has no
-    config.json.
-    """
+    """The properties of the device and of both engines on which step times depend. `model` is the
+    folder of the rollout engine's model. Raises `ConfigError` when a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
     return {
         "device": _device(gpus),
@@ -72,10 +69,8 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
 
 def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
     """Raise `ConfigError` if the profile `found`, read from `path`, is for other engines or another
-    device than `config` and `model`, the folder of the rollout engine's model, would use here.
-
-    The error names every difference.
-    """
+    device than `config` and `model`, the folder of the rollout engine's model, would use here. The
+    error names every difference."""
     wanted = fingerprint(config, model)
     differ = [
         f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)

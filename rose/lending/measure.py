@@ -74,10 +74,8 @@ class Step(NamedTuple):
 
 
 class Measured:
-    """An engine process that records its steps in the file `log`.
-
-    Creating one blocks until the engine serves. Raises `EngineError`.
-    """
+    """An engine process that records its steps in the file `log`. Creating one blocks until the
+    engine serves. Raises `EngineError`."""
 
     def __init__(self, side: Side, gpus: bool, log: Path, seed: int = 0) -> None:
         self.side, self._log, self._read = side, log, 0
@@ -105,11 +103,9 @@ class Measured:
         return self._llm.engine_core.resources.engine_manager.processes[0]
 
     async def warm_up(self, seconds: float) -> None:
-        """Send prompts of growing length until one takes over PROBE_SHARE of `seconds`.
-
-        Later traffic has no longer prompts. The first prompt's time doesn't count, because engines
-        compile and allocate at first use. Raises `EngineError`.
-        """
+        """Send prompts of growing length until one takes over PROBE_SHARE of `seconds`. Later
+        traffic has no longer prompts. The first prompt's time doesn't count, because engines
+        compile and allocate at first use. Raises `EngineError`."""
         longest, tokens, took = max(2, min(self._longest, self._kv_tokens // 2)), 0, 0.0
         for probe in PROBES:
             if tokens == longest or tokens > PROBES[0] and took > PROBE_SHARE * seconds:
@@ -128,11 +124,9 @@ class Measured:
     async def traffic(
         self, clients: int, seconds: float, longest: int | None = None, pause: float = 0.0
     ) -> None:
-        """Send traffic for `seconds`, then abort the running requests.
-
-        Prompts have up to `longest` tokens. Each client pauses after a request for `pause` times
-        the request's time. Raises `EngineError`.
-        """
+        """Send traffic for `seconds`, then abort the running requests. Prompts have up to `longest`
+        tokens. Each client pauses after a request for `pause` times the request's time. Raises
+        `EngineError`."""
         longest = max(
             2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients))
         )
@@ -148,10 +142,8 @@ class Measured:
             raise task.exception()
 
     async def drain(self) -> None:
-        """Wait for a short request, and so for the end of the step with the aborted requests.
-
-        That step may take an engine of low priority very long. Raises `EngineError`.
-        """
+        """Wait for a short request, and so for the end of the step with the aborted requests. That
+        step may take an engine of low priority very long. Raises `EngineError`."""
         await self._timed(2, 1)
 
     async def _timed(self, prompt: int, answer: int) -> float:
@@ -228,10 +220,8 @@ def _step(found: dict[str, Any]) -> Step:
 
 
 async def alone(engine: Measured, seconds: float) -> Predictor:
-    """Measure an engine alone for `seconds`; return the fitted predictor of its step times.
-
-    Raises `EngineError` when there were too few steps for a fit.
-    """
+    """Measure an engine alone for `seconds`; return the fitted predictor of its step times. Raises
+    `EngineError` when there were too few steps for a fit."""
     await engine.warm_up(seconds)
     engine.steps()
     await engine.sweep(seconds)
@@ -251,10 +241,8 @@ async def together(
     rollout_predictor: Predictor,
     seconds: float,
 ) -> dict[str, float]:
-    """Measure the `interference` of rollouts with steady online traffic.
-
-    Takes up to twice `seconds` if there are too few steps. Raises `EngineError`.
-    """
+    """Measure the `interference` of rollouts with steady online traffic. Takes up to twice
+    `seconds` if there are too few steps. Raises `EngineError`."""
     slice_s = seconds / SLICES / 2
     longest, rollout_longest = (
         _longest_within(slice_s * STEP_SHARE, p) for p in (predictor, rollout_predictor)
@@ -277,10 +265,9 @@ async def together(
 
 
 def _longest_within(seconds: float, predictor: Predictor) -> int:
-    """Length in tokens, a power of 2, up to which CLIENTS prompts fit into a step of `seconds`.
-
-    A step continues into the next slice although its requests were aborted, so steps must be short.
-    """
+    """Length in tokens, a power of 2, up to which CLIENTS prompts fit into a step of `seconds`. A
+    step continues into the next slice although its requests were aborted, so steps must be
+    short."""
     tokens = 2
     while (
         tokens < PROBES[-1]
@@ -342,10 +329,8 @@ def _apart_and_beside(
 
 
 def _overlap(step: Step, others: list[Step], begins: list[float]) -> float:
-    """Share of the step's time during which one of `others` ran.
-
-    `others` are in order of their beginnings, `begins`, and don't overlap each other.
-    """
+    """Share of the step's time during which one of `others` ran. `others` are in order of their
+    beginnings, `begins`, and don't overlap each other."""
     at, covered = max(0, bisect.bisect_right(begins, step.began) - 1), 0.0
     while at < len(others) and others[at].began < step.ended:
         covered += max(0.0, min(step.ended, others[at].ended) - max(step.began, others[at].began))

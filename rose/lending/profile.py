@@ -90,9 +90,7 @@ def _seconds(given: dict[str, Any]) -> float:
 
 def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Path]:
     """Return the configuration of both engines, and the folder of the rollout engine's model.
-
-    Raises `ConfigError`.
-    """
+    Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
     config = _configured(overrides, given)
     # The lender applies the same overrides.
@@ -147,10 +145,8 @@ def _composed(overrides: list[str]) -> Config:
 def measure(
     config: Config, model: Path, seconds: float, threads: int | None = None
 ) -> dict[str, Any]:
-    """Measure both engines; return the profile without the seconds that it took.
-
-    `threads` are those of the online engine, None for one per core. Raises `EngineError`.
-    """
+    """Measure both engines; return the profile without the seconds that it took. `threads` are
+    those of the online engine, None for one per core. Raises `EngineError`."""
     gpus = config.cluster.gpus > 0
     # Both engines use the KV layout of a shared device, though here each keeps its own cache.
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
@@ -244,11 +240,9 @@ def rollout_side(config: Config, model: Path):
 
 
 def kv_part(config: Config, shape: configuration.ModelShape, own: int, max_context: int) -> int:
-    """Bytes of KV cache for one engine while a GPU is measured, where neither returns memory.
-
-    It is half of the budget that the engines will share, at least what one request needs, and at
-    most the engine's `own` size.
-    """
+    """Bytes of KV cache for one engine while a GPU is measured, where neither returns memory. It is
+    half of the budget that the engines will share, at least what one request needs, and at most the
+    engine's `own` size."""
     lending, online = config.serving.lending, config.serving.online
     half = int((lending.kv_gib or online.kv_cache_gib) * 2**30) // 2
     one = KV_MARGIN * shape.kv_bytes_per_token * max_context

@@ -83,9 +83,7 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
 
 def _on_own_cores(c: Config, given: bool) -> Config:
     """Lower rollout.threads to the number of this process's cores, unless the command line set it.
-
-    The run's number was chosen for the launcher's machine.
-    """
+    The run's number was chosen for the launcher's machine."""
     threads = c.rollout.threads
     if given or threads is None or c.cluster.gpus:
         return c
@@ -104,10 +102,8 @@ def of_server(arguments: list[str]) -> Serving:
 
 def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set a key that the tree already has, in place. Raises `ConfigError` for an unknown key.
-
     Sections in OPEN and MAY_BE_NULL accept any key; the conversion of the tree rejects wrong keys
-    of the latter.
-    """
+    of the latter."""
     *sections, last = key.split(".")
     branch: Any = tree
     for depth, section in enumerate(sections, 1):

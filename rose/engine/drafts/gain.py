@@ -40,10 +40,8 @@ LONGEST_SKIP = 8  # most steps in a row without looking up drafts, while drafts 
 
 
 class StepTimes:
-    """Measured and fitted step times for one range of batch sizes; see the module's docstring.
-
-    A step's kind is 0 without drafts and 1 with drafts.
-    """
+    """Measured and fitted step times for one range of batch sizes; see the module's docstring. A
+    step's kind is 0 without drafts and 1 with drafts."""
 
     def __init__(self) -> None:
         # Ring buffers of (B, n, seconds), one for each kind of step.
@@ -79,11 +77,8 @@ class StepTimes:
 
 
 def _nonnegative(a: np.ndarray) -> np.ndarray:
-    """Find x >= 0 with a small |a x - 1|^2; `a` is (n, k), x is (k,).
-
-    Solves least squares, and drops the column with the most negative contribution until no factor
-    is negative.
-    """
+    """Find x >= 0 with a small |a x - 1|^2; `a` is (n, k), x is (k,). Solves least squares, and
+    drops the column with the most negative contribution until no factor is negative."""
     found, kept = np.zeros(a.shape[1]), list(range(a.shape[1]))
     while kept:
         x = np.linalg.lstsq(a[:, kept], np.ones(len(a)), rcond=1e-9)[0]
@@ -95,11 +90,9 @@ def _nonnegative(a: np.ndarray) -> np.ndarray:
 
 
 def lengths(chances: np.ndarray, fitted: tuple[float, float, float, float]) -> np.ndarray:
-    """Number of tokens to draft for each request, (B,) int; all 0 where drafts don't pay.
-
-    `chances` (B, most) is the chance that a drafted token and all before it are accepted, so it
-    falls along each row. `fitted` is (a, b, c, d) of the module's docstring.
-    """
+    """Number of tokens to draft for each request, (B,) int; all 0 where drafts don't pay. `chances`
+    (B, most) is the chance that a drafted token and all before it are accepted, so it falls along
+    each row. `fitted` is (a, b, c, d) of the module's docstring."""
     a, b, c, d = fitted
     requests = len(chances)
     order = np.sort(chances, axis=None)[::-1]
@@ -116,21 +109,17 @@ def lengths(chances: np.ndarray, fitted: tuple[float, float, float, float]) -> n
 
 
 def fastest(tokens: np.ndarray, seconds: np.ndarray, without: float) -> int | None:
-    """Index of the option with the most tokens per second.
-
-    Option i generates `tokens[i]` in a step of `seconds[i]`; both are (n,). Returns None if the
-    best one gains less than `MIN_GAIN` over `without` tokens per second.
-    """
+    """Index of the option with the most tokens per second. Option i generates `tokens[i]` in a step
+    of `seconds[i]`; both are (n,). Returns None if the best one gains less than `MIN_GAIN` over
+    `without` tokens per second."""
     rates = tokens / seconds
     best = int(np.argmax(rates))
     return best if rates[best] >= MIN_GAIN * without else None
 
 
 class Gate:
-    """Decides at each step how many tokens are drafted for each request.
-
-    If `adaptive` is false, it drafts all that the lookup finds.
-    """
+    """Decides at each step how many tokens are drafted for each request. If `adaptive` is false, it
+    drafts all that the lookup finds."""
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive

@@ -76,9 +76,7 @@ def rebuild(nodes, heads, used):
 @_compile(INT(NODES, NODES, INT, INT, INTS))
 def extend(nodes, heads, used, tail, tokens):
     """Append `tokens` after node `tail`, or as a new text if `tail` is -1; return the last node.
-
-    Writes nodes from `used` on, for which there must be room.
-    """
+    Writes nodes from `used` on, for which there must be room."""
     for i in range(tokens.shape[0]):
         node = used + i
         nodes[TOKEN, node] = tokens[i]
@@ -113,10 +111,8 @@ def ends_with(nodes, tail, tokens):
 
 @_compile(INT(NODES, INT, INT))
 def _match(nodes, one, other):
-    """Count how many last tokens two texts have in common, at most DEPTH.
-
-    `one` and `other` are the last nodes of the texts.
-    """
+    """Count how many last tokens two texts have in common, at most DEPTH. `one` and `other` are the
+    last nodes of the texts."""
     count = 0
     while count < DEPTH and one >= 0 and other >= 0:
         if one == other:
@@ -129,10 +125,8 @@ def _match(nodes, one, other):
 
 @_compile(INT(INT, INT, INT))
 def kind_of(match, agree, of):
-    """The acceptance table's row for a token that `agree` of `of` places have in common.
-
-    `match` is the number of tokens that these places match.
-    """
+    """The acceptance table's row for a token that `agree` of `of` places have in common. `match` is
+    the number of tokens that these places match."""
     level = 0
     while level + 1 < len(LEVELS) and match >= LEVELS[level + 1]:
         level += 1
@@ -155,9 +149,7 @@ def kind_of(match, agree, of):
 @_compile(INT(NODES, NODES, INT, INTS, INTS))
 def _find(nodes, heads, tail, places, matches):
     """Find nodes whose preceding text matches the text that ends at `tail`; return their number.
-
-    Writes the nodes into `places`, and the number of matching tokens into `matches`.
-    """
+    Writes the nodes into `places`, and the number of matching tokens into `matches`."""
     found, mask = 0, heads.shape[1] - 1
     for which in (1, 0):
         key = _key(nodes, tail, LONG if which else SHORT, mask)
@@ -178,9 +170,7 @@ def _find(nodes, heads, tail, places, matches):
 @_compile(INT(INT, INTS, INTS, INT, INTS))
 def _matching(found, places, matches, level, alive):
     """Write the places that match at least LEVELS[level] tokens into `alive`; return their number.
-
-    Returns 0 if all of them also match at the next level, which has then been tried.
-    """
+    Returns 0 if all of them also match at the next level, which has then been tried."""
     count, exact = 0, False
     for i in range(found):
         if matches[i] >= LEVELS[level]:
@@ -269,11 +259,9 @@ def _count(table, kind, hit, halve_after):
 
 @_compile(types.void(PATH, INT, INTS, TABLE, TABLE))
 def learn(path, count, sampled, overall, group):
-    """Compare a draft of `count` tokens with the tokens that were `sampled` in its place.
-
-    Counts a trial for each drafted token up to the first that differs. The draft counts whether
-    vLLM received it or not.
-    """
+    """Compare a draft of `count` tokens with the tokens that were `sampled` in its place. Counts a
+    trial for each drafted token up to the first that differs. The draft counts whether vLLM
+    received it or not."""
     for i in range(min(count, sampled.shape[0])):
         hit = path[0, i] == sampled[i]
         _count(overall, path[1, i], hit, HALVE_OVERALL)

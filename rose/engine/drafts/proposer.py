@@ -65,11 +65,8 @@ class GroupProposer:
         memory_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Set the proposer up, before the first request.
-
-        `runner` is vLLM's model runner, `memory_bytes` limits the texts of all groups together, and
-        `clock` times steps.
-        """
+        """Set the proposer up, before the first request. `runner` is vLLM's model runner,
+        `memory_bytes` limits the texts of all groups together, and `clock` times steps."""
         self._runner, self.gate, self.memory_bytes = runner, Gate(adaptive), memory_bytes
         self._clock = clock
 
@@ -118,10 +115,8 @@ class GroupProposer:
         self._before = decodes
 
     def _write(self, request: str, tokens: np.ndarray) -> _Row:
-        """Write the new ones of `tokens` into the group's text; return the request's row.
-
-        Also compares them with the last draft, to learn chances of acceptance.
-        """
+        """Write the new ones of `tokens` into the group's text; return the request's row. Also
+        compares them with the last draft, to learn chances of acceptance."""
         row = self._rows.get(request)
         if row is None:
             row = self._rows[request] = self._begin(request, tokens)
@@ -134,11 +129,9 @@ class GroupProposer:
         return row
 
     def _begin(self, request: str, tokens: np.ndarray) -> _Row:
-        """Create the row of a new request, with `tokens` in its group's text.
-
-        The turn continues the text of its trajectory's last turn if that ran on this engine.
-        Otherwise it begins with the group's prompt.
-        """
+        """Create the row of a new request, with `tokens` in its group's text. The turn continues
+        the text of its trajectory's last turn if that ran on this engine. Otherwise it begins with
+        the group's prompt."""
         turn = request.partition("#")[0]
         trajectory, group = turn.rpartition(".")[0], turn.partition(".")[0]
         text = self._text(group)
@@ -183,10 +176,8 @@ class GroupProposer:
                 del known[name]
 
     def _text(self, group: str) -> Text:
-        """Return the group's text, created if there is none.
-
-        If all texts take more than `memory_bytes`, first drops the least recently used groups.
-        """
+        """Return the group's text, created if there is none. If all texts take more than
+        `memory_bytes`, first drops the least recently used groups."""
         text = self.texts.get(group)
         if text is None:
             over = sum(text.nbytes for text in self.texts.values()) - self.memory_bytes

@@ -21,21 +21,17 @@ def expand_batch_to_tokens(
     replace_to: int = 0,
 ) -> torch.Tensor:
     """Repeat each request's value of `x` (batch,) once for each of its tokens: (num_tokens,).
-
     `cu_num_tokens` (batch,) has running sums of the requests' tokens. A value equal to
-    `replace_from` becomes `replace_to`.
-    """
+    `replace_from` becomes `replace_to`."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     out = torch.repeat_interleave(x, counts, output_size=num_tokens)
     return torch.where(out == replace_from, torch.full_like(out, replace_to), out)
 
 
 def mend() -> None:
-    """Patch vLLM's sampler in this process.
-
-    Raises `RuntimeError` if vLLM has no `expand_batch_to_tokens` to patch, since it is unknown then
-    whether drafted positions are sampled correctly.
-    """
+    """Patch vLLM's sampler in this process. Raises `RuntimeError` if vLLM has no
+    `expand_batch_to_tokens` to patch, since it is unknown then whether drafted positions are
+    sampled correctly."""
     from vllm.v1.sample import rejection_sampler
 
     if not hasattr(rejection_sampler, "expand_batch_to_tokens"):

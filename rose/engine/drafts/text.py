@@ -31,10 +31,8 @@ def acceptance(begins: bool) -> np.ndarray:
 
 
 class Text:
-    """A group's texts as one tree, which several writers extend.
-
-    A writer keeps the number of the node that it wrote last; -1 before the first.
-    """
+    """A group's texts as one tree, which several writers extend. A writer keeps the number of the
+    node that it wrote last; -1 before the first."""
 
     def __init__(self) -> None:
         self.accepted = acceptance(begins=False)
@@ -50,10 +48,8 @@ class Text:
         return self._nodes.nbytes + self._heads.nbytes
 
     def begin(self, tokens: np.ndarray) -> int:
-        """Write the whole context `tokens` of a trajectory; return the last node.
-
-        Shares the nodes of what it has in common with the group's first text, which is the prompt.
-        """
+        """Write the whole context `tokens` of a trajectory; return the last node. Shares the nodes
+        of what it has in common with the group's first text, which is the prompt."""
         shared = loops.follow(self._nodes, self._used, tokens)
         return self.extend(shared - 1, tokens[shared:])
 

@@ -133,10 +133,10 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
     driven.add("a", prompt=200, tokens=200)
     driven.step()
     driven.add("b", prompt=60, tokens=20)
-    driven.scheduler._beats_once()
+    driven.scheduler._on_beat()
     assert driven.scheduler._needed() > 0.3 * TOTAL and not lifted
     driven.add("c", prompt=200, tokens=20)
-    driven.scheduler._beats_once()
+    driven.scheduler._on_beat()
     assert lifted == [os.getpid()]
 
 
@@ -229,7 +229,7 @@ def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, fou
     for lend in (1, 0):
         boards.set("control", lend=lend)
         turns = 0
-        while driven.scheduler._wants_turn():
+        while driven.scheduler._wants_loop():
             assert max(changes(driven, driven.step)) <= 4
             turns += 1
         assert 5 < turns < 16 and (driven.scheduler.pool.limit_bytes == TOTAL) != lend
@@ -276,10 +276,10 @@ def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boa
         driven.scheduler._rollout._looked_at = float("-inf")
         driven.add("a", prompt=400, tokens=100)
         driven.step()
-        driven.scheduler._beats_once()
+        driven.scheduler._on_beat()
         assert process.poll() is None
         driven.scheduler._asked_at -= driven.scheduler._lending.revoke_after_s
-        driven.scheduler._beats_once()
+        driven.scheduler._on_beat()
         assert process.wait(60) == -signal.SIGKILL
         driven.step()
         assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
