@@ -1,8 +1,9 @@
-"""The lending report: what serving kept, what training gained, in one page that opens offline.
+"""The lending report: what serving attained and what training gained, in one page that opens
+offline.
 
-Made of the history of the boards and, for latencies, the online server's own histograms, which know
-nothing of lending: they are of all its requests since its last start. Style and charts are those of
-the training report (rose/observe).
+Its numbers come from the history of the boards. Latencies come from the online server's own
+histograms, which cover all its requests since its last start and know nothing of lending. Style and
+charts are those of the training report (rose/observe).
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ LATENCIES = {
     "tpot": ("Time per output token", "vllm:request_time_per_output_token_seconds"),
 }
 QUANTILES = {"p50": 0.5, "p99": 0.99}
-MOST_POINTS = 600  # of a curve
+MOST_POINTS = 600  # most points of a curve
 
 
 class Event(NamedTuple):
+    """A line in the report's list of events."""
+
     at: float  # unix seconds
     words: str
 
 
 def quantiles(metrics: str) -> dict[str, float]:
-    """{"ttft_p50_s": seconds, ...} of vLLM's /metrics text, interpolated within a bucket as
-    Prometheus does; without those that nothing was counted in."""
+    """Compute {"ttft_p50_s": seconds, ...} from the text of vLLM's /metrics. Interpolates within a
+    bucket, as Prometheus does. Empty histograms are left out."""
     buckets: dict[str, dict[float, float]] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -54,7 +57,7 @@ def quantiles(metrics: str) -> dict[str, float]:
 
 
 def _quantile(edges: list[tuple[float, float]], share: float) -> float | None:
-    """The quantile of cumulative (edge, count); the last finite edge for what lies beyond it."""
+    """Compute a quantile of cumulative (edge, count); at most the last finite edge."""
     total = edges[-1][1] if edges else 0.0
     if not total:
         return None
@@ -76,7 +79,8 @@ def page(
     stopped: str,
     events: Iterable[Event],
 ) -> str:
-    """The file's content. `measured`: of `quantiles`. `stopped`: why nothing is lent now, or ""."""
+    """Create the page's HTML. `measured` comes from `quantiles`; `stopped` is why nothing is lent
+    now, or ""."""
     totals = history.totals()
     now = f" · nothing is lent now: {stopped}" if stopped else ""
     data = {"x": _thin([t / 60 for t in history.rows["t"]]), "curves": _curves(history)}
@@ -98,9 +102,9 @@ def page(
 def summary(
     title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str
 ) -> dict[str, Any]:
-    """For the training run's own report, which shows both sides (rose/observe/lenders.py): attained
-    (met, finished) with and without lending, latencies measured and wanted (seconds), tokens lent
-    and wasted."""
+    """Summarize lending for the training run's report, which shows both sides
+    (rose/observe/lenders.py). It has (met, finished) requests with and without lending, measured
+    latencies and targets in seconds, and the tokens that lent compute generated and wasted."""
     totals = history.totals()
     return {
         "device": title,
@@ -117,7 +121,7 @@ def summary(
 
 
 def _attained(totals: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}"""
+    """{"with" lending: (met, finished), "without": ...}, in requests."""
     met, finished = totals["online.met_lending"], totals["online.finished_lending"]
     return {
         "with": (met, finished),
@@ -188,7 +192,8 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _thin(values: list[Any]) -> list[Any]:
-    """Every nth of them, the last one always: for lists of one length the same ones."""
+    """Keep every nth value, at most MOST_POINTS, always with the last. Lists of one length keep the
+    same positions."""
     stride = -(-len(values) // MOST_POINTS) or 1
     return values[::-1][::stride][::-1]
 
@@ -223,7 +228,7 @@ def _curves(history: History) -> dict[str, list[float | None]]:
 
 
 def _steps(values: list[float]) -> list[float]:
-    """Differences of neighbours, the first from 0."""
+    """Differences of neighbouring values; the first is its difference from 0."""
     return [b - a for a, b in zip([0.0, *values], values, strict=False)]
 
 
