@@ -129,7 +129,7 @@ class Activation:
             self.active = True
 
     async def _set_scheduler_inactive(self, inactive: bool) -> None:
-        """On a shared device, let vLLM's scheduler take no KV memory while `inactive`."""
+        """Let vLLM's scheduler, on a shared device, take no KV memory while `inactive`."""
         # The plugin defines `rose_set_inactive` under this condition.
         if plugin.FOLDER in os.environ:
             await self._call(

@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 class Turn:
     request: str  # id of the vLLM request that generates the turn's tokens
     aborted: bool = False
-    evicted: bool = False  # by the engine's co-serving scheduler
+    evicted: bool = False  # true if the engine's co-serving scheduler evicted it
 
 
 class Generation:
@@ -183,7 +183,7 @@ class Generation:
         ]
         if states:
             starts = states[0].weight_version_starts
-        else:  # after a request's last output, vLLM has dropped its state
+        else:  # vLLM drops a request's state with its last output
             starts = [(span.version, span.start) for span in part.weight_versions or ()]
         begins = [(0, version)] + [
             (start - generated, int(label)) for label, start in starts if label != "default"

@@ -1,4 +1,4 @@
-"""One vLLM engine, in a process of its own, as seen by the rank that owns it.
+"""A vLLM engine in a process of its own, as seen by the rank that owns it.
 
     engine = await Engine.start(folder, rollout, model, deterministic=False, gpus=False)
     async for chunk in engine.generate("g0.0.t0", tokens, sampling): ...
@@ -367,7 +367,7 @@ class Engine(Activation, Generation, Staging):
             self._on_death()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:
-            llm.output_handler.cancel()  # it would log the end of the process as an error
+            llm.output_handler.cancel()  # would log the end of the process as an error
         stopping = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S))
         await asyncio.wait([stopping], timeout=STOP_TIMEOUT_S + 1)
         if self._process.exitcode is None:

@@ -51,7 +51,7 @@ class Online:
     finished: float = 0  # requests
     met: float = 0  # finished requests within both P99 targets
     finished_lending: float = 0  # requests that finished while anything was lent
-    met_lending: float = 0  # those within both P99 targets
+    met_lending: float = 0  # requests of `finished_lending` within both P99 targets
     aborted: float = 0  # requests that clients aborted, or that found no memory; never in `met`
     preempted: float = 0  # times that a running request lost its memory
     prompt_tokens: float = 0

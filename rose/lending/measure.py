@@ -43,7 +43,7 @@ BESIDE = 0.5
 ALONE = 0.01
 FEWEST = 20  # least number of online steps of either kind; a P99 of fewer says nothing
 STEP_SHARE = 0.125  # most of a slice that one step in it may take
-LEAST_HOLD = 0.01  # least hold_p99 reported; so few steps can't tell less from nothing
+LEAST_HOLD = 0.01  # least hold_p99 reported; so few steps can't distinguish less from 0
 CLIENTS = 4  # clients of each engine while both run
 # A client pauses between its requests for this multiple of a request's time. An online engine that
 # is never idle would leave no time for steps of an engine of idle priority on the same core.

@@ -7,7 +7,7 @@ import numpy as np
 from rose.engine.drafts import loops
 
 FIRST = 2048  # nodes that a new text has room for
-# Number of last tokens that are compared to tell whether a turn continues the turn before.
+# Number of last tokens that are compared to decide whether a turn continues the turn before.
 CHECKED = 8
 # Chances of acceptance before any trial, one row per level (`loops.LEVELS`), one column per
 # agreement (`loops.kind_of`). They count as `PRIOR_TRIALS` trials, so that a few drafts correct

@@ -36,7 +36,7 @@ class Lend:
         """True if the training job is pending or running, or if that is unknown. A training job
         cancels this job at its end, unless Slurm kills it before."""
         if shutil.which("squeue") is None:
-            return True  # without Slurm's commands, as in a container, serving.wait_s ends this job
+            return True  # a container without Slurm's commands; serving.wait_s ends this job
         try:
             job = state.submitted(self.run_dir)
             return job is None or state.is_active(job)

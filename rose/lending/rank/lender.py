@@ -46,7 +46,7 @@ class Lender:
             f"output_dir={run_dir.parent}",
             *overrides,
         )
-        self.environ = dict(os.environ)  # this process's environment at its start
+        self.environ = dict(os.environ)  # environment of this process at its start
         self.signals: list[int] = []
         self.drain_s = 0.0
         self.prepared: dict[str, str] | None = None  # variables set when vLLM was imported

@@ -1,4 +1,4 @@
-"""One membership of a borrowed rank: apply to the run, start the engine, join, serve, leave.
+"""Run a membership of a borrowed rank: apply to the run, start the engine, join, serve, leave.
 
 `python -m rose.serving` forks a process for each membership. The process is an MPI world of its
 own, a singleton, which needs no launcher and whose death affects no other rank. When a run has
@@ -49,8 +49,9 @@ def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> 
     """Run one membership in a process that was just forked for it."""
     # A terminal sends SIGINT to the whole group; the parent sends SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Until the worker handles these signals, they end the process.
     for number in (signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker handles them
+        signal.signal(number, lambda *_: os._exit(Ended.LEFT))
     for name in mpi_process.launchers():
         del os.environ[name]
     try:

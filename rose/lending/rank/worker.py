@@ -188,7 +188,7 @@ class BorrowedWorker(RolloutWorker):
 
     async def _load(self, m: p.LoadVersion) -> None:
         if not self._awake.is_set():
-            return  # after `_activate` reports an engine without a version, another order comes
+            return  # the coordinator orders the load again after `_activate` has reported
         self._loads += 1
         try:
             await super()._load(m)

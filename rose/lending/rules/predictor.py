@@ -180,8 +180,8 @@ class _Residuals:
         # Below, x is log(fitted time) and y is log(measured / fitted time).
         self._at: float | None = None  # mean of x; None before the first step
         self._level = 0.0  # mean of y
-        self._variance = 0.0  # of x
-        self._covariance = 0.0  # of x and y
+        self._variance = 0.0  # variance of x
+        self._covariance = 0.0  # covariance of x and y
         self._slope = 0.0
 
     def scale(self, bare: float) -> float:

@@ -31,7 +31,7 @@ FORGET_S = 60.0  # seconds without a first token after which `Promptness` starts
 
 
 class Request(NamedTuple):
-    """One online request, as its scheduler sees it before a step."""
+    """An online request, as its scheduler sees it before a step."""
 
     arrival: float
     prompt_left: int  # tokens to compute before its next token; 0 for a decode

@@ -19,7 +19,7 @@ class LowFirst(FreeKVCacheBlockQueue):
     def __init__(self) -> None:
         super().__init__([])
         self._uncached: dict[int, KVCacheBlock] = {}  # free blocks without a cached prefix
-        self._heap: list[int] = []  # their numbers, and some that were handed out since
+        self._heap: list[int] = []  # block numbers of these, and some that were handed out since
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Add free blocks; vLLM calls it for blocks without a cached prefix."""

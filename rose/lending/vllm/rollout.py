@@ -88,7 +88,8 @@ class RolloutScheduler(Member):
         self._due = False
         self._fit_memory()
         if self._priority is not None:
-            self._priority.lower()  # also after the online engine has raised it
+            # The online engine may have raised the priority since the last step.
+            self._priority.lower()
         self.max_num_scheduled_tokens = self._pass_gate()
         if 0 < self.max_num_scheduled_tokens < len(self.running):
             self._rotate(self.max_num_scheduled_tokens)
