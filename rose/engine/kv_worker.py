@@ -116,7 +116,7 @@ class KvWorker:
     """Mixed into vLLM's worker. Block ids are those of the scheduler's block pool."""
 
     rose_kv: BlockMemory | None = None  # None unless the engine shares its device
-    rose_headroom: Headroom | None = None  # None on a CPU, where the system manages all memory
+    rose_headroom: Headroom | None = None  # None unless the engine shares a GPU
 
     def rose_kv_layout(self) -> dict:
         """Describe the KV cache to the scheduler. The keys are the fields of `blocks.Layout`;

@@ -40,9 +40,9 @@ def load(path: str | Path) -> dict[str, Any]:
             "rose.lending.profile writes one"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        text = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"serving.lending.profile={str(path)!r}: no profile of a device: {words}; {AGAIN}"
+            f"serving.lending.profile={str(path)!r}: no profile of a device: {text}; {AGAIN}"
         ) from None
     return found
 

@@ -310,8 +310,8 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def log(words: str) -> None:
-    print(f"rose.lending.profile {time.strftime('%H:%M:%S')} {words}", flush=True)
+def log(text: str) -> None:
+    print(f"rose.lending.profile {time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 if __name__ == "__main__":

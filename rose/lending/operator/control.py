@@ -60,19 +60,19 @@ class ControlBoard:
     def state(self) -> board.Control:
         return self._writer.state
 
-    def stop(self, who: str) -> None:
+    def stop(self, source: str) -> None:
         """Stop lending at once, until `start`."""
         if not self.switch.by_hand:
-            self._log(f"lending stopped by {who}")
-        self.switch.by_hand = f"stopped by {who}"
+            self._log(f"lending stopped by {source}")
+        self.switch.by_hand = f"stopped by {source}"
         self.write()
 
-    def start(self, who: str) -> None:
+    def start(self, source: str) -> None:
         """Revoke `stop`. A stop file and a standing reason still prevent lending."""
         if self.switch.by_hand:
             self.switch.by_hand = ""
             but = f", but: {self.switch.stopped}" if self.switch.stopped else ""
-            self._log(f"lending started by {who}{but}")
+            self._log(f"lending started by {source}{but}")
         self.write()
 
     def write(self) -> None:

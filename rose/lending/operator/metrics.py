@@ -165,7 +165,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
     (
         "rose_lent_tokens_total",
         ("kind",),
-        "Tokens computed for rollouts by lent compute, of prompts or made.",
+        "Tokens that lent compute processed for rollouts: of prompts, or generated (made).",
         lambda b: _tokens(b.rollout),
     ),
     (
@@ -198,7 +198,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
     (
         "rose_online_tokens_total",
         ("kind",),
-        "Tokens computed for online requests, of prompts or made.",
+        "Tokens processed for online requests: of prompts, or generated (made).",
         lambda b: _tokens(b.online),
     ),
     (

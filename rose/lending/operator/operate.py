@@ -284,9 +284,9 @@ class Operator:
     def _url(self) -> str:
         return f"{self.server.url.rpartition(':')[0]}:{self.web.port}"
 
-    def _note(self, words: str) -> None:
-        log(words)
-        self.events.append(report.Event(time.time(), words))
+    def _note(self, text: str) -> None:
+        log(text)
+        self.events.append(report.Event(time.time(), text))
 
     async def _observe(self) -> None:
         while True:

@@ -68,7 +68,7 @@ class Web:
                 web.get("/metrics", self._metrics),
                 web.get("/report", self._page),
                 web.get("/lending", self._lending),
-                web.post("/lending/{word:stop|start}", self._change),
+                web.post("/lending/{action:stop|start}", self._change),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
@@ -109,6 +109,8 @@ class Web:
                 if shown
                 else "no token: it belongs into the header `Authorization: Bearer TOKEN`\n",
             )
-        who = f"HTTP from {request.remote}"
-        (self._control.stop if request.match_info["word"] == "stop" else self._control.start)(who)
+        source = f"HTTP from {request.remote}"
+        (self._control.stop if request.match_info["action"] == "stop" else self._control.start)(
+            source
+        )
         return web.json_response(self._status())

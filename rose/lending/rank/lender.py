@@ -103,7 +103,7 @@ class Lender:
             if now - asked > WANTED_POLL_S:
                 asked = now
                 if not self.wanted():
-                    log(f"nobody will continue {self.run_dir} now")
+                    log(f"no job will continue {self.run_dir} now")
                     return 0
             if now - began > wait_s:
                 log(f"no run to serve in {self.run_dir} for {wait_s:g} s (serving.wait_s)")

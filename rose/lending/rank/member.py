@@ -162,5 +162,5 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
         return NullRecorder()
 
 
-def log(words: str) -> None:
-    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)
+def log(text: str) -> None:
+    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {text}", flush=True)

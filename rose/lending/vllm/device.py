@@ -28,8 +28,8 @@ class Device(NamedTuple):
 def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> dict[str, str]:
     """Write the description into `folder`; return the environment variables that name it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
-    write_whole(folder / plugin.CONFIG, words.encode())
+    text = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
+    write_whole(folder / plugin.CONFIG, text.encode())
     return {plugin.FOLDER: str(folder)}
 
 
