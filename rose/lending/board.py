@@ -75,8 +75,8 @@ class Rollout:
     step_ends: float = 0
     open: float = 0  # 1: the gate is open
     shut_by: float = 0  # a `gate.Reason`
-    open_s: float = 0  # seconds with an open gate
-    shut_s: float = 0  # seconds with a shut gate and requests
+    open_s: float = 0  # seconds with requests and an open gate
+    shut_s: float = 0  # seconds with requests and a shut gate
     busy_s: float = 0
     kv_total: float = 0
     kv_used: float = 0

@@ -93,7 +93,7 @@ class Timed:
 
 
 def work_of(requests: Iterable[Request]) -> Work:
-    """The work of a step that takes all remaining prompt tokens and a decode of each request."""
+    """The work of a step without limits: each request's remaining prompt, or its next decode."""
     prefill, decodes, context = [], 0, 0
     for request in requests:
         left = max(1, request.num_tokens - request.num_computed_tokens)
