@@ -156,10 +156,10 @@ def _hybrid(steps: list[dict[str, Any]]) -> str:
     given = _duration(_sum(steps, "device_seconds_hybrid"))
     late = int(_sum(steps, "starts_broken_off"))
     return (
-        f"<p>Engines on the trainer's devices (rollout.hybrid) had them for {used:.0%} of the time "
-        f"in which these had nothing to train ({given} of devices), and generated {tokens:.0%} of "
-        f"the tokens. The trainer waited for its devices for {delay:.1%} of a step. Starts of such "
-        f"engines that were cancelled for it: {late}.</p>"
+        f"<p>Engines on the trainer's devices (rollout.hybrid) had turns for {used:.0%} of the "
+        f"time in which these had nothing to train ({given} of devices), and generated "
+        f"{tokens:.0%} of the tokens. The trainer waited for its devices for {delay:.1%} of a "
+        f"step. Starts of such engines that were cancelled for it: {late}.</p>"
     )
 
 

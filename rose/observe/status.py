@@ -40,7 +40,7 @@ def _failure(run_dir: Path, attempt: int) -> Path:
 class WorkerStatus(msgspec.Struct, frozen=True):
     """The state of one rollout engine."""
 
-    tokens_per_s: float = 0.0  # in the last seconds
+    tokens_per_s: float = 0.0  # mean of the last seconds
     running: int = 0  # requests
     waiting: int = 0  # requests
     version: int = -1  # policy version; -1: none yet

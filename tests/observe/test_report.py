@@ -219,10 +219,8 @@ def test_the_report_tells_what_hybrid_engines_did(tmp_path):
         metrics.write(step, row | {"hybrid_token_share": 0.2, "starts_broken_off": late})
     metrics.close()
     html = build_report(run).read_text()
-    assert "had them for 25% of the time in which these had nothing to train (30.0 s of" in html
-    assert "devices), and made 20% of the tokens. The trainer waited for its devices for 1.0%" in (
-        html
-    )
+    assert "had turns for 25% of the time in which these had nothing to train (30.0 s of" in html
+    assert "devices), and generated 20% of the tokens. The trainer waited for its devices" in html
     assert "Starts of such engines that were cancelled for it: 1.</p>" in html
 
 
