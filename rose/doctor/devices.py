@@ -182,7 +182,7 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
             words += " (by a compatibility package: LD_LIBRARY_PATH must have it on every rank)"
         return Finding("ok", part, words)
     remedy = (
-        "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for an "
+        "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may show an Xid error, and for an "
         "NVSwitch box nvidia-fabricmanager must run in the driver's version"
     )
     if too_old:
@@ -212,7 +212,7 @@ def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
     view = next((event for event in seen.events() if event["what"] == "torch"), {})
     kinds = ", ".join(f"{kind} ({n} pairs)" for kind, n in Counter(pairs.values()).items())
     blocked = view.get("no_peer", [])
-    words = kinds or "nvidia-smi topo -m tells nothing"
+    words = kinds or "nvidia-smi topo -m shows nothing"
     if blocked:
         a, b = blocked[0]
         words += f"; GPUs {a} and {b} can't read each other's memory ({len(blocked)} pairs)"

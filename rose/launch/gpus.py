@@ -66,7 +66,7 @@ def installed() -> tuple[Device, ...] | None:
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"nvidia-smi -L gave no answer within {COMMAND_DEADLINE_S:g} s: the driver hangs; "
-            "`dmesg` may tell of an Xid error, and the node wants a restart"
+            "`dmesg` may show an Xid error, and the node wants a restart"
         ) from None
     return parse(done.stdout)
 

@@ -205,7 +205,7 @@ class Job:
         self.lost |= bool(hanging)
         return "\n".join(
             f"rank {s.rank} (trainer {s.index}, pid {s.pid} on {s.host}) hangs: others wait for it "
-            f"after {most} collectives and micro-batches, it has last told of {s.begun or 0} "
+            f"after {most} collectives and micro-batches, it last reported {s.begun or 0} "
             f"(trainer.step_timeout_s says how long they may)\n"
             f"{self._tail(logs.rank_log(self.run_dir, self.attempt, s.role, s.rank).name)}"
             for s in hanging
