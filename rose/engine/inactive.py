@@ -46,7 +46,7 @@ class InactiveWorker:
         if self.rose_kv is None:
             spans |= _storages(self.model_runner.kv_caches)
         give_back(spans)
-        heap.give_back()  # what loading the model left in the allocator
+        heap.release_free()  # what loading the model left in the allocator
 
     def rose_activate(self) -> None:
         """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the
@@ -84,7 +84,7 @@ class InactiveWorker:
                 self.sleep(level=1)
         else:
             give_back(_storages(self.model_runner.kv_caches))
-            heap.give_back()
+            heap.release_free()
         self._rose_asleep = set(SLEEPS)
         return self._rose_moved(before)
 
