@@ -25,7 +25,7 @@ from rose.config import Config
 from rose.coordinator.turns import TurnHub
 from rose.launch import local
 
-LOOK_S = 0.1  # between two looks at who asks
+POLL_S = 0.1  # between two looks at who asks
 LATE_S = 0.5  # a look that comes so late says nothing about others: this rank itself was busy
 BEAT_S = 2.0  # between two signs of life in the endpoint's file
 FAREWELL_S = 0.3  # for the last message to pass the porter
@@ -99,7 +99,7 @@ class Borrowed:
     async def _poll(self) -> None:
         beat_at = sent_at = looked_at = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             asks, connecting = await asyncio.to_thread(self._door.look)
             for id, ask in asks:
                 await self._decide(id, ask)

@@ -20,7 +20,7 @@ from rose.launch import resume
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 
-LOOK_S = 0.25  # between two looks at whether the trainer ranks have written theirs
+POLL_S = 0.25  # between two looks at whether the trainer ranks have written theirs
 
 
 class Checkpoints:
@@ -90,7 +90,7 @@ class Checkpoints:
                         f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
                         f"{found} of {wanted} saved"
                     )
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             keep, spared = self._config.trainer.checkpoint_keep, self._spared()
             await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep, spared)
             self._on_saved(saving.step)

@@ -357,7 +357,7 @@ class Coordinator:
         await self._unless_stopping()
         c = self.config.trainer
         self.at_boundary = False
-        self.step_end.begins()
+        self.step_end.training_began()
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         if self.replicas is None:
@@ -375,7 +375,7 @@ class Coordinator:
                     f"{c.ranks}"
                 ),
             )
-        self.step_end.ended()
+        self.step_end.training_ended()
         return dict(self.trained)
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:

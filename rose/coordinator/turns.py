@@ -401,7 +401,7 @@ class TurnHub:
             self._resting.add(m.worker)  # until the scheduler uses it
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:
-            self.workers[m.worker].restarts(before)
+            self.workers[m.worker].continue_counts_of(before)
         print(
             f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start "
             f"{m.incarnation}",
