@@ -134,7 +134,7 @@ class Coordinator:
             mailbox.send,
             recorder,
             self.evaluations.kept,
-            log.saved,
+            log.checkpoint_saved,
         )
         self.gone: set[int] = set()
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
@@ -652,7 +652,7 @@ class Coordinator:
             )
 
     def _count_cost(self) -> None:
-        self.cost.tick(time.monotonic(), self.hub.borrowed, self.hub.made)
+        self.cost.tick(time.monotonic(), self.hub.borrowed, self.hub.generated)
 
     def _count_energy(self, source: int, m: p.WorkerLoad | p.TrainerReady | p.TrainDone) -> None:
         """Of the run's own devices."""

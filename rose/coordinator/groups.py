@@ -123,7 +123,7 @@ class Rollouts:
 
     def forget(self, groups: str) -> None:
         """Snapshots of an earlier attempt's groups, whose names begin so."""
-        self._hub.log.forget_all(groups)
+        self._hub.log.forget_prefix(groups)
 
     def take_scoring_failures(self) -> int:
         """Episodes without a score since this was asked, of evaluations, too."""
@@ -195,7 +195,7 @@ class Rollouts:
         target, each.target = each.target, None
         self._clear(each)
         self.trajectories_moved += 1
-        self._hub.leaves_host(m.id)
+        self._hub.restart_trajectory(m.id)
         if target in self.up:
             each.host = target
             self._send(target, each.start)
@@ -252,7 +252,7 @@ class Rollouts:
                 if not self.runs(message.trajectory):
                     return True  # cancelled while this was on its way
                 each = self._running[message.trajectory]
-                if self._hub.depth(message.trajectory) >= each.turns:
+                if self._hub.turns_done(message.trajectory) >= each.turns:
                     self._clear(each)
                 return False
             case p.TrajectoryResumed():
@@ -291,7 +291,7 @@ class Rollouts:
         self._send(m.rank, p.HostForgotten())
         lost = [each for each in self._running.values() if each.host == m.rank]
         for each in lost:
-            depth = self._hub.depth(each.start.id)
+            depth = self._hub.turns_done(each.start.id)
             if depth > each.turns:
                 each.turns, each.losses = depth, 0
                 self._deaths.pop(m.rank, None)
@@ -332,7 +332,7 @@ class Rollouts:
                 )
             else:
                 self.trajectories_restarted += 1
-                self._hub.leaves_host(start.id)
+                self._hub.restart_trajectory(start.id)
         for family in families.values():
             family = [each for each in family if self._running.get(each.start.id) is each]
             if any(each.losses >= SUSPECT_LOSSES for each in family):
@@ -382,7 +382,7 @@ class Rollouts:
             self._hub.group_ended(trajectory.group)
             for late in self.groups.late(trajectory.group):
                 self._cancel(late)
-        self._hub.end(trajectory)  # which may have dropped the group
+        self._hub.trajectory_ended(trajectory)  # which may have dropped the group
         if trajectory.group in self.finished and trajectory.phase is p.Phase.TRAIN:
             accepted = teaches(group, self._config.algorithm.dynamic_sampling)
             self._hub.feed(

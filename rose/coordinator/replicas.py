@@ -213,7 +213,7 @@ class Replicas(DeviceTurns):
         """Workers with a replica; where rollouts go on, those of them that rest."""
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
         if self._config.plans_replicas:
-            return [name for name in names if self._hub.rests(name)]
+            return [name for name in names if self._hub.is_idled(name)]
         return names
 
     def _planned_row(self, step: int) -> dict[str, float]:

@@ -71,7 +71,7 @@ def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
     # not in each: it may wake when all turns are taken
     assert any(row["hybrid_token_share"] > 0 and row["hybrid_idle_used"] > 0 for row in rows)
     assert all(0 <= row["hybrid_delay"] < 1 and row["borrowed_workers"] == 0 for row in rows)
-    assert coordinator.hub.made["hybrid"] > 0 == coordinator.hub.made["borrowed"]
+    assert coordinator.hub.generated["hybrid"] > 0 == coordinator.hub.generated["borrowed"]
     [path] = (tmp_path / "hybrid" / "journal").iterdir()
     assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
     changes = [e.actions for e in list(journal.read(path))[1:]]

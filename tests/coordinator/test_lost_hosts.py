@@ -322,8 +322,8 @@ def check_each_once(coordinator, peer, trajectories):
     for t in (t for step in peer.trained.values() for t in step):
         assert t.tokens[4:] == peer.received[t.id]
     assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
-    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
-    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._tokens == {}
+    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._restarted == set()
 
 
 @pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
