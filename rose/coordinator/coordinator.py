@@ -233,7 +233,7 @@ class Coordinator:
             await self._unless_stopping()
             last = self.config.trainer.steps
             if self.step >= last:
-                self.rollouts.end()
+                self.rollouts.stop()
             await self._evaluate(last)
             if self.step >= last:
                 break
@@ -425,7 +425,7 @@ class Coordinator:
         self.stopped_early = self.evaluations.stop_reason()
         if self.stopped_early:
             print(f"stopped at step {self.step}: {self.stopped_early}", flush=True)
-            self.rollouts.end()
+            self.rollouts.stop()
         return bool(self.stopped_early)
 
     def _record(

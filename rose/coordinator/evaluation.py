@@ -49,7 +49,7 @@ class Evaluations:
                 f"step {step}: it ran beside training when the run ended; its checkpoint stays no "
                 "longer than others",
             )
-            self._rollouts.forget(f"e{step}-")
+            self._rollouts.forget_groups(f"e{step}-")
 
     def due(self, step: int, last: int) -> bool:
         """Not if a run that was interrupted right afterwards has it already."""
