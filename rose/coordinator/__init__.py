@@ -7,7 +7,7 @@
     training.py      the batch -> trainer ranks; with trainer.stream group by group
     checkpoints.py   every rank's part on disk -> committed, beside the next steps
     borrowed.py      ranks of other jobs that join, fall silent and leave
-    device_turns.py, hybrid_turns.py
+    shared_devices.py, hybrid_devices.py
                      which role holds a GPU that trainer and engines share
     provisioner.py, reward_jobs.py
                      Slurm jobs that the scheduler, or the reward pools, request

@@ -25,16 +25,16 @@ from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.checkpoints import Checkpoints
-from rose.coordinator.device_turns import ANSWER_S, DeviceTurns
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
-from rose.coordinator.hybrid_turns import HybridTurns
+from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.replicas import Replicas, remove_left
 from rose.coordinator.retention import Retention
 from rose.coordinator.reward_jobs import RewardJobs
+from rose.coordinator.shared_devices import ANSWER_S, SharedDevices
 from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
 from rose.coordinator.stopping import StepEnd
 from rose.coordinator.training import Training
@@ -145,7 +145,7 @@ class Coordinator:
         self._tokens: dict[str, int] = {}  # of each worker at the last tick
         self._changed = Changes(lambda what: self.live.update(waiting_for=what))
         self.hybrids = (
-            HybridTurns(
+            HybridDevices(
                 config, self.ranks, mailbox.send, recorder, self.hub.hybrids_up, self._fault
             )
             if config.hybrids
@@ -171,7 +171,7 @@ class Coordinator:
         self.device = (
             self.hybrids
             or self.replicas
-            or DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
+            or SharedDevices(config, self.ranks, mailbox.send, self._changed.until, recorder)
         )
         self._stop, self._asked = asyncio.Event(), 0.0  # when, monotonic
         self.step_end = StepEnd(self._changed)
