@@ -149,7 +149,7 @@ class Provisioner:
                 except RuntimeError as error:
                     self._on_fault("Slurm does not answer", str(error))
                     continue
-                if request in self._jobs:  # else it was cancelled during the query
+                if request in self._jobs:  # False if it was cancelled during the query
                     await self._judge(request, job, {component.state for component in found})
 
     async def _judge(self, request: str, job: _Job, states: set[str]) -> None:

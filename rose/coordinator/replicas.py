@@ -106,7 +106,7 @@ class Replicas(SharedDevices):
         self._order_sleep([_index(worker) for worker in self._orders])
         timeout_s = self._config.trainer.step_timeout_s
         await self._changes.until(
-            lambda: self._training.ahead,
+            lambda: self._training.ranks_done,
             timeout_s,
             lambda: f"trainer ranks to compute their part of step {step}",
         )

@@ -14,7 +14,8 @@ POOLS = ("dedicated", "hybrid", "borrowed")  # groups of workers in the metrics
 
 @dataclass
 class Worker:
-    """One engine process; a restart of the engine gets a `Worker` with a new incarnation."""
+    """Counters of one engine process. A restarted engine gets a new `Worker`, with the next
+    incarnation."""
 
     rank: int
     incarnation: int

@@ -195,10 +195,10 @@ def test_a_rank_that_leaves_in_order_is_no_fault(court):
     "behaviour, words",
     [
         ("wrong token over MPI", "token is not the run's"),
-        ("garbage over MPI", "no message"),
-        ("garbage after hello", "no message"),
+        ("garbage over MPI", "invalid message"),
+        ("garbage after hello", "invalid message"),
         ("old version over MPI", "protocol version 1"),
-        ("speaks for another", "speaks for rollout-0"),
+        ("speaks for another", "in the name of rollout-0"),
         ("tells the run to fail", "sent RankFailed"),
         ("impossible engine", "0 KV tokens"),
         ("impossible capacity", "-5 KV tokens"),

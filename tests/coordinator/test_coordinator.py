@@ -32,8 +32,8 @@ def coordinator(make_config, tmp_path, monkeypatch):
     made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
     made.sent, made.step = sent, 7
     for index, rank in enumerate(TRAINER_RANKS):
-        made._take(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
-        made._take(rank, p.TrainerReady(index, 7, 7, "store", ""))
+        made._handle(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
+        made._handle(rank, p.TrainerReady(index, 7, 7, "store", ""))
     yield made
     made.journal.close()
 
