@@ -56,10 +56,10 @@ class _Rank:
     ask: Ask
     id: str  # name of its request to join
     asked_at: float  # monotonic seconds
-    connecting: asyncio.Event = field(default_factory=asyncio.Event)
+    connecting: asyncio.Event = field(default_factory=asyncio.Event)  # set when it connects
     guest: Guest | None = None
     connected: bool = False
-    greeted: bool = False  # It has sent a valid `JoinHello`.
+    greeted: bool = False  # True after a valid `JoinHello`
 
 
 class Borrowed:
@@ -284,7 +284,7 @@ class Borrowed:
         if message.version > newest or getattr(message, "finish", None) is p.FinishReason.ABORT:
             raise ValueError(
                 f"turn {message.turn}: tokens of version {message.version}, where {newest} is the "
-                "newest, or finish=abort, which no worker may send"
+                "newest, or `finish` ABORT, which no worker may send"
             )
 
     def _are_experts(self, data: bytes, tokens: int) -> bool:

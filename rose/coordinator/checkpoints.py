@@ -63,11 +63,8 @@ class Checkpoints:
         return evaluated or step % c.trainer.checkpoint_every == 0 or step == c.trainer.steps
 
     async def order(self, step: int) -> None:
-        """Order every trainer rank to write `step`, unless that is done.
-
-        Waits for the checkpoint before it. Each rank copies its state before it takes the next
-        message, so the next step can follow at once.
-        """
+        """Wait for the checkpoint before it, and order every trainer rank to write `step`, unless
+        that is done. Each rank copies its state before it takes its next message."""
         if self.ordered:
             return
         await self.committed()

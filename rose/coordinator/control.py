@@ -67,9 +67,7 @@ class _Group:
     running: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)
     replaced: int = 0
-    lost: set[str] = field(
-        default_factory=set
-    )  # members that failed because of their hosts' deaths
+    lost: set[str] = field(default_factory=set)  # members that failed by their hosts' deaths
     failures: int = 0  # failures since the last success
 
     def fails(self, bounds: Bounds) -> bool:
@@ -92,11 +90,8 @@ class Replaced:
 
 
 class Groups:
-    """The groups in progress, with their running and their finished trajectories.
-
-    `bounds` has an entry for each domain. `seeded`: the trajectories' turns get sampling seeds.
-    `branching` is the shape of the trees that training groups form; None: no trajectory forks.
-    """
+    """The groups in progress. `bounds` has an entry for each domain. `seeded`: the trajectories'
+    turns get sampling seeds. `branching` is the shape of training groups' trees, None: no forks."""
 
     def __init__(
         self,
@@ -118,12 +113,9 @@ class Groups:
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
     ) -> list[StartTrajectory]:
-        """Begin a group; return the messages that start its members.
-
-        The message of a member that forks follows that of the member it forks off. `spare` more
-        members start, which never fork: the first `size` members to finish make the group, and
-        `late` names the others.
-        """
+        """Begin a group; return the messages that start its members, each after that of the member
+        that it forks off. `spare` more members start, which never fork: the first `size` members to
+        finish make the group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, task, size, spare)
         return self._members(name, group, "")
 
@@ -249,10 +241,8 @@ class Groups:
 
 
 def first_name(trajectory: str) -> str:
-    """Return the name of the member that this trajectory replaces: g12.3 of g12.3r1.
-
-    The group's own name may hold an r, as in g12r1.
-    """
+    """Return the name of the member that this trajectory replaces: g12.3 of g12.3r1. The group's
+    own name may hold an r, as in g12r1."""
     group, dot, member = trajectory.rpartition(".")
     return f"{group}{dot}{member.partition('r')[0]}"
 

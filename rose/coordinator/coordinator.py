@@ -61,11 +61,8 @@ class Stopped(Exception):
 
 
 class Coordinator:
-    """Connects the modules of this folder and drives the step loop.
-
-    `attempt` is the number of the run's current attempt, `resume_from` the checkpoint's folder that
-    it starts from, if any.
-    """
+    """Connects the modules of this folder and drives the step loop. `attempt` is the number of the
+    run's current attempt, `resume_from` the folder of the checkpoint that it starts from."""
 
     def __init__(
         self,
@@ -329,7 +326,7 @@ class Coordinator:
         self.rollouts.begin_step(wanted * self.config.rollout.group_size)
         self.hub.begin_step()
         self.training.begin_step(self.step + 1)
-        # The live display would show the last phase's numbers until the next tick.
+        # Without these, the live display shows the last phase's numbers until the next tick.
         finished, total = self.rollouts.progress
         self.live.update(
             phase="rollout", step=self.step + 1, waiting_for="", finished=finished, total=total
@@ -388,11 +385,8 @@ class Coordinator:
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
         """Publish the step's weights and wait until every dedicated engine has verified and loaded
-        them, unless the run is to stop.
-
-        Turns that run during the load continue as `transfer.in_flight` says. A new turn waits for
-        an engine that has the weights.
-        """
+        them, unless the run is to stop. Running turns continue as `transfer.in_flight` says; a new
+        turn waits for an engine that has the weights."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             tokens = self.training.tokens() if self.config.plans_replicas else 0
@@ -548,11 +542,8 @@ class Coordinator:
         raise Stopped("asked to end by a signal")
 
     async def _unless_stopping(self) -> None:
-        """Return at once, or never if the run is to stop, which cancels the step loop.
-
-        Otherwise the next step could begin if its batch is complete, and the finished step could
-        not be saved any more.
-        """
+        """Return at once, or never if the run is to stop, which cancels the step loop. Otherwise
+        the next step could begin, and the finished one could not be saved any more."""
         if self._stop.is_set():
             await asyncio.Event().wait()
 

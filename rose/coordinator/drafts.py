@@ -75,10 +75,8 @@ class Siblings:
         self._ended.pop(worker, None)
 
     def flush(self, worker: str, rank: int, groups: Iterable[str]) -> None:
-        """Send `worker` the tokens of `groups`, of which it holds turns, that it lacks.
-
-        At most `MOST_BYTES`; the next call sends the remaining tokens.
-        """
+        """Send `worker`, which holds turns of `groups`, the tokens of these that it lacks, at most
+        `MOST_BYTES`; the next call sends the remaining ones."""
         have = self._have.setdefault(worker, {})
         room = MOST_BYTES
         spans = []
@@ -105,18 +103,14 @@ class Siblings:
 
 
 class Decoding:
-    """Counters of what all engines decoded since `begin_step`.
-
-    They generated `tokens` in `steps` engine steps and checked `drafted` draft tokens, of which
-    they accepted `accepted`. The counts come from heartbeats, up to a second late.
-    """
+    """Counters of all engines since `begin_step`: they generated `tokens` in `steps` engine steps,
+    and accepted `accepted` of `drafted` draft tokens. Heartbeats bring them up to 1 s late."""
 
     NAMES = ("steps", "drafted", "accepted", "generated_tokens")
 
     def __init__(self) -> None:
-        self._last: dict[
-            tuple[str, int], tuple[int, ...]
-        ] = {}  # (worker, incarnation) -> counts of `NAMES`
+        # (worker, incarnation) -> last counts, in the order of `NAMES`
+        self._last: dict[tuple[str, int], tuple[int, ...]] = {}
         self.begin_step()
 
     def begin_step(self) -> None:

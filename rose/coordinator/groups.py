@@ -46,11 +46,8 @@ class _Running:
 
 
 class Rollouts:
-    """Runs groups on the environment hosts.
-
-    `hosts` maps index -> rank of the hosts and is complete before the first group. `send` takes
-    (rank, message), `on_fault` (what, detail).
-    """
+    """Runs groups on the environment hosts. `hosts` maps index -> rank and is complete before the
+    first group; `send` takes (rank, message), `on_fault` (what, detail)."""
 
     def __init__(
         self,
@@ -85,9 +82,7 @@ class Rollouts:
         # suspects that wait for a host without one, each with the trajectories of its tree of forks
         self._waiting_families: deque[list[_Running]] = deque()
         self.up: set[int] = set()  # ranks of the hosts that are up
-        self._deaths: dict[
-            int, int
-        ] = {}  # host's rank -> deaths in a row, without progress between
+        self._deaths: dict[int, int] = {}  # host's rank -> deaths in a row without progress
         # since `begin_step`
         self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
@@ -107,9 +102,7 @@ class Rollouts:
 
     def evaluate(self, tasks: dict[str, tuple[control.Task, int]], waited_for: bool) -> None:
         """Start held-out tasks, given as name of the group -> (task, number of trajectories).
-
-        `waited_for`: `progress` counts them until the next step begins.
-        """
+        `waited_for`: `progress` counts them until the next step begins."""
         if waited_for:
             self._waited_for = p.Phase.EVAL
             self.progress = (0, sum(samples for _, samples in tasks.values()))
@@ -185,11 +178,8 @@ class Rollouts:
             self._hub.log.forget(trajectory.id)
 
     def move(self, trajectory: str, host: str) -> None:
-        """Request that the trajectory's host releases it, so that it can move to `host`.
-
-        Ignored if the trajectory has ended or a host is down, and for trajectories that fork off
-        each other, which stay on one host.
-        """
+        """Request that the trajectory's host releases it, so that it can move to `host`. Ignored if
+        it has ended or `host` is down, and for trees of forks, which stay on one host."""
         names = {_host_name(index): rank for index, rank in self._hosts.items()}
         each, rank = self._running.get(trajectory), names.get(host)
         if each is None or rank not in self.up or each.host in (rank, NO_HOST):
@@ -299,10 +289,8 @@ class Rollouts:
         return False
 
     def _host_lost(self, m: p.HostLost) -> None:
-        """Restart the trajectories of a host whose process died.
-
-        Raises `RunFailed` after more than rollout.host_restarts deaths in a row without a turn.
-        """
+        """Restart the trajectories of a host whose process died. Raises `RunFailed` after more than
+        rollout.host_restarts deaths in a row without progress."""
         self._send(m.rank, p.HostForgotten())
         lost = [each for each in self._running.values() if each.host == m.rank]
         for each in lost:
@@ -407,11 +395,8 @@ class Rollouts:
             )
 
     def _failed(self, m: p.TrajectoryFailed, lost: bool = False) -> None:
-        """Replace a failed trajectory by another member, or its task by another task.
-
-        `lost`: it failed because of its hosts' deaths. Raises `RunFailed` when too many tasks fail
-        each time.
-        """
+        """Replace a failed trajectory by another member, or its task by another task. `lost`: it
+        failed because of its hosts' deaths. Raises `RunFailed` if too many tasks fail each time."""
         running = self._running.pop(m.id)
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring

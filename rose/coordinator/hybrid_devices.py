@@ -40,9 +40,7 @@ class HybridDevices(SharedDevices):
         up: Callable[[], Collection[int]],
         on_fault: Callable[[str, str], None],
     ) -> None:
-        self._changes = Changes(
-            lambda what: None
-        )  # not displayed, since the step loop does not wait
+        self._changes = Changes(lambda what: None)  # moves are not displayed
         sides = {
             p.Role.TRAINER: ranks[p.Role.TRAINER] if config.trainer_sleeps else {},
             p.Role.ROLLOUT: hybrid_ranks(config),
@@ -61,11 +59,8 @@ class HybridDevices(SharedDevices):
         self.delay = 0.0  # `StepBegun.hybrid_delay` of the next step, see `figures`
 
     def begin(self, role: p.Role) -> None:
-        """Begin to move the devices to `role`, and cancel a move to the other role.
-
-        Ignored while `to` waits, and after `close`. The next step then begins with the move that
-        the scheduler wants at that time.
-        """
+        """Begin to move the devices to `role`, and cancel a move to the other role. Ignored while
+        `to` waits, and after `close`; the next step begins with the scheduler's next order."""
         if not (self._waits or self._closed):
             self._begin(role)
 
@@ -75,11 +70,8 @@ class HybridDevices(SharedDevices):
             self._moving = asyncio.create_task(self._move(self._moving, role))
 
     async def to(self, role: p.Role) -> None:
-        """Move the devices to `role` and wait for the move.
-
-        Raises what `SharedDevices.to` raises, also for an earlier move that `begin` started, and
-        `RunFailed` if the move is cancelled by anything but the cancellation of this call.
-        """
+        """Move the devices to `role` and wait for it. Raises what `SharedDevices.to` raises, also
+        for a move that `begin` started, and `RunFailed` if another task cancels the move."""
         began = time.time()
         self._begin(role)
         if (moving := self._moving) is not None:

@@ -51,11 +51,8 @@ class Ledger:
             entry.experts, entry.routed = [begun.experts], begun.routed
 
     def dispatch(self, turn: str, worker: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
-        """Assign the turn to `worker` and return the message for it.
-
-        The message's tokens are the context and the tokens received. `max_tokens` bounds the new
-        tokens of this attempt; 0 allows all that the turn may still have.
-        """
+        """Assign the turn to `worker`; return the message for it, with the context and the tokens
+        received. `max_tokens` bounds the new tokens of this attempt, 0: only the turn's limit."""
         entry = self._turns[turn]
         entry.worker = worker
         chunk_ended = 0 < entry.chunk_ends <= entry.received
@@ -77,10 +74,8 @@ class Ledger:
         return p.GenerateTurn(turn, attempt, tokens, sampling, entry.request.routed + entry.routed)
 
     def orphan(self, trajectory: str) -> None:
-        """Keep the trajectory's open turns running without a host, because its host was lost.
-
-        A host that requests the same turn again adopts it.
-        """
+        """Keep the open turns of a lost host running, until its new host requests them and adopts
+        them."""
         for turn in self.of_trajectory(trajectory):
             self._turns[turn].host = NO_HOST
 
@@ -125,11 +120,8 @@ class Ledger:
         return turn in self._turns
 
     def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
-        """Add the tokens of a message on the current attempt; return how many.
-
-        Returns None for a late message, which adds nothing. Raises `ValueError`, and adds nothing,
-        when the message contradicts itself or the request.
-        """
+        """Add the tokens of a message on the current attempt; return how many, or None for a late
+        message. Raises `ValueError`, and adds nothing, if it contradicts itself or the request."""
         entry = self._turns.get(message.turn)
         if entry is None or entry.attempt != message.attempt:
             return None
@@ -188,10 +180,10 @@ class Ledger:
         return [pair for turn in self._turns if (pair := self.partial_result(turn)) is not None]
 
     def partial_result(self, turn: str) -> tuple[p.TurnRequest, p.TurnResult] | None:
-        """Return the request and the tokens received; `finish` is LENGTH if complete, else ABORT.
+        """Return the request and the tokens received, with `finish` LENGTH if complete, else ABORT.
 
-        None for a turn without tokens. None, too, for an incomplete turn with a sampling seed: its
-        second half would be drawn differently than in a run that was not interrupted.
+        None for a turn without tokens, and for an incomplete turn with a sampling seed: its second
+        half would be drawn differently than in a run that was not interrupted.
         """
         entry, complete = self._turns[turn], self.complete(turn)
         if not entry.received or not (entry.request.sampling.seed is None or complete):

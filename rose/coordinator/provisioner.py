@@ -63,11 +63,8 @@ class Provisioner:
         self._actions.put_nowait(action)
 
     async def run(self) -> None:
-        """Carry out actions and poll jobs until cancelled.
-
-        The jobs outlive this task: a requeued run adopts them, and the end of a run that is not
-        requeued cancels them (rose/launch/slurm.py).
-        """
+        """Carry out actions and poll jobs until cancelled. The jobs outlive this: a requeued run
+        adopts them, and rose/launch/slurm.py cancels them when a run ends without a requeue."""
         self._tasks = Tasks()
         try:
             await self._adopt()
@@ -87,10 +84,8 @@ class Provisioner:
                     self._tasks.spawn(self._cancel(request, "not needed any more"))
 
     async def _adopt(self) -> None:
-        """Take over jobs of an earlier attempt, except those that Slurm reports as ended.
-
-        A job that Slurm doesn't answer for is kept, and `_watch` finds out whether it has ended.
-        """
+        """Take over jobs of an earlier attempt, except those that Slurm reports as ended. If Slurm
+        doesn't answer, `_watch` finds out later."""
         for request, job in lent.noted(self._run_dir, self._kind).items():
             try:
                 there = await asyncio.to_thread(state.is_active, job)

@@ -90,10 +90,8 @@ def _as_drawn(run_dir: Path, step: int) -> bool:
 
 
 def check_turn_rewards(run_dir: Path, needs: str) -> None:
-    """Raise `ConfigError` unless the first saved step's trajectories have rewards of turns.
-
-    `needs` is a clause for the error that names the algorithm which needs them.
-    """
+    """Raise `ConfigError` unless the first saved step's trajectories have rewards of turns. `needs`
+    is a clause of the error, which names the algorithm that needs them."""
     if not all(
         t.turn_rewards or not t.response_tokens for group in load(run_dir, 1) for t in group
     ):

@@ -87,10 +87,7 @@ class Replicas(SharedDevices):
 
     async def train(self, step: int, groups: list[Group]) -> None:
         """Give the trainer ranks and the replicas their parts; return when the replicas are done
-        and the ranks have all that they need for the step.
-
-        Raises `RunFailed` if a trainer rank doesn't answer.
-        """
+        and the ranks have all that they need. Raises `RunFailed` if a rank doesn't answer."""
         self._step = step
         chosen, why = self._choose(groups)
         if why and why != self._why:
@@ -247,10 +244,8 @@ class Replicas(SharedDevices):
             self._hub.feed(event(at=time.time(), worker=worker))
 
     def _order_sleep(self, engines: list[int]) -> None:
-        """Order the engines (by index) to sleep, without waiting for them.
-
-        `holder` is None until they wake again, so an engine that hangs is noticed only then.
-        """
+        """Order the engines (by index) to sleep, without waiting. `holder` is None until they wake
+        again, so an engine that hangs is noticed only then."""
         self._answers = {}
         if not engines:
             return

@@ -22,11 +22,8 @@ STEP_NAME = re.compile(r"step-(\d+)\.msgpack")
 
 
 class Retention:
-    """Removes old files when a step ends.
-
-    `keep` is the number of newest steps whose files stay, None for all. `attempt` is the number of
-    the current attempt.
-    """
+    """Removes old files when a step ends. `keep` is the number of newest steps whose files stay,
+    None for all; `attempt` is the number of the current attempt."""
 
     def __init__(self, run_dir: Path, keep: int | None, attempt: int) -> None:
         self._run_dir, self._keep, self._attempt = Path(run_dir), keep, attempt

@@ -17,11 +17,8 @@ RECENT_STEPS = 3  # steps, the longest of which predicts how long the next one's
 
 
 class StepEnd:
-    """Predicts and awaits the end of the step that is being trained.
-
-    A step ends when every trainer rank has applied it. A run that stops does not wait for the
-    engines to load the weights.
-    """
+    """Predicts and awaits the end of the step that is being trained: when every trainer rank has
+    applied it. A run that stops does not wait for engines to load the weights."""
 
     def __init__(self, changed: Changes) -> None:
         self._changed = changed
@@ -36,11 +33,8 @@ class StepEnd:
         self._began = None
 
     def left_s(self) -> float:
-        """Return the seconds until the step's end, if it takes as long as the longest recent one.
-
-        0 if it has taken longer already, if no step is trained, and for the attempt's first step,
-        for which there is no prediction.
-        """
+        """Return the seconds until the step's end, if it takes as long as the longest recent one; 0
+        if it has taken longer, if no step is trained, and for the attempt's first step."""
         if self._began is None:
             return 0.0
         return max(0.0, max(self._took, default=0.0) - (time.monotonic() - self._began))

@@ -80,11 +80,8 @@ class Training:
                 self._start_round()
 
     def complete(self, step: int, groups: list[Group]) -> None:
-        """Send the step's remaining groups as the last round, after which the ranks update.
-
-        Raises `RunFailed` if a group that was sent ahead isn't among `groups`; the ranks then apply
-        nothing of the step.
-        """
+        """Send the step's remaining groups as the last round, after which the ranks update. Raises
+        `RunFailed`, before any update, if a group that was sent isn't among `groups`."""
         if self._step != step:  # A replayed batch has no `begin_step`.
             self.begin_step(step)
         self._count_hidden()
@@ -117,10 +114,8 @@ class Training:
         return not self._working
 
     def finish(self, rows: list[int], sums: list[p.GradientSum]) -> None:
-        """Send the last round of a batch that was shared with replicas.
-
-        It has the `rows` that no replica has computed, and names the gradients of the others.
-        """
+        """Send the last round of a batch that was shared with replicas: the `rows` that no replica
+        has computed, and the names of the other rows' gradients."""
         if rows:
             plan, trees = self._plan(rows, True)
         else:

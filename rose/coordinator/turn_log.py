@@ -31,9 +31,9 @@ from rose.protocol import FinishReason, TurnRequest, TurnResult, unpack_tokens
 
 HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
-STARTS = "starts"  # name of the file with a step, and the number of starts there that failed
-MOST_STARTS = 2  # starts from one step that use the recorded turns, before one that doesn't
-# Bounds the memory for all running trajectories: some 160 million tokens, or 5 million with the
+STARTS = "starts"  # name of the file with a step, and the starts from it without an orderly end
+MOST_STARTS = 2  # starts from one step that use the recorded turns; the next one does not
+# Memory for all running trajectories, enough for some 160 million tokens, or for 5 million with the
 # experts of a 30B mixture.
 MOST_BYTES = 2**31
 
@@ -54,11 +54,8 @@ Records = dict[bytes, deque[Record]]  # `_key` -> records in the order of their 
 
 
 class _Running:
-    """The recorded turns of running trajectories, each kept until its trajectory ends.
-
-    When all together exceed `MOST_BYTES`, the oldest trajectory's turns are dropped. If that
-    trajectory's host is lost, its turns are generated again.
-    """
+    """The recorded turns of each running trajectory. Beyond `MOST_BYTES` the oldest trajectory's
+    turns are dropped; if its host is lost, they are generated again."""
 
     def __init__(self) -> None:
         # trajectory -> (`_key`, record) of its turns, in the order of their generation
@@ -71,8 +68,7 @@ class _Running:
         self._full = False
 
     def add(self, trajectory: str, key: bytes, record: Record, delivered: bool) -> None:
-        """Record a turn. `delivered`: the trajectory's current host gets it, and won't request it
-        again."""
+        """Record a turn. `delivered`: its host has the turn already and won't request it."""
         self._recorded.setdefault(trajectory, []).append((key, record))
         self._bytes += _size(record)
         if not delivered and trajectory in self._unclaimed:
@@ -81,8 +77,8 @@ class _Running:
             self.forget(next(iter(self._recorded)))
             if not self._full:
                 print(
-                    f"the turns of running trajectories take more than {MOST_BYTES >> 20} MiB: of "
-                    "the oldest none are kept for a lost environment host",
+                    f"the turns of running trajectories take more than {MOST_BYTES >> 20} MiB: "
+                    "those of the oldest are not kept for a lost environment host",
                     flush=True,
                 )
             self._full = True
@@ -181,11 +177,8 @@ class TurnLog:
             (self._folder / STARTS).unlink(missing_ok=True)
 
     def find(self, request: TurnRequest, version: int) -> TurnResult | None:
-        """Return the turn that an earlier attempt recorded for this context; None if none.
-
-        Each record is returned once. `version` is that of the newest weights. `finish` is ABORT if
-        the turn is not complete.
-        """
+        """Return the turn that an earlier attempt recorded for this context; None if none. Each
+        record is returned once, with `finish` ABORT if incomplete. `version`: the newest one."""
         if not self._known:
             return None
         if version - self._max_behind > self._newest_known:
@@ -248,11 +241,8 @@ class TurnLog:
     def add(
         self, request: TurnRequest, result: TurnResult, version: int, delivered: bool = True
     ) -> None:
-        """Record a turn that ended at `version`, or with `finish` ABORT one that was cut there.
-
-        `delivered`: the trajectory's current host gets it. Raises OSError, also for turns that were
-        added before and that the disk refuses only here.
-        """
+        """Record a turn that ended at `version`; with `finish` ABORT it is incomplete. `delivered`:
+        the trajectory's current host gets it. Raises OSError, also for turns added before."""
         if not result.tokens:
             return
         key = _key(request)
@@ -281,8 +271,7 @@ class TurnLog:
             self._file.flush()
 
     def checkpoint_saved(self, step: int) -> None:
-        """Remove what no restart needs, as it begins at `step`, whose checkpoint is on disk, or
-        later."""
+        """Remove what no restart from the checkpoint of `step`, or a later one, needs."""
         for late in self._forgotten:  # A host that was dying may have written one more snapshot.
             shutil.rmtree(self._snapshots / late, ignore_errors=True)
         self._forgotten.clear()
@@ -337,10 +326,8 @@ def _size(record: Record) -> int:
 
 def _key(request: TurnRequest) -> bytes:
     """Return a hash of the trajectory, its context, how many of the context's tokens have known
-    experts, and the sampling parameters.
-
-    The turn's number is left out, because an agent's concurrent calls arrive in any order.
-    """
+    experts, and the sampling parameters. The turn's number is left out, because an agent's
+    concurrent calls arrive in any order."""
     routed = (request.routed,) if request.routed else ()
     head = msgspec.msgpack.encode((request.trajectory, request.sampling, *routed))
     return xxhash.xxh3_128_digest(head + request.tokens)

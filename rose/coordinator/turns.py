@@ -29,6 +29,13 @@ MOST_HYBRID_LOADS = 3
 
 
 class TurnHub:
+    """Passes messages of environment hosts and workers to the scheduler, and its actions to them.
+
+    `send` takes (rank, message), `on_fault` (what, detail). `siblings`: engines draft from the
+    other turns of a group (rollout/draft=group). `hybrids`: ranks of engines on the trainer's
+    devices.
+    """
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -42,11 +49,6 @@ class TurnHub:
         siblings: bool = False,
         hybrids: Collection[int] = (),
     ) -> None:
-        """`send` takes (rank, message), `on_fault` (what, detail).
-
-        `siblings`: engines draft from the other turns of a group (rollout/draft=group). `hybrids`
-        are the ranks of engines on the trainer's devices.
-        """
         self.log = log
         self.siblings = Siblings(send) if siblings else None
         self.resumed_snapshots = 0  # trajectories that resumed from a snapshot, since `begin_step`
@@ -95,19 +97,15 @@ class TurnHub:
     # ----------------------------------------------------------------- for the step loop
 
     def publish(self, version: int, store: str, tokens: int = 0) -> None:
-        """Have every worker load this version before it gets another turn.
-
-        `store` is the place of the weight store. `tokens` counts those of the batch that trained
-        the version, 0 if unknown.
-        """
+        """Have every worker load this version before it gets another turn. `store` is the folder of
+        the weight store, `tokens` the size of the version's batch (0: unknown)."""
         self.version, self.store = version, store
         self.sync_bytes, self.sync_pause_s = 0, 0.0
         self.feed(ev.VersionPublished(at=time.time(), version=version, tokens=tokens))
         for name, worker in list(self.workers.items()):
             failed, worker.failed_loads = worker.failed_loads, 0
             if worker.alive and failed >= MOST_HYBRID_LOADS:
-                # For the scheduler the worker is still loading; report the end, so that it is
-                # ordered to load this version.
+                # The scheduler takes it to be still loading, and orders no load before its end.
                 self._load_ended(name, worker)
 
     def begin_step(self) -> None:
@@ -134,11 +132,8 @@ class TurnHub:
         return sum(busy) / len(busy) if busy else 0.0
 
     def stale_workers(self) -> list[str]:
-        """Return the dedicated workers that are up and don't hold the newest version yet.
-
-        The step loop waits for these, but not for borrowed workers or workers that the scheduler
-        does not use.
-        """
+        """Return the workers that the step loop waits for: dedicated ones that are up, are used by
+        the scheduler and don't hold the newest version yet."""
         return [
             name
             for name, w in self.dedicated()
@@ -239,23 +234,19 @@ class TurnHub:
             worker = self.workers[name]
             worker.turn_closed(time.time())
             self._send(worker.rank, p.AbortTurn(turn, self.ledger.attempt_of(turn)))
-        made = self.ledger.received(turn)
+        tokens = self.ledger.received(turn)
         self.ledger.drop(turn)
-        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=tokens))
 
     def feed(self, event: ev.Event) -> None:
-        """Pass the event to the scheduler and carry out its actions.
-
-        When called from within an action, it returns at once, and the event is handled after the
-        remaining actions.
-        """
+        """Pass the event to the scheduler and carry out its actions. When called from within an
+        action, return at once; the event is handled after the remaining actions."""
         self._queue.feed(event)
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.AssignTurn(turn, worker, attempt, max_tokens):
-                # An action before this one may have ended the turn.
-                if turn in self.ledger:
+                if turn in self.ledger:  # False if an action before this one has ended it
                     self.workers[worker].turn_opened(time.time())
                     message = self.ledger.dispatch(turn, worker, attempt, max_tokens)
                     self._send(self.workers[worker].rank, message)
@@ -291,7 +282,7 @@ class TurnHub:
         return True
 
     def _turn_requested(self, source: int, m: p.TurnRequest) -> None:
-        made = 0
+        tokens = 0
         if m.trajectory in self._restarted and self._adopt_open_turn(source, m):
             return
         if (recorded := self.log.find_in_memory(m)) is None:
@@ -299,7 +290,7 @@ class TurnHub:
             if recorded is not None:
                 self._count_tokens(m.trajectory, len(recorded.tokens) // 4)
         if recorded is not None:
-            made = len(recorded.tokens) // 4
+            tokens = len(recorded.tokens) // 4
             self.progress_at = time.time()
             if recorded.finish is not p.FinishReason.ABORT:
                 self._answer(m.trajectory, source, recorded)
@@ -313,7 +304,7 @@ class TurnHub:
                 group=m.group,
                 context_tokens=len(m.tokens) // 4,
                 max_new_tokens=m.sampling.max_new_tokens,
-                made_tokens=made,
+                made_tokens=tokens,
                 domain=m.domain,
                 outcome=m.outcome,
                 held_out=m.phase is p.Phase.EVAL,
@@ -367,7 +358,6 @@ class TurnHub:
         self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt))
 
     def _attempt_ended(self, turn: str) -> None:
-        """Take the turn from its worker."""
         self.workers[self.ledger.worker_of(turn)].turn_closed(time.time())
         self.ledger.unassign(turn)
 
@@ -395,9 +385,9 @@ class TurnHub:
         self._tokens[trajectory] = self._tokens.get(trajectory, 0) + tokens
 
     def _close_turn(self, turn: str, finish: p.FinishReason) -> None:
-        made = self.ledger.received(turn)
+        tokens = self.ledger.received(turn)
         self._deliver(turn, finish)
-        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=tokens))
 
     def _deliver(self, turn: str, finish: p.FinishReason) -> None:
         request = self.ledger.request_of(turn)
@@ -424,8 +414,7 @@ class TurnHub:
         self._idled.discard(m.worker)
         if source in self._hybrids:
             kind = "hybrid"
-            # The scheduler answers with `UseWorker` when it wants the engine.
-            self._idled.add(m.worker)
+            self._idled.add(m.worker)  # The scheduler orders `UseWorker` to use it.
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:
             self.workers[m.worker].continue_counts_of(before)
@@ -472,10 +461,8 @@ class TurnHub:
         self.lose(m.worker, m.reason)
 
     def lose(self, name: str, why: str) -> int:
-        """Remove a worker for good; return the number of turns that it had.
-
-        The turns continue on other workers from the tokens received.
-        """
+        """Remove a worker for good; return the number of turns that it had. They continue on other
+        workers from the tokens received."""
         if name not in self.workers:
             return 0
         held = self._unassign_all(name, why)

@@ -311,7 +311,7 @@ def test_the_turns_in_memory_are_bounded(world, rollouts, monkeypatch, capsys):
         world.finish([7, 8, 9], turn=f"{name}.t0")
     running = world.hub.log.running
     assert (running.turns("g0.0"), running.turns("g0.1")) == (0, 1)
-    assert "none are kept for a lost environment host" in capsys.readouterr().out
+    assert "are not kept for a lost environment host" in capsys.readouterr().out
 
 
 def check_each_once(coordinator, peer, trajectories):
