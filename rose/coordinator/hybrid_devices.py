@@ -144,13 +144,13 @@ class HybridDevices(SharedDevices):
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
         await super()._order(role, order, what)
         if (role, order) == (p.Role.ROLLOUT, p.Sleep):
-            self.starts.asleep()
+            self.starts.devices_released()
 
-    def _asked(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
-        ranks = super()._asked(role, order)
+    def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+        ranks = super()._recipients(role, order)
         if role is p.Role.ROLLOUT and order is p.Sleep:
-            self.starts.sleeps(time.time())
+            self.starts.sleep_ordered(time.time())
         elif role is p.Role.ROLLOUT:
             ranks = {index: rank for index, rank in ranks.items() if self.starts.worth(rank)}
-            self.starts.wakes(ranks.values(), self._move_began)
+            self.starts.wake_ordered(ranks.values(), self._move_began)
         return ranks

@@ -92,7 +92,7 @@ class HybridStarts:
 
     # ----------------------------------------------------------------- events of the ranks
 
-    def wakes(self, ranks: Collection[int], since: float) -> None:
+    def wake_ordered(self, ranks: Collection[int], since: float) -> None:
         """Note an order to wake. `since` is when the trainer was ordered to release the devices."""
         self._awake, self._hold_began = set(ranks), since
         self._begun = dict.fromkeys(self._awake.difference(self._up()), since)
@@ -106,13 +106,13 @@ class HybridStarts:
         for rank in self._awake.difference(up, self._begun):
             self._begun[rank] = at
 
-    def sleeps(self, at: float) -> None:
+    def sleep_ordered(self, at: float) -> None:
         """Note an order to sleep; a start may still succeed before the device is released."""
         if self._awake:
             self._longest_hold_s = max(self._longest_hold_s, at - self._hold_began)
         self._awake, self._hold_ended = set(), at
 
-    def asleep(self) -> None:
+    def devices_released(self) -> None:
         """Note that the ranks have released their devices, which cancels starts."""
         if self._cancels:
             for rank, since in self._begun.items():

@@ -50,7 +50,7 @@ class SharedDevices:
             return
         other = p.Role.ROLLOUT if role is p.Role.TRAINER else p.Role.TRAINER
         self.holder = None
-        await self._order(other, p.Sleep, "give their devices' memory back")
+        await self._order(other, p.Sleep, "release their devices' memory")
         await self._order(role, p.Wake, "take their devices' memory")
         self.holder = role
         self._recorder.instant("device_turn", holder=role.value)
@@ -70,7 +70,7 @@ class SharedDevices:
         return taken
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
-        ranks = self._asked(role, order)
+        ranks = self._recipients(role, order)
         if not ranks:
             return
         self._order_number += 1
@@ -89,7 +89,7 @@ class SharedDevices:
             )
         self._count(role, name)
 
-    def _asked(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+    def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
         """Return index -> rank of the ranks that get the order."""
         return self._ranks[role]
 

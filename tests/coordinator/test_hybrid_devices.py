@@ -198,14 +198,14 @@ class SlowStarts(peers.Peers):
 class EvenStarts(HybridStarts):
     """Every rollout takes a minute, and is a turn of the engines, however busy the machine."""
 
-    def wakes(self, ranks, since):
-        super().wakes(ranks, 0.0)
+    def wake_ordered(self, ranks, since):
+        super().wake_ordered(ranks, 0.0)
 
     def update(self, at):
         super().update(30.0)
 
-    def sleeps(self, at):
-        super().sleeps(60.0)
+    def sleep_ordered(self, at):
+        super().sleep_ordered(60.0)
 
     def rolled_out(self, seconds):
         super().rolled_out(60.0)
@@ -243,12 +243,12 @@ class Starts:
         """Whether the rank gets its turn."""
         worth = self.starts.worth(7)
         if worth:
-            self.starts.wakes([7], 100.0)
+            self.starts.wake_ordered([7], 100.0)
         if worth and up_after is not None:
             self.up = {7}
             self.starts.update(100.0 + up_after)
-        self.starts.sleeps(100.0 + (turn or seconds))
-        self.starts.asleep()
+        self.starts.sleep_ordered(100.0 + (turn or seconds))
+        self.starts.devices_released()
         self.starts.rolled_out(seconds)
         return worth
 
@@ -291,18 +291,18 @@ def test_a_turn_that_was_ended_early_once_bars_no_start_and_a_habit_does():
 
 def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     made = Starts()
-    made.starts.wakes([7], 10.0)
+    made.starts.wake_ordered([7], 10.0)
     made.up = set()
     made.starts.update(40.0)
-    made.starts.sleeps(55.0)
+    made.starts.sleep_ordered(55.0)
     made.up = {7}
     made.starts.update(56.0)  # it got to its end before it was broken off
-    made.starts.asleep(), made.starts.rolled_out(50.0)
+    made.starts.devices_released(), made.starts.rolled_out(50.0)
     assert made.faults == []
-    made.starts.wakes([7], 100.0)
+    made.starts.wake_ordered([7], 100.0)
     made.up = set()
     made.starts.update(145.0)  # late in its turn, which says little of what a start takes
-    made.starts.sleeps(150.0), made.starts.asleep(), made.starts.rolled_out(50.0)
+    made.starts.sleep_ordered(150.0), made.starts.devices_released(), made.starts.rolled_out(50.0)
     assert "cancelled after 5.0 s" in made.faults[0] and "more than 16.0 s" in made.faults[0]
     assert made.starts.any_worth and made.rollout(50.0) and "50.0 s" in made.faults[1]
     assert not made.rollout(50.0)

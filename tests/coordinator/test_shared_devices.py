@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
         device.holder = p.Role.ROLLOUT
         with pytest.raises(
             RunFailed,
-            match="rollout ranks to give their devices' memory back: no `DeviceChanged` of 1",
+            match="rollout ranks to release their devices' memory: no `DeviceChanged` of 1",
         ):
             await device.to(p.Role.TRAINER)
         assert device.holder is None
