@@ -25,14 +25,12 @@ M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
 M_MMAP_MAX = -4
-# A larger allocation gets a mapping of its own, which is unmapped when it is freed. glibc accepts
-# no higher value.
-MMAP_THRESHOLD = 32 << 20  # bytes
+# Bytes, glibc's maximum. A larger allocation gets a mapping of its own, unmapped when it is freed.
+MMAP_THRESHOLD = 32 << 20
 TRIM_THRESHOLD = 1 << 30  # bytes free at the heap's end, beyond which glibc shrinks the heap
 TRAINER_TOP_PAD = 64 << 20  # bytes added to each growth of a trainer's heap
 ENGINE_TOP_PAD = 256 << 20  # bytes added to each growth of an engine's heap
-# The heap can't grow while one piece is populated: some milliseconds at most.
-PIECE = 2 << 20  # bytes
+PIECE = 2 << 20  # bytes populated at once, in some milliseconds in which the heap can't grow
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14
 
 
@@ -47,10 +45,9 @@ def keep() -> None:
 
 
 def keep_all() -> None:
-    """Let glibc keep all freed memory, of any size, until `malloc_trim`. A trainer's gradients,
-    DeepSpeed's copies of them and logits are larger than `MMAP_THRESHOLD`. Without this they are
-    mapped again in each step, which takes as long as the step's arithmetic for few rows
-    (docs/benchmarks.md)."""
+    """Let glibc keep freed memory until `malloc_trim`. A trainer's gradients, DeepSpeed's copies
+    of them and logits exceed `MMAP_THRESHOLD`. Otherwise each step maps them again, which takes as
+    long as the step's arithmetic for few rows (docs/benchmarks.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
@@ -66,10 +63,8 @@ def release_free() -> None:
 
 
 class Ahead:
-    """Populates this process's heap up to its end, including pages that no engine step has used.
-
-    Does nothing where the process has no brk heap, or the system lacks MADV_POPULATE_WRITE.
-    """
+    """Populates this process's heap up to its end, also pages that no engine step has used. Does
+    nothing if the process has no brk heap or the system lacks MADV_POPULATE_WRITE."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -88,8 +83,7 @@ class Ahead:
         while self._populated_to < end:
             nbytes = min(PIECE, end - self._populated_to)
             if self._madvise(self._populated_to, nbytes, MADV_POPULATE_WRITE):
-                # An older Linux, or no memory left: page faults populate the heap, as by default.
-                self._populated_to = None
+                self._populated_to = None  # older Linux, or no memory left: pages come by fault
                 return True
             self._populated_to += nbytes
             if time.monotonic() > until:

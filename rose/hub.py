@@ -23,19 +23,16 @@ WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", 
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 # Variables in the environment of each process that the launcher starts.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-
-
 MOST_HEADER = 10**8  # bytes of a safetensors header, the library's own limit
 
 
 def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:
     """Return the absolute folder of one commit of `repository`, whose name is the commit's hash.
-
     Downloads the commit if it is not in the cache, with the hub's progress bars on stderr.
-    `revision` is a branch, tag or commit; None is the default branch. `key` is the configuration
-    key that gave the id, for errors.
 
-    Raises `ConfigError` when neither the hub nor the cache has the whole commit.
+    `revision` is a branch, tag or commit; None is the default branch. `key` is the configuration
+    key that gave the id, for errors. Raises `ConfigError` when neither the hub nor the cache has
+    the whole commit.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -72,8 +69,7 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
             f"{f' --revision {revision}' if revision else ''}` with HF_HOME on a file system that "
             f"this machine sees, too; or {key}=/folder{_as_folder(key)} for a copy on disk"
         ) from None
-    # Not resolved: the folder's name is the commit, and its files are links to blobs.
-    folder = Path(found).absolute()
+    folder = Path(found).absolute()  # not resolved: its name is the commit, its files are links
     check_whole(folder, named)
     print(f"{repository}: commit {folder.name[:12]} in {folder}", file=sys.stderr, flush=True)
     return folder
@@ -117,9 +113,7 @@ def check_whole(folder: Path, named: str) -> None:
 
 def check_files(folder: Path, named: str, again: str) -> None:
     """Raise `ConfigError` when a file of the weights is absent, or not as long as its header says.
-
-    `again` is the advice in the error. A folder that has only PyTorch's own files is not checked.
-    """
+    `again` is the error's advice. A folder with only PyTorch's own files is not checked."""
     index = folder / "model.safetensors.index.json"
     shards = ["model.safetensors"]
     if index.is_file():
