@@ -50,7 +50,7 @@ class InactiveWorker:
         if self.rose_kv is None:
             spans |= _storages(self.model_runner.kv_caches)
         release_pages(spans)
-        heap.give_back()  # memory that loading the model left in the allocator
+        heap.release_free()  # memory that loading the model left in the allocator
 
     def rose_activate(self) -> None:
         """Read the weights of the model's folder. Raises what vLLM's loader raises, and
@@ -89,7 +89,7 @@ class InactiveWorker:
                 self.sleep(level=1)
         else:
             release_pages(_storages(self.model_runner.kv_caches))
-            heap.give_back()
+            heap.release_free()
         self._rose_asleep = set(SLEEP_TAGS)
         return self._rose_moved(before)
 

@@ -75,7 +75,7 @@ class Offload:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         else:
-            heap.give_back()
+            heap.release_free()
         return memory.device_memory(self._device)
 
     def take(self) -> DeviceMemory:

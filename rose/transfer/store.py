@@ -209,8 +209,8 @@ class EdgeWriter:
                     data[at : at + payload.size] = payload
                     at += payload.size
                 file.create_dataset("blocks", data=np.array(self._entries, dtype=ENTRY))
-            # getbuffer() would export the sink's memory; from Python 3.13 on a sink that is collected
-            # before its export complains on standard error. getvalue() doesn't copy either.
+            # getvalue() copies nothing here. getbuffer() would export the sink's memory, and Python
+            # 3.13 complains on standard error if a sink is collected before its export.
             self._image = memoryview(sink.getvalue())
         return self._image
 
