@@ -2,6 +2,8 @@
 coordinator is a list."""
 
 import asyncio
+import logging
+import signal
 import time
 from functools import partial
 
@@ -184,3 +186,25 @@ def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_agai
         await running
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("number, level", [(signal.SIGTERM, logging.CRITICAL), (signal.SIGUSR2, 0)])
+def test_only_where_slurm_ends_its_engine_too_does_vllm_keep_quiet(
+    make_config, tmp_path, number, level
+):
+    from rose.lending.rank.worker import BorrowedWorker
+
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    logger.setLevel(logging.NOTSET)
+
+    async def leave():
+        BorrowedWorker(
+            make_config(), "borrowed-1", NullRecorder(), tmp_path / "rollout", print
+        ).ask_to_leave(number)
+
+    try:
+        asyncio.run(leave())
+        assert logger.level == level
+    finally:
+        logger.setLevel(before)

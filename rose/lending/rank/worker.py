@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -82,6 +83,9 @@ class BorrowedWorker(RolloutWorker):
     def ask_to_leave(self, number: int) -> None:
         """Leave because of signal `number`: after SIGUSR2 when the turns are done, after any other
         signal, or a second one, at once."""
+        if number == signal.SIGTERM:
+            # Slurm sends SIGTERM to the engine's process, too. vLLM would log its end as an error.
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)
         if not self._asked_to_leave.done():
             self._asked_to_leave.set_result(number)
         else:
