@@ -259,6 +259,12 @@ class Namespaces:
         except OSError:
             return None
 
+    async def idle(self) -> bool:
+        try:
+            return (await self._order(do="idle"))[0]["idle"]
+        except OSError:  # The session ended just now.
+            return False
+
     async def look(self) -> dict[str, Any]:
         return (await self._order(do="look"))[0]
 

@@ -33,9 +33,14 @@ def waiting(pid: int, number: int) -> int:
     whoever waits for that would wake. Raises OSError."""
     fd = kernel.borrowed(pid, number)
     try:
-        return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+        return bytes_in(fd)
     finally:
         os.close(fd)
+
+
+def bytes_in(fd: int) -> int:
+    """Return how much the pipe or terminal `fd` holds unread. Raises OSError."""
+    return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
 
 
 def terminals(spare: set[int]) -> bool:

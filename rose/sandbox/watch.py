@@ -353,6 +353,14 @@ def waits(session: int) -> bool:
     return False
 
 
+def idle(session: int, unread_bytes: int) -> bool:
+    """Return whether the session's bash waits for its next command although one was written.
+
+    `unread_bytes`: of commands, counted before this call. Raises OSError."""
+    taken = unread_bytes == 0 and os.readlink(f"/proc/{session}/fd/0") == f"{OWN_PIPES}commands"
+    return taken and _read(f"/proc/{session}/syscall").startswith(f"{READ_CALL} 0x0 ")
+
+
 def session_state(session: int) -> dict[str, str]:
     """What the kernel holds of the session, in parts with names. Raises OSError."""
     values = _read(f"/proc/{session}/stat").rpartition(")")[2].split()
