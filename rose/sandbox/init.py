@@ -231,7 +231,7 @@ class Init:
                     answer = self.watch.look(self.session, tuple(self.opening))
                 case "resume":
                     if self.watch is not None:
-                        self.watch.processes.resume()
+                        self.watch.resume()
                     answer = {}
                 case "adopt":  # a session that was captured; process 1 is its new parent
                     os.kill(order["pid"], 0)

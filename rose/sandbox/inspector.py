@@ -10,8 +10,8 @@ can't be seen counts as changed. A program of the agent's can deceive its own sa
 only, and so lose its own state.
 
 Not seen: the seed of RANDOM, bash's hash table, the place of getopts within one argument, on which
-cores a process may run, writes through memory into a nameless file (a memfd) that another process
-has open, and those through /proc/PID/mem.
+cores a process may run, and writes through memory into a nameless file (a memfd) that another
+process has open.
 """
 
 from __future__ import annotations
