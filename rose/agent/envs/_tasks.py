@@ -87,7 +87,8 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
 
 
 def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
-    """A doubt about held-out tasks that are trained; "" if there are none."""
+    """Doubts about held-out tasks that are trained, and about images of other users; "" if there
+    are none."""
     known = {task.digest for task in train}
     both = [task.name for task in held_out if task.digest in known]
     words = (
@@ -95,7 +96,23 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
         f"({', '.join(both[:3])}), so evaluation measures what was trained; folders train and "
         "held_out with different tasks tell them apart"
     )
-    return words if both else ""
+    return "; ".join(filter(None, (words if both else "", _others((*train, *held_out)))))
+
+
+def _others(tasks: tuple[Task, ...]) -> str:
+    """A doubt about images whose top has files of other users, which only root's sandboxes can
+    change; "" if there are none."""
+    user, found = os.geteuid(), []
+    for task in {task.image: task for task in tasks if task.image and user}.values():
+        with os.scandir(task.image) as entries:
+            if any(entry.stat(follow_symlinks=False).st_uid != user for entry in entries):
+                found.append(task.name)
+    words = (
+        f"env.args.tasks: environment/rootfs of {len(found)} tasks ({', '.join(found[:3])}) has "
+        f"files of other users than {user}, which sandboxes without root show as nobody's and "
+        f"can't change; chown -R {user} them"
+    )
+    return words if found else ""
 
 
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
