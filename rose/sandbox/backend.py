@@ -31,7 +31,7 @@ until
          || ${__rose_nothing_writes:?}; builtin enable eval read ;;
   esac
   __rose=$'\\2'
-  ! IFS= builtin read -r -d '' __rose <&44
+  ! IFS= TMOUT= builtin read -r -d '' __rose <&44
 do
   case $__rose in
   $'\\1')

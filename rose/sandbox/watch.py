@@ -368,7 +368,7 @@ def session_state(session: int) -> dict[str, str]:
     status = _read(f"/proc/{session}/status").splitlines()
     parts = {
         "the shell itself": f"{session} {values[19]}",
-        "the shell's priority": " ".join(values[15:17]),
+        "the shell's priority": " ".join(values[15:17] + values[37:39]),
         "the shell's rights and signals": "\n".join(x for x in status if x.startswith(ATTRIBUTES)),
         "the working directory": os.readlink(f"/proc/{session}/cwd"),
         "System V's shared memory": "".join(map(_read, SYSTEM_V)),
