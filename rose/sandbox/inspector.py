@@ -9,7 +9,7 @@ Three quarters of an agent's turns change nothing that a checkpoint would have t
 can't be seen counts as changed. A program of the agent's can deceive its own sandbox's inspector
 only, and so lose its own state.
 
-Not seen: the seed of RANDOM and that such a variable was unset, bash's hash table and `$0`, the place
+Not seen: the seed of RANDOM, that such a variable was unset, bash's hash table and `$0`, the place
 of getopts within one argument, on which cores and with what I/O priority a process may run, and
 writes through memory into a nameless file (a memfd) that another process has open.
 """
