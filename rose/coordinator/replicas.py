@@ -31,6 +31,7 @@ from rose.coordinator.device_turns import DeviceTurns
 from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
+from rose.files import own_folder
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import events as ev
 from rose.transfer import mirror
@@ -264,7 +265,7 @@ class Replicas(DeviceTurns):
         """A new one for so many files: of the machine's memory where that has room."""
         with suppress(OSError):  # as a mirror is: what is refused there costs time alone
             if sum(nbytes) * ROOM <= shutil.disk_usage(self._near.parent).free:
-                self._near.mkdir(mode=0o700, exist_ok=True)
+                own_folder(self._near, parents=False)
                 return self._near
         self._far.mkdir(mode=0o700, exist_ok=True)
         return self._far

@@ -187,7 +187,11 @@ async def what_is_not_captured_is_said(folder):
         await output(box, f"python3 unread.py closed & {until}")
         await box.capture("process", folder / "c")
         async with await Sandbox.restore(folder / "c") as other:
-            for part in ("were not brought back: System V's", "datagrams that", "a closed terminal"):
+            for part in (
+                "were not brought back: System V's",
+                "datagrams that",
+                "a closed terminal",
+            ):
                 assert part in other.lost, other.lost
         await output(box, f"python3 unread.py terminal & {until}")
         try:
