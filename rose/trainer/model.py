@@ -26,7 +26,6 @@ from rose.trainer.router_replay import RouterReplay
 from rose.trainer.saved_states import PREFIX
 from rose.trainer.sequence import SequenceGroup
 
-
 # Keys of a config that change logits or attention. Their effect may hide in bfloat16's rounding.
 UNAPPLIED = (
     *("final_logit_softcapping", "logits_scaling", "logit_scale"),
