@@ -87,8 +87,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
 
 
 def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
-    """Doubts about held-out tasks that are trained, and about images of other users; "" if there
-    are none."""
+    """A doubt about held-out tasks that are trained; "" if there are none."""
     known = {task.digest for task in train}
     both = [task.name for task in held_out if task.digest in known]
     words = (
@@ -96,14 +95,15 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
         f"({', '.join(both[:3])}), so evaluation measures what was trained; folders train and "
         "held_out with different tasks tell them apart"
     )
-    return "; ".join(filter(None, (words if both else "", _others((*train, *held_out)))))
+    return words if both else ""
 
 
-def _others(tasks: tuple[Task, ...]) -> str:
+def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     """A doubt about images whose top has files of other users, which only root's sandboxes can
     change; "" if there are none."""
     user, found = os.geteuid(), []
-    for task in {task.image: task for task in tasks if task.image and user}.values():
+    images = {task.image: task for task in (*train, *held_out) if task.image and user}
+    for task in images.values():
         with os.scandir(task.image) as entries:
             if any(entry.stat(follow_symlinks=False).st_uid != user for entry in entries):
                 found.append(task.name)

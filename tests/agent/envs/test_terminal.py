@@ -197,12 +197,10 @@ def test_an_image_of_another_user_is_a_doubt(tmp_path, monkeypatch):
         task(tmp_path, name)
     (tmp_path / "whole/environment/rootfs/bin").mkdir(parents=True)
     (tmp_path / "whole/environment/rootfs/bin/bash").touch()
-    made = Terminal(tasks=str(tmp_path))
-    alone = made.doubt
-    assert "rootfs" not in alone
+    assert Terminal(tasks=str(tmp_path)).training_doubt == ""
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    added = Terminal(tasks=str(tmp_path)).doubt.removeprefix(alone)
-    assert "rootfs of 1 tasks (whole) has files of other users than 12345" in added
+    found = Terminal(tasks=str(tmp_path)).training_doubt
+    assert "rootfs of 1 tasks (whole) has files of other users than 12345" in found
 
 
 def test_the_verdict_is_the_number_that_the_tests_write(tmp_path):
