@@ -80,8 +80,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The coordinator's state. Raises `ValueError` naming the file when it is damaged."""
     path = Path(checkpoint) / COORDINATOR_STATE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("no JSON object")
+        return state
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go "
             "on from the one before it"
@@ -99,16 +102,18 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
         raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        saved, dtype = (state["ranks"], state["zero_stage"]), state["dtype"]
+    except (ValueError, LookupError, TypeError) as error:
+        words = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{path} is damaged ({error}); remove that folder to go on from the one before it"
+            f"{path} is damaged ({words}); remove that folder to go on from the one before it"
         ) from None
-    if state["dtype"] != trainer.dtype:
+    if dtype != trainer.dtype:
         raise ValueError(
-            f"{path}: saved with trainer.dtype={state['dtype']}, now {trainer.dtype}; set it to "
-            f"{state['dtype']}, or begin a run of another name"
+            f"{path}: saved with trainer.dtype={dtype}, now {trainer.dtype}; set it to {dtype}, or "
+            "begin a run of another name"
         )
-    saved, now = (state["ranks"], state["zero_stage"]), (trainer.ranks, trainer.zero_stage)
+    now = (trainer.ranks, trainer.zero_stage)
     if saved == now:
         return state
     if not saved[1] == now[1] == 0:
