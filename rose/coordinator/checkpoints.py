@@ -21,6 +21,7 @@ from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 
 LOOK_S = 0.25  # between two looks at whether the trainer ranks have written theirs
+FAILED_S = 60.0  # for the other ranks to end their part once one could not save
 
 
 class Checkpoints:
@@ -42,6 +43,7 @@ class Checkpoints:
         self._spared, self._on_saved = spared, on_saved
         self._saving: checkpoint.Save | None = None  # what the ranks were ordered to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
+        self._failed = False  # one could not be saved: the next is the last try before the run ends
 
     @property
     def ordered(self) -> bool:
@@ -65,6 +67,9 @@ class Checkpoints:
             return
         await self.committed()
         folder = checkpoint.begin(self._run_dir, step)
+        if self._failed:  # There may be too little room: what its commit would remove goes first.
+            keep = max(1, self._config.trainer.checkpoint_keep - 1)
+            checkpoint.remove_old(self._run_dir, keep, self._spared())
         self._saving = checkpoint.Save(step, folder, time.monotonic())
         for rank in self._trainers.values():
             self._send(rank, p.SaveCheckpoint(step, str(folder)))
@@ -84,7 +89,7 @@ class Checkpoints:
         `deadline_s`."""
         wanted = self._config.trainer.ranks
         with self._recorder.timed("checkpoint", step=saving.step):
-            while (found := checkpoint.saved(saving.folder)) < wanted:
+            while (found := await self._saved(saving)) < wanted:
                 if time.monotonic() - saving.began > deadline_s:
                     raise RunFailed(
                         f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
@@ -96,6 +101,19 @@ class Checkpoints:
             self._on_saved(saving.step)
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
 
+    async def _saved(self, saving: checkpoint.Save) -> int:
+        """How many ranks have saved. Raises `checkpoint.SaveFailed` when no other rank writes any
+        more, or after `FAILED_S`: another checkpoint may be tried in the same folder."""
+        try:
+            return checkpoint.saved(saving.folder)
+        except checkpoint.SaveFailed:
+            until = time.monotonic() + FAILED_S
+            while len(checkpoint.marks(saving.folder)) < self._config.trainer.ranks:
+                if time.monotonic() > until:
+                    break
+                await asyncio.sleep(LOOK_S)
+            raise
+
     async def collect(self) -> None:
         """Raise what kept a checkpoint from the disk, if that is known by now."""
         if self._committing is not None and self._committing.done():
@@ -105,9 +123,15 @@ class Checkpoints:
         """Wait for the checkpoint that is being written, if there is one. Raises what kept it from
         the disk."""
         while (task := self._committing) is not None:
-            await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
-            if self._committing is task:  # the steps and a stop may both wait here
-                self._committing = None
+            try:
+                await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
+            except (checkpoint.SaveFailed, OSError):
+                self._failed = True
+                raise
+            finally:
+                # The steps and a stop may both wait here.
+                if task.done() and self._committing is task:
+                    self._committing = None
 
     def newest(self) -> int:
         """Step of the newest checkpoint on disk, 0 without one."""

@@ -48,14 +48,19 @@ def mark(folder: Path, rank: int, error: str) -> None:
         print(f"{folder}: trainer rank {rank} could not mark its part: {trouble}", flush=True)
 
 
+def marks(folder: Path) -> list[re.Match]:
+    """Return the marks of ranks that have ended their part, well or not."""
+    return [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
+
+
 def saved(folder: Path) -> int:
     """How many ranks have written their part. Raises `SaveFailed` with what one of them met."""
-    marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
-    for found in marks:
+    there = marks(folder)
+    for found in there:
         if found[1] == FAILED:
             why = (Path(folder) / found[0]).read_text(encoding="utf-8")
             raise SaveFailed(f"{folder}: trainer rank {int(found[2])} could not save: {why}")
-    return len(marks)
+    return len(there)
 
 
 def _folder(run_dir: Path) -> Path:
@@ -165,7 +170,12 @@ def commit(folder: Path, state: dict[str, Any], keep: int, spared: Collection[in
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that was interrupted and is made again
     os.rename(folder, final)
     sync(final.parent)
-    for old in complete(final.parent.parent)[:-keep]:
+    remove_old(final.parent.parent, keep, spared)
+    return final
+
+
+def remove_old(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
+    """Remove all checkpoints but the `keep` newest and those of the steps `spared`."""
+    for old in complete(run_dir)[:-keep]:
         if step_of(old) not in spared:
             shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
-    return final
