@@ -21,7 +21,8 @@ from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 
 LOOK_S = 0.25  # between two looks at whether the trainer ranks have written theirs
-FAILED_S = 60.0  # for the other ranks to end their part once one could not save
+# Seconds for the other ranks to end their part once one rank could not save.
+FAILED_S = 60.0
 
 
 class Checkpoints:
@@ -43,7 +44,8 @@ class Checkpoints:
         self._spared, self._on_saved = spared, on_saved
         self._saving: checkpoint.Save | None = None  # what the ranks were ordered to write
         self._committing: asyncio.Task | None = None  # waits until it is on disk
-        self._failed = False  # one could not be saved: the next is the last try before the run ends
+        # A checkpoint could not be saved, so the next one is the last before the run ends.
+        self._failed = False
 
     @property
     def ordered(self) -> bool:
@@ -102,8 +104,8 @@ class Checkpoints:
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
 
     async def _saved(self, saving: checkpoint.Save) -> int:
-        """How many ranks have saved. Raises `checkpoint.SaveFailed` when no other rank writes any
-        more, or after `FAILED_S`: another checkpoint may be tried in the same folder."""
+        """Count the ranks that have saved. Raises `checkpoint.SaveFailed` when no other rank writes
+        any more, or after `FAILED_S`: another checkpoint may be tried in the same folder."""
         try:
             return checkpoint.saved(saving.folder)
         except checkpoint.SaveFailed:

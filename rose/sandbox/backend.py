@@ -178,8 +178,8 @@ class Shell(Protocol):
         1 / SC_CLK_TCK s after boot). False if this backend can't."""
 
     async def idle(self) -> bool:
-        """Whether the session has taken all that was written and waits for its next command. False
-        if this backend can't see it."""
+        """Return whether the session has taken all that was written and waits for its next command;
+        False if this backend can't see it."""
 
     async def cwd(self) -> str | None: ...
 

@@ -31,7 +31,8 @@ ACCOUNT_BYTES = 4 << 20  # of a shell's state; one with more is not compared
 ACCOUNT_S = 30.0
 GRACE_S = 1.0  # for the shell to notice that what it ran is gone
 STOP_EVERY_S = 0.1
-IDLE_EVERY_S = 1.0  # between two questions whether a session has forgotten to say an exit code
+# Seconds between two questions whether a session waits for a command without an exit code.
+IDLE_EVERY_S = 1.0
 NO_CODE = "its shell went on without an exit code"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 RESTARTED = "a new one was begun: variables and background processes are lost, files are "
@@ -184,7 +185,7 @@ class Sandbox:
         return None if note or turn.dropped else bytes(turn.output)
 
     async def _wait(self, turn: _Turn, wait_s: float) -> None:
-        """Until the turn is done, the shell has ended or waits for its next command, or for
+        """Return when the turn is done, the shell has ended or waits for its next command, or after
         `wait_s` seconds."""
         until, waiting = time.monotonic() + wait_s, {turn.done, self._ended}
         while (left_s := until - time.monotonic()) > 0:
@@ -350,7 +351,8 @@ class _Account(_Turn):
         *ended, left = data.split(b"\0")
         for text in ended:
             self._take(text)
-            del self.output[: max(0, self.output.find(b"\1jobs\n"))]  # what a DEBUG trap says
+            # A DEBUG trap may have printed before the beginning.
+            del self.output[: max(0, self.output.find(b"\1jobs\n"))]
             if (self.output.startswith(b"\1") or not text) and self.code is None:
                 self.code = 0
                 self.coded.set_result(None)

@@ -24,7 +24,7 @@ WAIT_S = 1.0
 # terminal holds 4096 bytes, to which it adds their echo.
 TERMINAL_BYTES = 1024
 TERMINALS = ("/dev/pts/", "/dev/ptmx")
-TIOCGPTN = 0x80045430  # of a master: the number of its terminal
+TIOCGPTN = 0x80045430  # number of a master's terminal
 SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
@@ -71,7 +71,7 @@ def _hung_up() -> bool:
     """Return whether a terminal has something unread that only its master has open."""
     masters, others = [], set()
     for path in glob.glob("/proc/[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # as in `terminals`
+        with contextlib.suppress(OSError):
             if (link := os.readlink(path)).endswith("ptmx"):
                 masters.append((int(path.split("/")[2]), int(path.split("/")[4])))
             elif link.startswith(TERMINALS):

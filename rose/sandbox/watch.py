@@ -397,7 +397,7 @@ class Watch:
         self.layers = (Layer(upper, "", self.queue), Layer(shared, SHARED, self.queue))
         self.processes = Processes()
         self.written = Written(self.queue)
-        self.events: list[kernel.Event] = []  # of the queue, for the next look
+        self.events: list[kernel.Event] = []  # the queue's, for the next look
         self.session: dict[str, str] = {}
         self.full: str | None = None
 

@@ -41,7 +41,8 @@ class Written:
             self._forget(self.watched.pop(key))
         for key, name in names.items():
             own = f"/proc/{key[0]}"
-            with contextlib.suppress(OSError):  # it has just ended, or there are no more watches
+            # The process has just ended, or there are no more watches.
+            with contextlib.suppress(OSError):
                 wanted = {own, *(f"{own}/task/{thread}" for thread in os.listdir(f"{own}/task"))}
                 known = self.watched.setdefault(key, {})
                 self._forget({folder: known.pop(folder) for folder in known.keys() - wanted})

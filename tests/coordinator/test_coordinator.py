@@ -223,7 +223,7 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
 
 
 def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_path, monkeypatch):
-    """With the room of the checkpoint that its commit would have removed, and of its half."""
+    """The checkpoint that its commit would have removed goes first, and its half."""
     keep = coordinator.config.trainer.checkpoint_keep
     for step in range(1, keep + 1):
         checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step}, keep)

@@ -250,7 +250,7 @@ def test_two_devices_of_a_node_have_boards_of_their_own_and_what_was_left_is_rem
 
 
 def test_a_folder_of_boards_that_leads_elsewhere_is_left_alone(tmp_path, monkeypatch):
-    """As another user may make one in /dev/shm, under the name that it would have."""
+    """Another user may make one in /dev/shm, under the name that it would have."""
     monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / name)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/lock").write_text("kept")

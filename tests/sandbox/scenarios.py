@@ -91,7 +91,7 @@ async def what_disables_the_shells_own_commands_hangs_nothing(box):
 
 
 async def the_session_leaves_no_mark_on_commands(box):
-    """They have the descriptors that scripts use, from one to the next, and a trace of their own."""
+    """Commands have the descriptors that scripts use, and a trace of nothing else."""
     await box.run("echo kept > /tmp/in; exec 3</tmp/in 4>/tmp/out 5>&4", LONG_S)
     result = await box.run("read -r line <&3; echo $line >&5; cat /tmp/out", LONG_S)
     assert result.output == "kept\n", result

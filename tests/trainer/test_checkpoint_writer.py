@@ -85,7 +85,7 @@ class Runs:
 def test_a_damaged_file_of_a_checkpoint_is_named_whatever_its_values_are_taken_for(
     tmp_path, damage
 ):
-    """Of text that is none, and of a size that isn't one."""
+    """A text isn't UTF-8, or a size isn't a number."""
     path, old = tmp_path / "states.pt", tmp_path / "old.pt"
     torch.save({"zero": torch.ones(3)}, old)
     with zipfile.ZipFile(old) as read, zipfile.ZipFile(path, "w") as made:
