@@ -38,7 +38,7 @@ OF_FILES = {
 }  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
 ORDER_S = 30.0  # what process 1 does takes milliseconds
-IDLE_S = 1.0  # for an answer that only saves time
+IDLE_S = 1.0  # seconds for an answer that only saves time
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
