@@ -229,7 +229,7 @@ def check(tree: dict) -> plan.Plan:
         refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
     found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
     found += doubts.unclipped(c, algorithm.recompute_proximal)
-    found += envs.doubts(c.env) if c.eval.episodes else ()
+    found += envs.doubts(c.env, bool(c.eval.episodes))
     made = plan.make(c, model.shape(c), found, _host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:

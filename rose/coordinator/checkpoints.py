@@ -21,6 +21,8 @@ from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 
 POLL_S = 0.25  # seconds between two checks for the trainer ranks' parts
+# Seconds for the other ranks to end their part once one rank could not save.
+FAILED_S = 60.0
 
 
 class Checkpoints:
@@ -46,6 +48,8 @@ class Checkpoints:
         self._spared, self._on_saved = spared, on_saved
         self._saving: checkpoint.Save | None = None  # ordered, `finish` not called yet
         self._committing: asyncio.Task | None = None  # `_commit` of the last one
+        # A checkpoint could not be saved, so the next one is the last before the run ends.
+        self._failed = False
 
     @property
     def ordered(self) -> bool:
@@ -69,6 +73,9 @@ class Checkpoints:
             return
         await self.committed()
         folder = checkpoint.begin(self._run_dir, step)
+        if self._failed:  # There may be too little room: what its commit would remove goes first.
+            keep = max(1, self._config.trainer.checkpoint_keep - 1)
+            checkpoint.remove_old(self._run_dir, keep, self._spared())
         self._saving = checkpoint.Save(step, folder, time.monotonic())
         for rank in self._trainers.values():
             self._send(rank, p.SaveCheckpoint(step, str(folder)))
@@ -91,7 +98,7 @@ class Checkpoints:
         after `deadline_s`."""
         wanted = self._config.trainer.ranks
         with self._recorder.timed("checkpoint", step=saving.step):
-            while (found := checkpoint.saved(saving.folder)) < wanted:
+            while (found := await self._saved(saving)) < wanted:
                 if time.monotonic() - saving.began > deadline_s:
                     raise RunFailed(
                         f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
@@ -103,6 +110,19 @@ class Checkpoints:
             self._on_saved(saving.step)
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
 
+    async def _saved(self, saving: checkpoint.Save) -> int:
+        """Count the ranks that have saved. Raises `checkpoint.SaveFailed` when no other rank writes
+        any more, or after `FAILED_S`: another checkpoint may be tried in the same folder."""
+        try:
+            return checkpoint.saved(saving.folder)
+        except checkpoint.SaveFailed:
+            until = time.monotonic() + FAILED_S
+            while len(checkpoint.marks(saving.folder)) < self._config.trainer.ranks:
+                if time.monotonic() > until:
+                    break
+                await asyncio.sleep(POLL_S)
+            raise
+
     async def collect(self) -> None:
         """Raise the error of a commit that has failed by now, if one has."""
         if self._committing is not None and self._committing.done():
@@ -111,10 +131,16 @@ class Checkpoints:
     async def committed(self) -> None:
         """Wait for the checkpoint that is being written, if any. Raises the error of its commit."""
         while (task := self._committing) is not None:
-            # Shielded, because a stop cancels the step loop but not the checkpoint.
-            await asyncio.shield(task)
-            if self._committing is task:  # The step loop and a stop may both wait here.
-                self._committing = None
+            try:
+                # Shielded, because a stop cancels the step loop but not the checkpoint.
+                await asyncio.shield(task)
+            except (checkpoint.SaveFailed, OSError):
+                self._failed = True
+                raise
+            finally:
+                # The step loop and a stop may both wait here.
+                if task.done() and self._committing is task:
+                    self._committing = None
 
     def newest(self) -> int:
         """Return the step of the newest checkpoint on disk; 0 without one."""

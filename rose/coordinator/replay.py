@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from rose import config as configuration
 from rose.config import Config, ConfigError
@@ -125,9 +126,27 @@ def closest_limit(trajectory: Trajectory, config: Config) -> tuple[int, int]:
     """
     environments = [env for _, env in config.environments.values()]
     env = config.environments.get(trajectory.domain, (None, environments[0]))[1]
-    made = trajectory.response_tokens
-    found = [(made, env.max_turns * env.max_new_tokens)]
-    for leaf in trajectory.samples():
+    leaves = trajectory.samples()
+    found = [(trajectory.response_tokens, env.max_turns * env.max_new_tokens)]
+    for leaf, made in zip(leaves, _made(leaves), strict=True):
         found.append((made, made + config.model.max_context - len(leaf.mask)))
         found += [(tokens, env.max_new_tokens) for _, tokens in leaf.turn_tokens[-1:]]
     return max(found, key=lambda used: used[0] / max(1, used[1]))
+
+
+def _made(leaves: list[Trajectory]) -> list[int]:
+    """Count the policy's tokens of each leaf, with those that it shares with earlier ones, where
+    alone they are marked."""
+    if len(leaves) == 1:
+        return [leaves[0].response_tokens]
+    known: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and whether the policy made each
+    for leaf in leaves:
+        tokens = np.frombuffer(leaf.tokens, np.int32)
+        marks = np.frombuffer(leaf.mask, np.uint8).copy()
+        for before, made in known:
+            shorter = min(len(tokens), len(before))
+            differs = np.flatnonzero(tokens[:shorter] != before[:shorter])
+            shared = differs[0] if len(differs) else shorter
+            marks[:shared] |= made[:shared]
+        known.append((tokens, marks))
+    return [int(made.sum()) for _, made in known]

@@ -33,6 +33,7 @@ from rose.coordinator.shared_devices import SharedDevices
 from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
+from rose.files import own_folder
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import events as ev
 from rose.transfer import mirror
@@ -278,7 +279,7 @@ class Replicas(SharedDevices):
         room."""
         with suppress(OSError):  # If the system refuses it, the run's folder is only slower.
             if sum(nbytes) * ROOM <= shutil.disk_usage(self._near.parent).free:
-                self._near.mkdir(mode=0o700, exist_ok=True)
+                own_folder(self._near, parents=False)
                 return self._near
         self._far.mkdir(mode=0o700, exist_ok=True)
         return self._far

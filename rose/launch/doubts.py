@@ -80,13 +80,21 @@ def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
 
 
 def unpunished(c: Config) -> tuple[str, ...]:
-    """Return doubts about DAPO's overlong punishment that begins above what a trajectory can reach.
-    With algorithm.args.max_response_tokens=null it begins by the run's limits, which can be
-    reached."""
+    """Return doubts about DAPO's overlong punishment that begins above what a trajectory can reach,
+    or with its first token. With algorithm.args.max_response_tokens=null it begins by the run's
+    limits, which can be reached."""
     args = c.algorithm.args
     most, buffer = args.get("max_response_tokens"), args.get("overlong_buffer")
-    if most is None or buffer == 0:
+    if buffer == 0:
         return ()
+    if most is None:
+        return tuple(
+            f"algorithm.args.overlong_buffer={buffer}: with max_response_tokens=null a turn's "
+            f"limit is {c.env.key_of(name)}.max_new_tokens={member.max_new_tokens}, so that its "
+            "first token is punished already; null takes a fifth of each limit, as the paper does"
+            for name, member in c.env.members.items()
+            if buffer is not None and buffer >= member.max_new_tokens
+        )
     begin = most - (most / 5 if buffer is None else buffer)
     found = []
     for name, member in c.env.members.items():
@@ -116,14 +124,15 @@ def unshared(c: Config) -> tuple[str, ...]:
 
 
 def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:
-    """Return a doubt about clip ranges, other than grpo's 0.2, that have no effect. `recomputes`:
+    """Return a doubt about bounds of ratios, other than grpo's, that have no effect. `recomputes`:
     ratios are relative to the policy at the step's start. Until the step's first update that is the
     trained policy itself, however old the data is."""
     args = c.algorithm.args
+    usual = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "loss": "clip"}
     chosen = [
-        f"algorithm.args.{key}={args[key]:g}"
-        for key in ("clip_low", "clip_high")
-        if args.get(key) not in (None, 0.2)
+        f"algorithm.args.{key}={args[key]}"
+        for key, value in usual.items()
+        if args.get(key) not in (None, value)
     ]
     if not chosen or not recomputes or c.trainer.updates_per_step > 1:
         return ()

@@ -16,20 +16,25 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # options, some of which bash switches off in children (errexit, monitor), and the jobs' table,
 # which no child has, in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
 # The exit code is written where the loop begins again, which `continue` in a command can't skip.
-# Where a command has disabled printf, echo writes; where both are disabled, the shell ends.
+# Where a command has disabled printf, echo writes. Where both or read are disabled, as by a
+# function with the name of `builtin`, the shell ends; so it does after `set -n`, with which every
+# condition is true. The session's own descriptors have numbers that scripts don't use (bash itself
+# takes those from 63 downwards), and its own errors go nowhere, as does what `set -x` tells of it.
 ACCOUNT = "\1"
 SESSION = """\
-exec 3<&0 4>&2 5>&1 0</dev/null 2>&1
+exec 44<&0 45>&2 46>&1 0</dev/null 2>&0
 __rose=$'\\1'
-while
+until
   case ${__rose-} in
     $'\\1') ;;
-    *) { __rose=$?; builtin printf '%s\\0' "$__rose" >&4 || builtin echo -ne "$__rose\\0" >&4 \\
-         || ${__rose_nothing_writes:?}; builtin enable eval read; } 2>&0 ;;
+    *) __rose=$?; builtin printf '%s\\0' "$__rose" >&45 || builtin echo -ne "$__rose\\0" >&45 \\
+         || ${__rose_nothing_writes:?}; builtin enable eval read ;;
   esac
-  IFS= builtin read -r -d '' __rose <&3
+  __rose=$'\\2'
+  ! IFS= TMOUT= builtin read -r -d '' __rose <&44
 do
-  if [[ $__rose == $'\\1' ]]; then
+  case $__rose in
+  $'\\1')
     {
       builtin printf '\\1jobs\\n%s\\n' "${!-}" || builtin echo -E $'\\1jobs\\n'"${!-}"
       builtin jobs -p; builtin jobs -rl; builtin jobs -sl
@@ -51,12 +56,12 @@ do
         builtin printf '\\1end\\n'
       )
       builtin printf '%s' "$__rose" || builtin echo -nE "$__rose"
-    } >&4 2>&0 || builtin :
+    } >&45 || builtin :
     __rose=$'\\1'
-    { builtin printf '\\0' || builtin echo -ne '\\0'; } >&4 2>&0
-  else
-    builtin eval "$__rose" </dev/null >&5 2>&1 3<&- 4>&- 5>&-
-  fi
+    { builtin printf '\\0' || builtin echo -ne '\\0'; } >&45 ;;
+  $'\\2') ${__rose_nothing_reads:?} ;;
+  *) builtin eval "$__rose" </dev/null >&46 2>&1 44<&- 45>&- 46>&- ;;
+  esac
 done
 """
 # Folders of the root: a sandbox's own mounts, and the host's where there is no image
@@ -171,6 +176,10 @@ class Shell(Protocol):
     async def stop_since(self, ticks: int) -> bool:
         """End the processes, but for the session's bash, that were started since `ticks` (of
         1 / SC_CLK_TCK s after boot). False if this backend can't."""
+
+    async def idle(self) -> bool:
+        """Return whether the session has taken all that was written and waits for its next command;
+        False if this backend can't see it."""
 
     async def cwd(self) -> str | None: ...
 

@@ -32,7 +32,9 @@ SETTINGS = (
     *("pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg", "setup.py"),
     *("conftest.py", "__init__.py", "package.json", "node_modules", "tsconfig*.json"),
     *("jsconfig.json", "*.config.*", "go.mod", "go.work", "Cargo.toml", "pom.xml", "*.gradle*"),
-    *("Gemfile", "Rakefile", ".[!.]*"),
+    *("Gemfile", "Rakefile", "Pipfile", "uv.toml", "deno.json*", "pnpm-workspace.yaml", ".[!.]*"),
+    *("Directory.*.props", "Directory.*.targets", "[Nn]u[Gg]et.config", "global.json"),
+    *("rust-toolchain*", "dune-*", "cabal.project*", "stack.yaml", "WORKSPACE*", "MODULE.bazel"),
 )
 # Every sandbox has these in its root.
 OWN = ("dev", "etc", "proc", "root", "run", "tmp")

@@ -21,9 +21,9 @@ import stat
 import time
 from typing import Any, NoReturn
 
-from rose.sandbox import kernel, layer
+from rose.sandbox import kernel, layer, unread
 from rose.sandbox.backend import GUARDED, MIB, SESSION
-from rose.sandbox.watch import Watch
+from rose.sandbox.watch import Watch, idle
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
@@ -224,12 +224,14 @@ class Init:
                     answer = {}
                 case "cwd":
                     answer = {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
+                case "idle":
+                    answer = {"idle": idle(self.session, unread.bytes_in(self.pipes[0]))}
                 case "look":
                     self.watch = self.watch or Watch(self.upper)
                     answer = self.watch.look(self.session, tuple(self.opening))
                 case "resume":
                     if self.watch is not None:
-                        self.watch.processes.resume()
+                        self.watch.resume()
                     answer = {}
                 case "adopt":  # a session that was captured; process 1 is its new parent
                     os.kill(order["pid"], 0)

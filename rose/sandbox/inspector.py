@@ -9,9 +9,9 @@ Three quarters of an agent's turns change nothing that a checkpoint would have t
 can't be seen counts as changed. A program of the agent's can deceive its own sandbox's inspector
 only, and so lose its own state.
 
-Not seen: the seed of RANDOM, bash's hash table, the place of getopts within one argument, on which
-cores a process may run, writes through memory into a nameless file (a memfd) that another process
-has open, and those through /proc/PID/mem.
+Not seen: the seed of RANDOM, that such a variable was unset, bash's hash table and `$0`, the place
+of getopts within one argument, on which cores and with what I/O priority a process may run, and
+writes through memory into a nameless file (a memfd) that another process has open.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ REFUSED = [
     "open_by_handle_at",
     "open_tree",
     "perf_event_open",
+    "pidfd_getfd",  # changes what a process that has slept has open, which no look would see
     "pivot_root",
     "process_vm_writev",  # changes a process that has slept, which no look would see
     "quotactl",
@@ -215,6 +216,11 @@ def watch_folder(queue: int, path: str) -> int:
     number by which `events` names it, the same one for the same folder."""
     mask = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR
     return _check(LIBC.inotify_add_watch(queue, os.fsencode(path), mask), f"watch {path!r}")
+
+
+def unwatch(queue: int, number: int) -> None:
+    """End what `watch_folder` began; that it had ended by itself is no error."""
+    LIBC.inotify_rm_watch(queue, number)
 
 
 def borrowed(pid: int, number: int) -> int:

@@ -38,6 +38,7 @@ OF_FILES = {
 }  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
 ORDER_S = 30.0  # what process 1 does takes milliseconds
+IDLE_S = 1.0  # seconds for an answer that only saves time
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -258,6 +259,14 @@ class Namespaces:
             return (await self._order(do="cwd"))[0]["cwd"]
         except OSError:
             return None
+
+    async def idle(self) -> bool:
+        # A busy sandbox may answer late, and its session may have ended just now: neither is a
+        # failure of the sandbox.
+        with contextlib.suppress(TimeoutError, OSError, SandboxError):
+            answer, _ = await asyncio.wait_for(self.line.order({"do": "idle"}), IDLE_S)
+            return answer.get("idle", False)
+        return False
 
     async def look(self) -> dict[str, Any]:
         return (await self._order(do="look"))[0]

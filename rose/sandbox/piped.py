@@ -148,6 +148,9 @@ class Piped:
     async def stop_since(self, ticks: int) -> bool:
         return False  # a container's programs are not seen from here by their start
 
+    async def idle(self) -> bool:
+        return False  # nor is what its shell waits for
+
     async def cwd(self) -> str | None:
         return None
 

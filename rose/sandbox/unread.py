@@ -24,6 +24,7 @@ WAIT_S = 1.0
 # terminal holds 4096 bytes, to which it adds their echo.
 TERMINAL_BYTES = 1024
 TERMINALS = ("/dev/pts/", "/dev/ptmx")
+TIOCGPTN = 0x80045430  # number of a master's terminal
 SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
 INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
@@ -33,9 +34,14 @@ def waiting(pid: int, number: int) -> int:
     whoever waits for that would wake. Raises OSError."""
     fd = kernel.borrowed(pid, number)
     try:
-        return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+        return bytes_in(fd)
     finally:
         os.close(fd)
+
+
+def bytes_in(fd: int) -> int:
+    """Return how much the pipe or terminal `fd` holds unread. Raises OSError."""
+    return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
 
 
 def terminals(spare: set[int]) -> bool:
@@ -57,7 +63,29 @@ def not_captured() -> list[str]:
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             if len(file.readlines()) > 1:  # below the titles
                 found = ["System V's shared memory, semaphores and queues"]
-    return found + ["datagrams that nobody had read"] * bool(_internet(("udp", "udp6")))
+    found += ["datagrams that nobody had read"] * bool(_internet(("udp", "udp6")))
+    return found + ["unread output of a closed terminal"] * _hung_up()
+
+
+def _hung_up() -> bool:
+    """Return whether a terminal has something unread that only its master has open."""
+    masters, others = [], set()
+    for path in glob.glob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if (link := os.readlink(path)).endswith("ptmx"):
+                masters.append((int(path.split("/")[2]), int(path.split("/")[4])))
+            elif link.startswith(TERMINALS):
+                others.add(link)
+    for pid, number in masters:
+        with contextlib.suppress(OSError):
+            fd = kernel.borrowed(pid, number)
+            try:
+                which = struct.unpack("i", fcntl.ioctl(fd, TIOCGPTN, bytes(4)))[0]
+                if bytes_in(fd) and f"/dev/pts/{which}" not in others:
+                    return True
+            finally:
+                os.close(fd)
+    return False
 
 
 def sockets() -> set[int]:

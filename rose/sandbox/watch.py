@@ -28,6 +28,7 @@ from typing import Any
 from rose.sandbox import kernel, unread
 from rose.sandbox.layer import SHARED
 from rose.sandbox.unread import SYSTEM_V, TERMINALS
+from rose.sandbox.written import Written
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
 UNSURE_BYTES = 32 << 10  # of paths as JSON, and more are all: an answer of process 1 is bounded
@@ -353,13 +354,21 @@ def waits(session: int) -> bool:
     return False
 
 
+def idle(session: int, unread_bytes: int) -> bool:
+    """Return whether the session's bash waits for its next command although one was written.
+
+    `unread_bytes`: of commands, counted before this call. Raises OSError."""
+    taken = unread_bytes == 0 and os.readlink(f"/proc/{session}/fd/0") == f"{OWN_PIPES}commands"
+    return taken and _read(f"/proc/{session}/syscall").startswith(f"{READ_CALL} 0x0 ")
+
+
 def session_state(session: int) -> dict[str, str]:
     """What the kernel holds of the session, in parts with names. Raises OSError."""
     values = _read(f"/proc/{session}/stat").rpartition(")")[2].split()
     status = _read(f"/proc/{session}/status").splitlines()
     parts = {
         "the shell itself": f"{session} {values[19]}",
-        "the shell's priority": " ".join(values[15:17]),
+        "the shell's priority": " ".join(values[15:17] + values[37:39]),
         "the shell's rights and signals": "\n".join(x for x in status if x.startswith(ATTRIBUTES)),
         "the working directory": os.readlink(f"/proc/{session}/cwd"),
         "System V's shared memory": "".join(map(_read, SYSTEM_V)),
@@ -387,8 +396,19 @@ class Watch:
             self.queue = error
         self.layers = (Layer(upper, "", self.queue), Layer(shared, SHARED, self.queue))
         self.processes = Processes()
+        self.written = Written(self.queue)
+        self.events: list[kernel.Event] = []  # the queue's, for the next look
         self.session: dict[str, str] = {}
         self.full: str | None = None
+
+    def _events(self) -> list[kernel.Event]:
+        new = kernel.events(self.queue) if isinstance(self.queue, int) else []
+        return self.events + new
+
+    def resume(self) -> None:
+        """Take what was done to processes by whoever saved them as no change of the agent's."""
+        self.processes.resume()
+        self.events = self.written.others(self._events())
 
     def look(self, session: int, spare: tuple[int, ...]) -> dict[str, Any]:
         """`session`: the process of the session's bash; `spare`: others that are not the agent's.
@@ -398,7 +418,7 @@ class Watch:
             raise OSError(errno.EAGAIN, "the shell does not wait for a command")
         changed: str | None = None
         unsure: set[str] | None = set()
-        events = kernel.events(self.queue) if isinstance(self.queue, int) else []
+        events, self.events = self._events(), []
         for layer in self.layers:
             path, doubted = layer.look(events)
             changed = f"{layer.at}/{path}" if changed is None and path is not None else changed
@@ -409,6 +429,9 @@ class Watch:
         queues = Queues()
         queues.hold(str(session))
         words, mapped = self.processes.look((1, session, *spare), changed is not None, queues)
+        words = words or self.written.seen(events)
+        names = {key: running.name for key, running in self.processes.known.items()}
+        self.written.watch({**names, (str(session), ""): "the shell"})
         state, before = session_state(session), self.session
         self.session = state
         for key, value in state.items():

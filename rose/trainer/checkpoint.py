@@ -48,14 +48,19 @@ def mark(folder: Path, rank: int, error: str) -> None:
         print(f"{folder}: trainer rank {rank} could not mark its part: {trouble}", flush=True)
 
 
+def marks(folder: Path) -> list[re.Match]:
+    """Return the marks of ranks that have ended their part, well or not."""
+    return [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
+
+
 def saved(folder: Path) -> int:
     """How many ranks have written their part. Raises `SaveFailed` with what one of them met."""
-    marks = [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
-    for found in marks:
+    there = marks(folder)
+    for found in there:
         if found[1] == FAILED:
             why = (Path(folder) / found[0]).read_text(encoding="utf-8")
             raise SaveFailed(f"{folder}: trainer rank {int(found[2])} could not save: {why}")
-    return len(marks)
+    return len(there)
 
 
 def _folder(run_dir: Path) -> Path:
@@ -80,8 +85,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The coordinator's state. Raises `ValueError` naming the file when it is damaged."""
     path = Path(checkpoint) / COORDINATOR_STATE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("no JSON object")
+        return state
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {checkpoint} is damaged ({path.name}: {error}); remove that folder to go "
             "on from the one before it"
@@ -99,16 +107,18 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
         raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        saved, dtype = (state["ranks"], state["zero_stage"]), state["dtype"]
+    except (ValueError, LookupError, TypeError) as error:
+        words = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{path} is damaged ({error}); remove that folder to go on from the one before it"
+            f"{path} is damaged ({words}); remove that folder to go on from the one before it"
         ) from None
-    if state["dtype"] != trainer.dtype:
+    if dtype != trainer.dtype:
         raise ValueError(
-            f"{path}: saved with trainer.dtype={state['dtype']}, now {trainer.dtype}; set it to "
-            f"{state['dtype']}, or begin a run of another name"
+            f"{path}: saved with trainer.dtype={dtype}, now {trainer.dtype}; set it to {dtype}, or "
+            "begin a run of another name"
         )
-    saved, now = (state["ranks"], state["zero_stage"]), (trainer.ranks, trainer.zero_stage)
+    now = (trainer.ranks, trainer.zero_stage)
     if saved == now:
         return state
     if not saved[1] == now[1] == 0:
@@ -160,7 +170,12 @@ def commit(folder: Path, state: dict[str, Any], keep: int, spared: Collection[in
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that was interrupted and is made again
     os.rename(folder, final)
     sync(final.parent)
-    for old in complete(final.parent.parent)[:-keep]:
+    remove_old(final.parent.parent, keep, spared)
+    return final
+
+
+def remove_old(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
+    """Remove all checkpoints but the `keep` newest and those of the steps `spared`."""
+    for old in complete(run_dir)[:-keep]:
         if step_of(old) not in spared:
             shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
-    return final

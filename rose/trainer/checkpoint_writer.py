@@ -73,10 +73,14 @@ class CheckpointWriter(CheckpointEngine):
         torch.save(state_dict, path)
         self._written.append(Path(path))
 
-    def finish(self, folder: Path) -> None:
-        """Write what was copied, in a thread, then mark this rank's part as saved, or as failed."""
+    def finish(self, folder: Path, error: str = "") -> None:
+        """Write what was copied, in a thread, then mark this rank's part as saved, or as failed.
+        With the `error` of what this rank has written beside it, nothing is written."""
         files, written = self._files, self._written
         self._files, self._written = [], []
+        if error:
+            checkpoint.mark(folder, self._rank, error)
+            return
         self._thread = threading.Thread(
             target=self._write, args=(folder, files, written), name="checkpoint", daemon=True
         )

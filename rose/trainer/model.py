@@ -26,6 +26,12 @@ from rose.trainer.router_replay import RouterReplay
 from rose.trainer.saved_states import PREFIX
 from rose.trainer.sequence import SequenceGroup
 
+# Keys of a config that change logits or attention. Their effect may hide in bfloat16's rounding.
+UNAPPLIED = (
+    *("final_logit_softcapping", "logits_scaling", "logit_scale"),
+    "attn_logit_softcapping",  # PyTorch's attention has no such cap
+)
+
 
 class Head(nn.Module):
     """Log-probability and entropy from hidden states. It owns the output matrix (shared with the HF
@@ -237,7 +243,7 @@ def load(
     `adapter.attach`. What no name in a config shows, rose/trainer/probe.py finds.
     """
     config = AutoConfig.from_pretrained(str(folder))
-    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+    for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"model {folder}: its config has {key}={getattr(config, key)}, which the trainer "

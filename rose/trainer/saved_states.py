@@ -160,7 +160,9 @@ def loaded(
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except FileNotFoundError:
         raise Missing(f"{path}: not there") from None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # A damaged pickle takes any value for any other.
         if named := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
             raise Corrupted(
                 f"{path}: refused: it names the Python object {named[1]}, which is in no "
@@ -168,7 +170,8 @@ def loaded(
                 "else has written to that folder, remove the checkpoint's folder to go on from "
                 "the one before it"
             ) from None
-        raise Corrupted(f"{path}: unreadable: {str(error).splitlines()[0]}") from None
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Corrupted(f"{path}: unreadable: {words}") from None
 
 
 def _states(path: Path) -> dict[str, Any]:

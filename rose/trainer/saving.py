@@ -38,6 +38,7 @@ class Saving:
             exclude_frozen_parameters=self.settings.lora is not None,
         )
         self.writer.save(_random_states(self.device), str(folder / f"random-{self.rank}.pt"))
+        error = ""
         if self.rank == 0:
             state = {
                 "updates": self.updates,
@@ -47,11 +48,13 @@ class Saving:
             }
             if self.settings.lora is not None:
                 state |= {"base": self.base, "scale": self.settings.lora.scale}
-            write_whole(
-                folder / checkpoint.TRAINER_STATE, (json.dumps(state) + "\n").encode(), sync=True
-            )
+            note = (json.dumps(state) + "\n").encode()
+            try:
+                write_whole(folder / checkpoint.TRAINER_STATE, note, sync=True)
+            except OSError as refused:  # The disk is full: it is told as what the thread meets.
+                error = f"{type(refused).__name__}: {refused}"
         torch.distributed.barrier()
-        self.writer.finish(folder)
+        self.writer.finish(folder, error)
 
     def saved(self) -> None:
         """Wait until no checkpoint is written. Raises `TimeoutError` after `SAVE_BEFORE_S`."""

@@ -208,15 +208,49 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
 ):
     async def scene():
         await save(coordinator, 60.0)
-        written(coordinator, 0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
-        await coordinator.checkpoints.committed()
+        ended = asyncio.create_task(coordinator.checkpoints.committed())
+        await asyncio.sleep(2 * LOOK_S)
+        assert not ended.done(), "another rank writes"
+        written(coordinator, 0)
+        await ended
 
     with pytest.raises(
         checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
     ):
         asyncio.run(scene())
     assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_path, monkeypatch):
+    """The checkpoint that its commit would have removed goes first, and its half."""
+    keep = coordinator.config.trainer.checkpoint_keep
+    for step in range(1, keep + 1):
+        checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step}, keep)
+
+    async def steps():
+        await save(coordinator, 60.0)
+        first = Path(coordinator.sent[0][1].folder)
+        (first / "half").touch()
+        checkpoint.mark(first, 1, "OSError: No space left on device")
+        checkpoint.mark(first, 0, "")
+        await coordinator.checkpoints.committed()
+
+    async def writes():
+        while len(coordinator.sent) < 4:
+            await asyncio.sleep(LOOK_S)
+        left = [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)]
+        assert left == list(range(2, keep + 1))
+        del coordinator.sent[:2]
+        written(coordinator, 0), written(coordinator, 1)
+
+    run = Fails(coordinator, monkeypatch)
+    monkeypatch.setattr(coordinator, "_steps", steps)
+    monkeypatch.setattr(run, "writes", writes)
+    with pytest.raises(checkpoint.SaveFailed, match="No space left"):
+        asyncio.run(run.run())
+    final = checkpoint.latest(tmp_path)
+    assert checkpoint.step_of(final) == 7 and not (final / "half").exists()
 
 
 def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):

@@ -6,7 +6,7 @@ import pytest
 from rose import config as configuration
 from rose.config import ConfigError
 from rose.coordinator import replay
-from rose.protocol import Branch
+from rose.protocol import Branch, pack_tokens
 from tests.coordinator.test_step_metrics import trajectory
 
 GROUPS = [
@@ -108,13 +108,18 @@ def test_the_closest_limit_is_that_of_a_turn_of_all_turns_or_of_the_context(make
 
     def limit(tokens, turns, observed, branches=(), **others):
         made = trajectory("g0.0", 0.0, tokens, turn_tokens=turns, branches=list(branches), **others)
-        mask = bytes(observed) + b"\x01" * tokens
-        return replay.closest_limit(msgspec.structs.replace(made, mask=mask), c)
+        own = tokens - sum(sum(leaf.mask) for leaf in branches)
+        mask = bytes(observed) + b"\x01" * own
+        written = pack_tokens([*range(observed + own)])
+        return replay.closest_limit(msgspec.structs.replace(made, mask=mask, tokens=written), c)
 
     assert limit(19, [(0, 19)], 10) == (19, 20)
     assert limit(50, [(0, 20), (1, 20), (2, 10)], 10) == (50, 60)
     assert limit(25, [(0, 20), (1, 5)], 70) == (25, 30)
     assert limit(40, [(0, 40)], 10, domain="s") == (40, 50)
     assert limit(10, [], 10) == (10, 60)  # an earlier release's trajectory
-    leaf = Branch(b"", bytes(95) + b"\x01\x01", b"", b"", [(1, 2)])
+    mask = bytes(95) + b"\x01\x01"
+    leaf = Branch(pack_tokens([*range(97)]), mask, b"", b"", [(1, 2)])
     assert limit(12, [(0, 10)], 10, [leaf]) == (12, 15)
+    apart = Branch(pack_tokens([*range(100, 197)]), mask, b"", b"", [(1, 2)])
+    assert limit(22, [(0, 10), (1, 10)], 10, [apart]) == (10, 20)  # a history of its own

@@ -151,7 +151,7 @@ def test_stage_3_with_one_rank_is_a_doubt(make_config):
 
 @pytest.mark.parametrize("most, buffer, doubted", [
     (512, "null", True), (512, 352, True), (512, 353, False), (199, "null", False),
-    (5000, 0, False), ("null", "null", False),
+    (5000, 0, False), ("null", "null", False), ("null", 15, False), ("null", 0, False),
 ])  # fmt: skip
 def test_a_punishment_that_no_trajectory_reaches_is_a_doubt(make_config, most, buffer, doubted):
     asked = (
@@ -166,12 +166,20 @@ def test_a_punishment_that_no_trajectory_reaches_is_a_doubt(make_config, most, b
     )
 
 
+def test_a_punishment_that_begins_with_the_first_token_is_a_doubt(make_config):
+    asked = ("algorithm=dapo", "algorithm.args.overlong_buffer=16", "env.max_new_tokens=16")
+    [doubt] = doubts.unpunished(make_config(*asked))
+    assert "env.max_new_tokens=16, so that its first token is punished already; null" in doubt
+
+
 def test_clips_that_one_update_a_step_never_reaches_are_a_doubt(make_config):
     def found(*overrides, recomputes=True):
         return doubts.unclipped(make_config(*overrides), recomputes)
 
     [doubt] = found("algorithm=dapo")
     assert doubt.startswith("algorithm.args.clip_high=0.28: without effect at trainer.updates_per_")
+    [doubt] = found("algorithm=grpo", "algorithm.args.dual_clip=3")
+    assert doubt.startswith("algorithm.args.dual_clip=3: without effect")
     [doubt] = found("algorithm=gspo")
     assert doubt.startswith("algorithm.args.clip_low=0.0003, algorithm.args.clip_high=0.0004: with")
     assert found("algorithm=grpo") == found("algorithm=rloo") == ()

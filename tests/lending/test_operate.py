@@ -249,6 +249,19 @@ def test_two_devices_of_a_node_have_boards_of_their_own_and_what_was_left_is_rem
         lock.close(), other.close()
 
 
+def test_a_folder_of_boards_that_leads_elsewhere_is_left_alone(tmp_path, monkeypatch):
+    """Another user may make one in /dev/shm, under the name that it would have."""
+    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / name)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/lock").write_text("kept")
+    (tmp_path / "mine/file").touch()
+    (tmp_path / "run-0").symlink_to(tmp_path / "mine")
+    folder, lock = operate.claim("run")
+    lock.close()
+    assert folder == tmp_path / "run-1" and (tmp_path / "mine/lock").read_text() == "kept"
+    assert (tmp_path / "mine/file").exists()
+
+
 def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_path):
     def arguments(*overrides):
         given = list(overrides)

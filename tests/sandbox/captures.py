@@ -162,6 +162,10 @@ if sys.argv[1] == "datagram":
     kept = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     kept.bind(("127.0.0.1", 0))
     kept.sendto(b"x", kept.getsockname())
+elif sys.argv[1] == "closed":
+    kept, other = pty.openpty()
+    os.write(other, b"said")
+    os.close(other)
 else:
     kept = pty.openpty()
     fcntl.fcntl(kept[0], fcntl.F_SETFL, os.O_NONBLOCK)
@@ -180,9 +184,14 @@ async def what_is_not_captured_is_said(folder):
         await box.write_file("/app/unread.py", UNREAD.encode())
         until = "until test -e full; do sleep .01; done; rm full"
         await output(box, f"python3 unread.py datagram & {until}; ipcmk -Q")
+        await output(box, f"python3 unread.py closed & {until}")
         await box.capture("process", folder / "c")
         async with await Sandbox.restore(folder / "c") as other:
-            for part in ("were not brought back: System V's", "datagrams that nobody had read"):
+            for part in (
+                "were not brought back: System V's",
+                "datagrams that",
+                "a closed terminal",
+            ):
                 assert part in other.lost, other.lost
         await output(box, f"python3 unread.py terminal & {until}")
         try:

@@ -46,6 +46,19 @@ with open("/tmp/pts.new", "w") as file:
 os.rename("/tmp/pts.new", "/tmp/pts")
 time.sleep(1000)
 """
+ASLEEP = """\
+import ctypes, time
+kept = ctypes.create_string_buffer(b"asleep")
+with open("/tmp/address", "w") as file:
+    file.write(str(ctypes.addressof(kept)))
+time.sleep(1000)
+"""
+POKE = """\
+import sys
+with open("/tmp/address") as file, open(sys.argv[1], "r+b", buffering=0) as memory:
+    memory.seek(int(file.read()))
+    memory.write(b"poked!")
+"""
 POLLER = """\
 import os, select
 watched = select.poll()
@@ -142,6 +155,11 @@ COMMANDS = [
     ("[[ word =~ o(.) ]]", PROCESS),
     ("pushd / > /dev/null; cd /app", PROCESS),
     ("renice -n 18 $$ > /dev/null", PROCESS),
+    ("chrt -b -p 0 $$", PROCESS),
+    ("chrt -o -p 0 $$", PROCESS),
+    ("TMOUT=1", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("unset TMOUT", PROCESS),
     ("exec 7>>log", PROCESS),
     ("echo a line >&7", FILES),
     ("exec 8<>g", PROCESS),
@@ -185,6 +203,12 @@ COMMANDS = [
     ("ls > /dev/null", NONE),
     ("ls > /dev/null", NONE),
     ("kill $!; wait $! 2>/dev/null; rm polled /tmp/polls", PROCESS),
+    ("python3 /tmp/asleep.py & until test -s /tmp/address; do :; done; idle $!", PROCESS),
+    ("ls > /dev/null; cat /proc/$!/maps > /dev/null", NONE),
+    ("python3 /tmp/poke.py /proc/$!/mem", PROCESS),
+    ("python3 /tmp/poke.py /proc/$!/task/$!/mem", PROCESS),
+    ("ls > /dev/null", NONE),
+    ("kill $!; wait $! 2>/dev/null; rm /tmp/address", PROCESS),
     ("python3 /tmp/deaf.py & until test -S /tmp/deaf; do :; done; idle $!", PROCESS),
     ("ls > /dev/null", NONE),
     ("python3 -c 'import socket; socket.socket(1, 2).sendto(b\"x\", \"/tmp/deaf\")'", PROCESS),
@@ -222,7 +246,13 @@ async def play(box: Sandbox) -> dict:
     inspector, answers, seconds = Inspector(box), [], []
     await box.write_file("/tmp/in_place.py", IN_PLACE.encode())
     await box.write_file("/tmp/server.py", SERVER.encode())
-    for name, text in (("deaf", DEAF), ("terminal", TERMINAL), ("poller", POLLER)):
+    for name, text in (
+        ("deaf", DEAF),
+        ("terminal", TERMINAL),
+        ("poller", POLLER),
+        ("asleep", ASLEEP),
+        ("poke", POKE),
+    ):
         await box.write_file(f"/tmp/{name}.py", text.encode())
     made = await box.run(
         "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null; "

@@ -129,6 +129,19 @@ def test_a_process_that_ran_to_be_saved_has_not_changed(loop):
     with_inspector(loop, go)
 
 
+def test_a_write_into_a_process_that_sleeps_is_seen(loop):
+    async def go(box, inspector):
+        asleep = "until grep -qE '^(230|115) ' /proc/$!/syscall; do :; done"
+        await box.run(f"sleep 1000 & {asleep}", LONG_S)
+        await inspector.look()
+        await box.run("echo 0x33 > /proc/$!/coredump_filter", LONG_S)
+        change = await inspector.look()
+        assert change.why == "coredump_filter of process sleep was written", change
+        assert (await inspector.look()).kind == NONE
+
+    with_inspector(loop, go)
+
+
 def test_an_unsure_file_is_named(loop):
     """Its content changes by a write through memory, and no time of it does."""
 

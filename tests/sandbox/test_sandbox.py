@@ -101,6 +101,7 @@ QUICK = [
     "the_session_keeps_its_state",
     "a_hook_is_called_when_the_shell_waits",
     "an_ended_shell_is_replaced",
+    "the_session_leaves_no_mark_on_commands",
     "what_disables_the_shells_own_commands_hangs_nothing",
     "a_late_command_is_stopped_and_the_session_goes_on",
     "output_is_cut",

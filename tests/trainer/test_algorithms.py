@@ -509,6 +509,8 @@ def test_overlong_punishment_goes_by_the_limit_that_each_trajectory_came_closest
     summary = of_lengths(2, 40, 45, 60, 300, limits=[(2, 2), (40, 50), (45, 50), (60, 60), (9, 90)])
     found = dapo.overlong_punishment(summary)
     assert found.tolist() == pytest.approx([-1, 0, -0.5, -1, 0])
+    longer = build("dapo", DAPO | {"max_response_tokens": None, "overlong_buffer": 50})
+    assert longer.overlong_punishment(summary).tolist() == pytest.approx([-1, -0.8, -0.9, -1, 0])
 
 
 def test_overlong_punishment_can_be_switched_off():

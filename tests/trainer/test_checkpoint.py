@@ -80,8 +80,10 @@ def test_a_step_saved_again_replaces_the_first(tmp_path):
         lambda path: path.unlink(),
         lambda path: path.write_text('{"step": 5, "sch'),
         lambda path: path.write_text(""),
+        lambda path: path.write_bytes(b'{"step": "\xff"}'),
+        lambda path: path.write_text("[5]"),
     ],
-    ids=["missing", "torn", "empty"],
+    ids=["missing", "torn", "empty", "no text", "no object"],
 )
 def test_a_damaged_state_is_one_error_that_says_what_to_remove(tmp_path, damage):
     final = saved(tmp_path, 5)
@@ -101,6 +103,13 @@ def saved_by(folder, ranks, stage, dtype="float32"):
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         (folder / "deepspeed" / f"bf16_{name}").touch()
     return state
+
+
+@pytest.mark.parametrize("text", [b'{"ranks": "\xff"}', b'{"ranks": 1}', b"[1]", b"null", b"{"])
+def test_a_damaged_note_of_the_trainer_is_named(tmp_path, make_config, text):
+    (tmp_path / checkpoint.TRAINER_STATE).write_bytes(text)
+    with pytest.raises(ValueError, match=r"trainer.json is damaged .*; remove that folder to go"):
+        checkpoint.read_trainer(tmp_path, make_config().trainer)
 
 
 def test_a_checkpoint_is_continued_by_other_ranks_at_another_stage(tmp_path, make_config):

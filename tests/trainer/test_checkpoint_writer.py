@@ -4,6 +4,7 @@ meanwhile."""
 import errno
 import os
 import threading
+import zipfile
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from rose import files, memory
 from rose.observe.recorder import NullRecorder
-from rose.trainer import checkpoint, checkpoint_writer
+from rose.trainer import checkpoint, checkpoint_writer, saved_states
 from rose.trainer.checkpoint_writer import CheckpointWriter, host_copy, tensor_bytes
 from rose.trainer.deepspeed_engine import DeepSpeedEngine
 from rose.trainer.trainer import Trainer
@@ -78,6 +79,21 @@ class Runs:
 
     def __reduce__(self):
         return self.how
+
+
+@pytest.mark.parametrize("damage", [(b"zero", b"\xff\xfe\xfd\xfc"), (b"K\x03t", b"))t")])
+def test_a_damaged_file_of_a_checkpoint_is_named_whatever_its_values_are_taken_for(
+    tmp_path, damage
+):
+    """A text isn't UTF-8, or a size isn't a number."""
+    path, old = tmp_path / "states.pt", tmp_path / "old.pt"
+    torch.save({"zero": torch.ones(3)}, old)
+    with zipfile.ZipFile(old) as read, zipfile.ZipFile(path, "w") as made:
+        for name in read.namelist():
+            data = read.read(name)
+            made.writestr(name, data.replace(*damage) if name.endswith("data.pkl") else data)
+    with pytest.raises(Corrupted, match="states.pt: unreadable: "):
+        saved_states.loaded(path)
 
 
 @pytest.mark.parametrize("name", ["deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"])

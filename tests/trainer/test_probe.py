@@ -120,7 +120,7 @@ def test_models_that_are_trained_as_they_are_sampled_from_are_taken(tmp_path, fa
         (
             "Gemma2",
             {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": 2.0},
-            "rows of unlike length",
+            "attn_logit_softcapping=2.0",
         ),
         ("ModernBertDecoder", {}, "rows of unlike length"),
         ("Bert", {}, "rows of unlike length"),
@@ -130,6 +130,18 @@ def test_models_that_are_trained_as_they_are_sampled_from_are_taken(tmp_path, fa
 def test_a_model_that_would_be_trained_as_another_policy_is_refused(tmp_path, family, more, words):
     with pytest.raises(ValueError, match=f"model {tmp_path}: .*{words}"):
         check(tmp_path, family, more)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.01}),
+        ("Mixtral", {"router_jitter_noise": 0.02}),
+    ],
+)
+def test_random_numbers_that_change_less_than_bfloat16_rounds_are_refused(tmp_path, family, more):
+    with pytest.raises(ValueError, match="draws random numbers in training"):
+        check(tmp_path, family, more, torch.bfloat16)
 
 
 def test_rotary_positions_that_change_with_length_are_taken_within_the_context_before_scaling(

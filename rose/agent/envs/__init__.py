@@ -109,9 +109,15 @@ def check(
     return "; ".join(said)
 
 
-def doubts(env: config.Env | config.Mixture) -> tuple[str, ...]:
-    """Return what members say of themselves that a user should know before the run."""
-    said = ((env.key_of(n), getattr(build(m), "doubt", "")) for n, m in env.members.items())
+def doubts(env: config.Env | config.Mixture, evaluated: bool = True) -> tuple[str, ...]:
+    """Return what members say of themselves that a user should know before the run. A `doubt` is
+    about held-out tasks, and so about a run that is `evaluated`; a `training_doubt` isn't."""
+    kinds = ("doubt", "training_doubt")[not evaluated :]
+    said = (
+        (env.key_of(name), getattr(build(member), kind, ""))
+        for name, member in env.members.items()
+        for kind in kinds
+    )
     return tuple(f"{key}.{words.removeprefix('env.')}" for key, words in said if words)
 
 

@@ -99,6 +99,23 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     return words if both else ""
 
 
+def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
+    """A doubt about images whose top has files of other users, which only root's sandboxes can
+    change; "" if there are none."""
+    user, found = os.geteuid(), []
+    images = {task.image: task for task in (*train, *held_out) if task.image and user}
+    for task in images.values():
+        with os.scandir(task.image) as entries:
+            if any(entry.stat(follow_symlinks=False).st_uid != user for entry in entries):
+                found.append(task.name)
+    words = (
+        f"env.args.tasks: environment/rootfs of {len(found)} tasks ({', '.join(found[:3])}) has "
+        f"files of other users than {user}, which sandboxes without root show as nobody's and "
+        f"can't change; chown -R {user} them"
+    )
+    return words if found else ""
+
+
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
     """A task, or None and why in `broken`."""
     name = str(folder.relative_to(root))

@@ -111,6 +111,7 @@ class Terminal:
                 raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
         self._place, self.tasks = tasks, None if tasks == LADDER else _tasks.load(str(tasks))
         self.doubt = _tasks.doubt(*self.tasks) if self.tasks else ""
+        self.training_doubt = _tasks.others(*self.tasks) if self.tasks else ""
         self.rungs, self.backend, self.undo = tuple(rungs), backend, undo
         chosen = [BASH, *[EDIT] * edit_file, *[UNDO] * undo]
         self.tools = {tool["function"]["name"]: tool for tool in chosen}

@@ -112,7 +112,7 @@ def arguments(written: Any, where: str) -> dict[str, Any]:
     """Arguments of a call, an object or JSON of one."""
     try:
         value = json.loads(written or "{}") if isinstance(written, str | None) else written
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise bad(f"{where}: arguments must be a JSON object")

@@ -31,7 +31,7 @@ import aiohttp
 
 from rose.comm.tasks import Tasks
 from rose.config import ConfigError, Serving
-from rose.files import lock_now, write_whole
+from rose.files import lock_now, own_folder, write_whole
 from rose.launch import gpus
 from rose.lending import board
 from rose.lending.operator import metrics, report
@@ -371,7 +371,10 @@ def claim(name: str) -> tuple[Path, TextIO]:
     when all are taken."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            own_folder(folder)
+        except OSError:  # another user's, whose links would lead the lock to a file of ours
+            continue
         lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held while the process lives)
         try:
             lock_now(lock)
@@ -385,5 +388,6 @@ def claim(name: str) -> tuple[Path, TextIO]:
                 left.unlink()
         return folder, lock
     raise ConfigError(
-        f"name={name!r}: {DEVICES} devices of this node serve a run of this name already"
+        f"name={name!r}: {DEVICES} devices of this node serve a run of this name already, or "
+        f"{board.folder(name)}-* belong to another user"
     )

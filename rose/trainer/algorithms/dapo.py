@@ -69,10 +69,12 @@ class Dapo:
         """(N,) float32 in [-1, 0]; equation 13."""
         if self.overlong_buffer == 0:
             return summary.rewards * 0
-        made, most = summary.response_tokens.float(), self.max_response_tokens
-        if most is None:
+        if self.max_response_tokens is None:
             made, most = summary.limits.float().unbind(1)
-        buffer = most / 5 if self.overlong_buffer is None else self.overlong_buffer
+        else:
+            made = summary.response_tokens.float()
+            most = made.new_tensor(self.max_response_tokens)
+        buffer = most / 5 if self.overlong_buffer is None else most.clamp(max=self.overlong_buffer)
         return ((most - buffer - made) / buffer).clamp(-1, 0)
 
     def advantages(self, summary: Summary) -> Tensor:

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import contextlib
 import errno
+import os
 import random
 import shutil
 import sys
@@ -195,6 +196,17 @@ def test_tasks_are_split_and_none_is_in_both(tmp_path):
     train, held_out = _tasks.load(str(tmp_path))
     assert len(train) + len(held_out) == 40 and held_out
     assert not {t.name for t in train} & {t.name for t in held_out}
+
+
+def test_an_image_of_another_user_is_a_doubt(tmp_path, monkeypatch):
+    for name in ("bare", "whole"):
+        task(tmp_path, name)
+    (tmp_path / "whole/environment/rootfs/bin").mkdir(parents=True)
+    (tmp_path / "whole/environment/rootfs/bin/bash").touch()
+    assert Terminal(tasks=str(tmp_path)).training_doubt == ""
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    found = Terminal(tasks=str(tmp_path)).training_doubt
+    assert "rootfs of 1 tasks (whole) has files of other users than 12345" in found
 
 
 def test_the_verdict_is_the_number_that_the_tests_write(tmp_path):

@@ -170,6 +170,18 @@ def test_other_prompts_than_the_templates_are_refused(serve, given, words):
     asyncio.run(go())
 
 
+def test_arguments_that_nest_too_deep_are_refused(serve):
+    async def go():
+        async with serve("one") as world:
+            function = {"name": "move", "arguments": "[" * 10**5}
+            call = {"id": "a", "type": "function", "function": function}
+            said = {"role": "assistant", "content": None, "tool_calls": [call]}
+            got, answer = await post(world, CHAT, WHOLE[CHAT] | {"messages": [USER, said]})
+            assert got == 400 and "arguments must be a JSON object" in message_of(CHAT, answer)
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("encoding, squeeze, status, words", [
     ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""), ("", bytes, 200, ""),
     ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]), 200, ""),
