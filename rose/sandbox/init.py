@@ -209,53 +209,54 @@ class Init:
                 self.handle(order)
 
     def handle(self, order: dict[str, Any]) -> None:
-        fds: tuple[int, ...] = ()
+        """Carry out an order and send its answer, which may be an error."""
+        if order["do"] == "open":
+            self.open(order["path"], order["write"])
+            return  # The child answers.
+        fds = (self.upper,) if order["do"] == "upper" else ()
         try:
-            match order["do"]:
-                case "end":
-                    end_others(0)
-                    self.reap()
-                    answer: dict[str, Any] = {}
-                case "session":
-                    self.session = self.begin_session(order["cwd"])
-                    answer = {"pid": self.session}
-                case "stop":
-                    end_others(order["since"], spare=(self.session,))
-                    answer = {}
-                case "cwd":
-                    answer = {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
-                case "idle":
-                    answer = {"idle": idle(self.session, unread.bytes_in(self.pipes[0]))}
-                case "look":
-                    self.watch = self.watch or Watch(self.upper)
-                    answer = self.watch.look(self.session, tuple(self.opening))
-                case "resume":
-                    if self.watch is not None:
-                        self.watch.resume()
-                    answer = {}
-                case "adopt":  # a session that was captured; process 1 is its new parent
-                    os.kill(order["pid"], 0)
-                    self.session = order["pid"]
-                    leave_low_numbers()
-                    answer = {}
-                case "number":
-                    leave_low_numbers(order["last"])
-                    answer = {}
-                case "upper":
-                    answer, fds = {}, (self.upper,)
-                case "open":
-                    self.open(order["path"], order["write"])
-                    return  # the child answers
-                case other:
-                    raise ValueError(f"process 1 of a sandbox has no use for {other}")
+            answer = self.obey(order)
         except OSError as error:
-            answer = {"error": error.errno, "words": str(error)}
+            answer, fds = {"error": error.errno, "words": str(error)}, ()
         try:
             send(self.control, {"answer": answer}, fds)
         except OSError as error:
             if error.errno != errno.EMSGSIZE:
                 raise  # the host is gone
             send(self.control, {"answer": {"error": error.errno, "words": error.strerror}})
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carry out an order and return its answer. Raises OSError."""
+        match order["do"]:
+            case "end":
+                end_others(0)
+                self.reap()
+            case "session":
+                self.session = self.begin_session(order["cwd"])
+                return {"pid": self.session}
+            case "stop":
+                end_others(order["since"], spare=(self.session,))
+            case "cwd":
+                return {"cwd": os.readlink(f"/proc/{self.session}/cwd")}
+            case "idle":
+                return {"idle": idle(self.session, unread.bytes_in(self.pipes[0]))}
+            case "look":
+                self.watch = self.watch or Watch(self.upper)
+                return self.watch.look(self.session, tuple(self.opening))
+            case "resume":
+                if self.watch is not None:
+                    self.watch.resume()
+            case "adopt":  # a session that was captured; process 1 is its new parent
+                os.kill(order["pid"], 0)
+                self.session = order["pid"]
+                leave_low_numbers()
+            case "number":
+                leave_low_numbers(order["last"])
+            case "upper":
+                pass  # The answer's descriptor is all that is asked for.
+            case other:
+                raise ValueError(f"process 1 of a sandbox has no use for {other}")
+        return {}
 
     def reap(self) -> None:
         while True:

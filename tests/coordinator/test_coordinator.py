@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
         await save(coordinator, 60.0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
         ended = asyncio.create_task(coordinator.checkpoints.committed())
-        await asyncio.sleep(2 * LOOK_S)
+        await asyncio.sleep(2 * POLL_S)
         assert not ended.done(), "another rank writes"
         written(coordinator, 0)
         await ended
@@ -238,7 +238,7 @@ def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_
 
     async def writes():
         while len(coordinator.sent) < 4:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         left = [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)]
         assert left == list(range(2, keep + 1))
         del coordinator.sent[:2]
