@@ -221,7 +221,8 @@ class TrajectoryHost:
                     made = await run_agent(start, environment, gateway, *rest)
                 else:
                     forks = self._forks if c.rollout.branch.ways else None
-                    rest += (self._snapshots, forks, fork)
+                    waits = None if fork is None else asyncio.ensure_future(own.waiting(fork))
+                    rest += (self._snapshots, forks, waits)
                     made = await run_trajectory(start, environment, *rest)
         except EnvironmentFailure as failure:
             failure.task = _task_name(environment, start.env_seed, limit_s)
