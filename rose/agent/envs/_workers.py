@@ -192,7 +192,8 @@ def serve() -> None:
             if "episode" in arguments:
                 arguments["episode"] = msgspec.convert(arguments["episode"], Episode)
             answers.write(BEGUN)
-            text = json.dumps({"value": called(**arguments)}, default=values.to_json)
+            value = function.result(called(**arguments))
+            text = json.dumps({"value": value}, default=values.to_json)
         except BaseException as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
         answers.write(text.encode() + b"\n")
