@@ -49,6 +49,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _module(name: str, where: str, key: str):
+    inputs.verify(where)
     try:
         return importlib.import_module(name)
     except Exception as error:  # of the user's code, which may raise anything

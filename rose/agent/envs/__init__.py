@@ -8,6 +8,7 @@ nothing of models, tokens, MPI or how it is run. Files with a leading underscore
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -19,7 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from rose import config
+from rose import config, inputs
 from rose.agent.envs.agent import Agent
 from rose.agent.envs.base import Environment
 from rose.config import ConfigError, outside
@@ -172,9 +173,17 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     return msgspec.structs.replace(env, args=args)
 
 
+@functools.cache  # A process has what it imported, whatever becomes of the file.
+def _verify(cls: type) -> None:
+    """Raise `ConfigError` if the file of a user's class was edited before this process read it."""
+    inputs.verify(f"{cls.__module__}:{cls.__name__}")
+
+
 def _find(name: str) -> type:
     if name not in (ours := names()):
-        return outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
+        cls = outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
+        _verify(cls)
+        return cls
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
