@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rose.agent import returned
-from rose.agent.blocked import Blocked, called, marks
+from rose.agent.blocked import INHERITED, Blocked, called, marks
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.protocol import Trajectory
@@ -146,6 +146,7 @@ class Guard:
 
 @marks
 async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
+    INHERITED.set((what, limit_s))
     try:
         if not inspect.isawaitable(given := make()):
             raise TypeError("it is no coroutine: write `async def`")
