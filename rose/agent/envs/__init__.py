@@ -165,6 +165,9 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
         keyword = args.get(key) == defaults[key].default  # math, random: whatever lies here
+        # A file's name may have such a mark in it.
+        if isinstance(args.get(key), str) and Path(args[key]).exists():
+            place, mark, rest = args[key], "", ""
         # package:function is no folder's
         there = Path(place).is_file() if mark == ":" else Path(place).exists()
         if isinstance(args.get(key), str) and not keyword and there:
