@@ -32,7 +32,7 @@ from rose.agent.gateway.players import Playing
 from rose.agent.gateway.program import Program
 from rose.agent.gateway.server import Gateway, reward_of
 from rose.agent.gateway.session import Session
-from rose.agent.guard import EnvironmentFailure, TaskFailure
+from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import RequestTurn
 from rose.agent.scoring import Clock, Scoring, score, transcript
 from rose.config import ConfigError
@@ -109,13 +109,11 @@ async def run_agent(
 
 
 def _without_a_turn(session: Session) -> EnvironmentFailure:
-    """The failure of a program that got no answer of the model. One whose first call doesn't fit
-    has a task that doesn't, whoever tries it."""
+    """Return the failure of a program that got no answer of the model."""
+    cause = "the program ended without a call of the model"
     if session.too_long and not session.turns:
-        return TaskFailure(
-            session.start.id, f"the agent's first call was refused: {session.too_long}"
-        )
-    return EnvironmentFailure(session.start.id, "the program ended without a call of the model")
+        cause = f"the agent's first call was refused: {session.too_long}"
+    return EnvironmentFailure(session.start.id, cause)
 
 
 def remove_stale() -> None:
