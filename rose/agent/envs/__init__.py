@@ -38,7 +38,7 @@ PACKAGES = {
 # What an environment may say of itself, and what it may have besides.
 FLAGS = ("requires_tool", "several_calls", "rewards_turns")
 METHODS = ("reset", "step", "close")
-OPTIONAL = ("end", "checkpoint", "resume", "task_name", "starts")
+OPTIONAL = ("end", "checkpoint", "resume", "starts")
 
 
 def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
