@@ -24,6 +24,7 @@ import msgspec
 from rose import config
 from rose.agent import returned
 from rose.agent.chat import ChatFormat
+from rose.agent.envs import _workers
 from rose.agent.envs.agent import Agent
 from rose.agent.envs.verifiers import Verifiers
 from rose.agent.gateway import program
@@ -196,7 +197,8 @@ class _Run:
         first call, and if all of a batch began at once, none would call for a long time. Raises
         OSError."""
         places = self.gateway.beginning
-        await places.acquire()
+        with _workers.QUEUED.get()():
+            await places.acquire()
         held = [places]
 
         def release(*_: object) -> None:
