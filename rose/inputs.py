@@ -51,6 +51,7 @@ STRETCH, STRETCHES = 2**20, 64
 # A second edit within a tick of a file system's clock leaves the times as they are, so the digest
 # of a file this young is not kept (git's "racily clean"; NFS and FAT count in seconds).
 FRESH_S = 4.0
+_noted: dict[str, dict[str, str]] = {}  # name -> key and digest
 READERS = 16  # threads: on a network file system each small file costs a round trip
 
 
@@ -59,6 +60,8 @@ def record(c: Config, run_dir: Path) -> None:
     files = {path: {"key": key, "digest": digest(Path(path))} for path, key in named(c).items()}
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     found = {"files": files, "packages": {} if contained else packages(_environments(c))}
+    # A job that was requeued begins its attempts in a process that loads no environments.
+    found["noted"] = recorded(run_dir).get("noted", {}) | _noted
     write_whole(Path(run_dir) / NAME, json.dumps(found, indent=1).encode(), sync=True)
 
 
@@ -73,6 +76,9 @@ def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
     for path, was in recorded(run_dir)["files"].items():
         if (now := digest(Path(path))) != was["digest"]:
             yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
+    for name, was in recorded(run_dir).get("noted", {}).items():
+        if _noted.get(name, was)["digest"] != was["digest"]:
+            yield was["key"], f"{name} have changed"
 
 
 def changed_packages(run_dir: Path) -> list[str]:
@@ -96,7 +102,7 @@ def verify(*places: str | Path) -> None:
     launch recorded and that differs from it by now. What no key names passes."""
     if VARIABLE not in os.environ:
         return
-    known = _expected(os.environ[VARIABLE])
+    known = _expected(os.environ[VARIABLE])["files"]
     for path in map(os.path.abspath, _meant([str(place) for place in places])):
         was = known.get(path)
         if was is not None and digest(Path(path)) != was["digest"]:
@@ -107,9 +113,23 @@ def verify(*places: str | Path) -> None:
             )
 
 
+def note(key: str, name: str, found: str) -> None:
+    """Take `found`, the digest of data that no file of the run holds, such as a library's tasks:
+    `record` writes it down. Raise `ConfigError` in a process of a run whose launch found others."""
+    if VARIABLE not in os.environ:
+        _noted[name] = {"key": key, "digest": found}
+        return
+    was = _expected(os.environ[VARIABLE]).get("noted", {}).get(name)
+    if was is not None and was["digest"] != found:
+        raise ConfigError(
+            f"{was['key']}: {name} have changed since this attempt of the run began, so its "
+            "processes would play different ones; restore them"
+        )
+
+
 @functools.cache  # a process belongs to one attempt
 def _expected(path: str) -> dict[str, Any]:
-    return recorded(Path(path).parent)["files"]
+    return recorded(Path(path).parent)
 
 
 def named(c: Config) -> dict[str, str]:

@@ -177,6 +177,27 @@ def test_packages_of_the_python_that_runs_an_agent_are_told_too(folder, make_con
     assert f"{packages}/verifiers 0.4.0 -> 0.4.1" in words
 
 
+def test_data_that_no_file_holds_is_compared_by_what_was_noted(folder, make_config, monkeypatch):
+    """A library's environment may load its tasks from a hub."""
+    monkeypatch.setattr(inputs, "_noted", {})
+    inputs.note("env.args.id", "the tasks of x", "one")
+    local.write_config(make_config(), folder)
+    assert resume.check_inputs(folder, "run") == ""
+    monkeypatch.setattr(inputs, "_noted", {})
+    assert resume.check_inputs(folder, "run") == ""
+    # The attempt after a requeue loads no environments.
+    local.write_config(make_config(), folder)
+    inputs.note("env.args.id", "the tasks of x", "two")
+    assert "env.args.id: the tasks of x have changed" in resume.check_inputs(folder, "run")
+    monkeypatch.setenv(inputs.VARIABLE, str(folder / inputs.NAME))
+    inputs._expected.cache_clear()
+    inputs.note("env.args.id", "the tasks of x", "one")
+    inputs.note("env.args.id", "the tasks of y", "any")
+    with pytest.raises(ConfigError, match="the tasks of x have changed since this attempt"):
+        inputs.note("env.args.id", "the tasks of x", "two")
+    inputs._expected.cache_clear()
+
+
 @pytest.fixture
 def begun(folder, make_config, monkeypatch):
     """An attempt of this configuration has begun, and this process belongs to it."""
