@@ -1,4 +1,4 @@
-"""The energy counters of this process's GPUs, by NVML; nothing where there are none."""
+"""The energy counters of this process's GPUs, read through NVML."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 
 def counters() -> dict[str, float]:
-    """UUID of each GPU that this process may use -> joules since its driver was loaded. One that
-    doesn't tell (older than Volta, a MIG slice) is left out."""
+    """Map the UUID of each GPU that this process may use to its joules since the driver was loaded.
+    A GPU without a counter (older than Volta, a MIG slice) is left out. The result is empty without
+    NVML or GPUs."""
     found = {}
     for uuid, device in _devices().items():
         nvml = _nvml()
         try:
-            found[uuid] = nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000  # of millijoules
+            millijoules = nvml.nvmlDeviceGetTotalEnergyConsumption(device)
+            found[uuid] = millijoules / 1000
         except nvml.NVMLError:
             continue
     return found
@@ -23,7 +25,8 @@ def counters() -> dict[str, float]:
 
 @cache
 def _nvml() -> ModuleType | None:
-    """vLLM's package brings it; None without it, or without a driver."""
+    """Return pynvml, initialized, or None when it isn't installed or no driver is loaded. vLLM
+    depends on pynvml, so it is there wherever vLLM is."""
     try:
         import pynvml
     except ImportError:
@@ -37,7 +40,8 @@ def _nvml() -> ModuleType | None:
 
 @cache
 def _devices() -> dict[str, Any]:
-    """Those that CUDA_VISIBLE_DEVICES lists, by index or UUID; all if it is unset."""
+    """Map UUID to NVML handle of the GPUs that CUDA_VISIBLE_DEVICES lists by index or UUID. All
+    GPUs of the machine if the variable is unset."""
     nvml = _nvml()
     if nvml is None:
         return {}

@@ -8,9 +8,11 @@ lose what they took, and file systems without flock.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import io
+import json
 import os
 import stat
 import sys
@@ -19,8 +21,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_ADVICE = "it is a pointer of Git LFS, not the file itself; run git lfs pull in its repository"
 PAUSE_S = 0.2  # between two looks at a lock that another holds
 PROBE_BYTES = 65_536  # less room than this is none: one line of metrics and the ranks' status files
 REMEDIES = {
@@ -82,11 +86,40 @@ def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
         raise PermissionError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
 
 
-def text_lines(path: Path) -> list[str]:
-    """Return the lines of a user's UTF-8 file. Only a line feed ends one: texts in JSON may hold
-    U+2028 and others at which `str.splitlines` ends a line. Raises OSError,
-    `UnicodeDecodeError`."""
-    return Path(path).read_bytes().decode("utf-8-sig").split("\n")
+def is_lfs_pointer(path: Path) -> bool:
+    """True for what a clone without Git LFS has in the place of a large file. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def user_text(path: Path) -> str:
+    """Return the text of a user's UTF-8 file, without its byte order mark. Raises OSError, and
+    ValueError for what is no such text."""
+    data = Path(path).read_bytes()
+    if data.startswith(LFS_POINTER):
+        raise ValueError(LFS_ADVICE)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        utf16 = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        known = "UTF-16" if utf16 else "ENCODING"
+        raise ValueError(
+            f"it is not UTF-8 ({error.reason} at byte {error.start}); convert it with iconv "
+            f"-f {known} -t UTF-8"
+        ) from None
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Return the values of a user's file of JSON lines. Only a line feed ends one: texts in JSON
+    may hold U+2028 and others at which `str.splitlines` ends a line. Raises as `user_text`, and
+    ValueError that names the line that is no JSON."""
+    values = []
+    for number, line in enumerate(user_text(path).split("\n"), 1):
+        try:
+            values += [json.loads(line)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is no JSON ({error})") from None
+    return values
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Models of a Hugging Face hub: resolved once, by the launcher, to a folder that every rank loads.
+"""Models of a Hugging Face hub. The launcher resolves a model once, to a folder that every rank
+loads.
 
-A hub id names a moving target: two ranks that resolve it by themselves can get two revisions, and
-compute nodes often have no network. So the launcher downloads one commit (or takes it from the
-cache), notes its folder in the run's configuration, and the ranks run with `HF_HUB_OFFLINE=1`.
-Left out: data sets, and weights that are not safetensors.
+A hub id can change its meaning: two ranks that each resolve it can get two revisions. Compute nodes
+often have no network, too. So the launcher downloads one commit (or takes it from the cache),
+writes its folder into the run's configuration, and the ranks run with `HF_HUB_OFFLINE=1`.
+Not handled: data sets, and weights that are not safetensors.
 """
 
 from __future__ import annotations
@@ -15,26 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from rose.config.errors import ConfigError
+from rose.files import LFS_ADVICE, is_lfs_pointer
 
-# What trainer and engines read, and what goes with a copy of the model (rose/export); the same
-# weights as .bin, .gguf, .onnx or consolidated files are left out.
+# Files that the trainer and the engines read, and those that an exported model gets (rose/export).
+# Copies of the weights as .bin, .gguf, .onnx or consolidated files are not downloaded.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", "NOTICE*")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
-# of everything that the launcher starts
+# Variables in the environment of each process that the launcher starts.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-
-
-MOST_HEADER = 10**8  # bytes: safetensors' own limit
+MOST_HEADER = 10**8  # bytes of a safetensors header, the library's own limit
 
 
 def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:
-    """The absolute folder of one commit of `repository`, downloaded if it is not in the cache.
+    """Return the absolute folder of one commit of `repository`, whose name is the commit's hash.
+    Downloads the commit if it is not in the cache, with the hub's progress bars on stderr.
 
-    `revision`: a branch, tag or commit; null: the default branch. `key`: the configuration key that
-    gave the id, for errors. Its last component is the commit's hash. The hub's progress bars go to
-    stderr.
-
-    Raises `ConfigError` when neither the hub nor the cache has it, or not all of it.
+    `revision` is a branch, tag or commit; None is the default branch. `key` is the configuration
+    key that gave the id, for errors. Raises `ConfigError` when neither the hub nor the cache has
+    the whole commit.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -63,7 +62,7 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
-    # of the hub, of files, of its HTTP library (a proxy that refuses) or of its Xet client
+    # Raised by the hub, the file system, the HTTP library (a proxy that refuses) or Xet.
     except Exception as error:
         raise ConfigError(
             f"{named}: the hub can't be reached and the cache {cache} does not have it whole "
@@ -71,25 +70,25 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
             f"{f' --revision {revision}' if revision else ''}` with HF_HOME on a file system that "
             f"this machine sees, too; or {key}=/folder{_as_folder(key)} for a copy on disk"
         ) from None
-    folder = Path(found).absolute()  # not resolved: its name is the commit, its files link to blobs
+    folder = Path(found).absolute()  # not resolved: its name is the commit, its files are links
     check_whole(folder, named)
     print(f"{repository}: commit {folder.name[:12]} in {folder}", file=sys.stderr, flush=True)
     return folder
 
 
 def configuration(repository: str, revision: str | None) -> Path:
-    """The folder with the model's config.json alone, which planning needs, downloaded if the cache
-    lacks it. Raises `ConfigError` as `snapshot` does."""
+    """Return a folder with the model's config.json, which planning needs; download only that file
+    if the cache lacks it. Raises `ConfigError` as `snapshot` does."""
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
-    except Exception:  # `snapshot` has the words for all that can be wrong
+    except Exception:  # `snapshot` fails for the same reason, and raises it as a `ConfigError`.
         return snapshot(repository, revision)
 
 
 def cached(repository: str, revision: str | None) -> Path | None:
-    """The folder of the commit that the cache has for `revision`, asking nobody; null if none."""
+    """Return the cached folder of `revision`, without network; None if the cache lacks it."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -106,7 +105,7 @@ def cached(repository: str, revision: str | None) -> Path | None:
 
 
 def check_whole(folder: Path, named: str) -> None:
-    """Raises `ConfigError` when a file that trainer or engines need is absent or a broken link."""
+    """Raise `ConfigError` when a file that trainer or engines need is absent or a broken link."""
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{named}: {folder} has no {name}; {_again(folder)}")
@@ -114,8 +113,8 @@ def check_whole(folder: Path, named: str) -> None:
 
 
 def check_files(folder: Path, named: str, again: str) -> None:
-    """Raises `ConfigError` when a file of the weights is absent, or not as long as its header says.
-    `again`: what to do about it. PyTorch's own files, without safetensors, are not looked at."""
+    """Raise `ConfigError` when a file of the weights is absent, or not as long as its header says.
+    `again` is the error's advice. A folder with only PyTorch's own files is not checked."""
     index = folder / "model.safetensors.index.json"
     shards = ["model.safetensors"]
     if index.is_file():
@@ -131,20 +130,22 @@ def check_files(folder: Path, named: str, again: str) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
-            f"{named}: {folder} has no {missing[0]}{more}; if the download broke off: "
+            f"{named}: {folder} has no {missing[0]}{more}; if the download was cut short: "
             f"{again}; if the model has no safetensors weights, convert them with save_pretrained"
         )
     for name in shards:
+        if is_lfs_pointer(folder / name):
+            raise ConfigError(f"{named}: {folder / name}: {LFS_ADVICE}")
         size, whole = (folder / name).stat().st_size, _whole_bytes(folder / name)
         if not whole or size != whole:
             raise ConfigError(
                 f"{named}: {folder / name} has {size} bytes, and its header says "
-                f"{whole or 'nothing'}; if the download broke off: {again}"
+                f"{whole or 'nothing'}; if the download was cut short: {again}"
             )
 
 
 def _whole_bytes(path: Path) -> int:
-    """The size that a safetensors file must have by its header; 0 if that is none."""
+    """Return the size that a safetensors file has by its header; 0 if the header is invalid."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length < MOST_HEADER:
@@ -158,7 +159,7 @@ def _whole_bytes(path: Path) -> int:
 
 
 def check_trainable(folder: Path, named: str) -> None:
-    """Raises `ConfigError` for a model that ROSE can't train, by its config.json alone."""
+    """Raise `ConfigError` for a model that ROSE can't train, judged by its config.json alone."""
     kind = _kind(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     if kind not in TRAINABLE:
         raise ConfigError(
@@ -168,13 +169,18 @@ def check_trainable(folder: Path, named: str) -> None:
 
 
 def check_weights(folder: Path, named: str) -> None:
-    """Raises `ConfigError` for weights that no version can have: quantised ones, or of a mixture
-    that ROSE doesn't know. A dense folder of another architecture may do."""
+    """Raise `ConfigError` for weights that ROSE can't publish as a policy version: quantised ones,
+    and mixtures of experts that it doesn't know. Any dense architecture passes."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ConfigError(
             f"{named}: its weights are quantised ({method}); give the unquantised model"
+        )
+    if not raw.get("architectures"):
+        raise ConfigError(
+            f"{named}: its config.json names no architectures, by which vLLM finds the model's "
+            "class; write them with save_pretrained"
         )
     mixture = _kind(raw) == MIXTURE or any(raw.get(key) for key in EXPERTS)
     if mixture and _kind(raw) != MIXTURE:

@@ -51,7 +51,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
             f"MPI calls this process rank {world.Get_rank()}, the launcher {me.rank}; is mpi4py "
             "built for MPICH, or under Slurm for the MPI that cluster.mpi names?"
         )
-    mpi_process.unname(world)
+    mpi_process.unlink_shared(world)
     peers = split_by_role(world, me.role)
     rank_status.mark_joined(run_dir, attempt, me.rank)
     mailbox = Mailbox(world)

@@ -1,14 +1,13 @@
-"""How much memory a process's device has, and memory of the CPU that really goes back to the
-system.
+"""The memory of a process's device, and CPU memory that is really returned to the system.
 
-`look` asks a torch device: the GPU's memory, or on a CPU the machine's. `host_bytes` is what its
-control groups leave of that at most.
+`device_memory` measures a torch device: the GPU's memory, or on a CPU the machine's. `host_bytes`
+is the most host memory that this process's control groups allow.
 
-`HostPages` is the pool behind a KV cache: private anonymous memory, in which
-`madvise(MADV_DONTNEED)` frees a page at once and the next touch brings a zeroed one. Transparent
-huge pages are kept out: a huge page that is given back in part stays whole until memory is short,
-and khugepaged would fill released pages in again (max_ptes_none is 511 by default). `give_back`
-does the same for memory that others allocated, such as a model's parameters.
+`HostPages` is the pool behind a KV cache on a CPU: private anonymous memory, in which
+`madvise(MADV_DONTNEED)` frees a page at once, and the next touch maps a zeroed page. It uses no
+transparent huge pages: a huge page that is released in part stays whole until memory is short, and
+khugepaged would fill released pages in again (max_ptes_none is 511 by default). `release_pages`
+does the same for memory that other code allocated, such as a model's parameters.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from typing import NamedTuple
 
 GIB = 2**30
 PAGE = mmap.PAGESIZE
-CGROUP, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self/cgroup")
 Ranges = list[tuple[int, int]]  # [start, end) in bytes, ascending, neither touching nor overlapping
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostPages:
-    """A `blocks.Pool` of at least `nbytes`. Nothing is resident until it is touched."""
+    """A `blocks.Pool` of at least `nbytes` in host memory. A page is resident once touched."""
 
     page = PAGE
 
@@ -42,29 +42,29 @@ class HostPages:
         self._memory.madvise(mmap.MADV_NOHUGEPAGE)
 
     def map(self, ranges: Ranges) -> None:
-        """The system does it at the first touch."""
+        """Do nothing: the system maps a page when it is first touched."""
 
     def release(self, ranges: Ranges) -> None:
         for low, high in ranges:
             self._memory.madvise(mmap.MADV_DONTNEED, low, high - low)
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Nothing: the system gives memory to whatever is touched."""
+        """Return an empty context: every page may be touched at any time."""
         return nullcontext()
 
     def tensor(self):
-        """int8, (nbytes,): the pool's own memory, which lives as long as the tensor does."""
+        """The pool's memory itself as int8, (nbytes,). It lives as long as the tensor does."""
         import torch
 
         return torch.frombuffer(self._memory, dtype=torch.int8)
 
 
-def give_back(spans: Iterable[tuple[int, int]]) -> int:
-    """Drop the whole pages inside these (address, bytes) of this process; they read as zeros
-    afterwards. Returns the bytes of those pages.
+def release_pages(spans: Iterable[tuple[int, int]]) -> int:
+    """Return the pages that lie whole inside `spans`, (address, bytes), to the system.
 
-    Memory mapped from a file or shared is left alone: dropped, it would show the file again. Raises
-    `OSError`.
+    The pages read as zeros afterwards. Spans in shared memory or in a mapped file stay as they
+    are: a dropped page would show the file's content again. Returns the bytes released. Raises
+    `OSError` when madvise fails.
     """
     mapped = _anonymous()
     starts = [low for low, _ in mapped]
@@ -82,8 +82,8 @@ def give_back(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """[start, end) of this process's private memory without a file, neighbours joined,
-    ascending."""
+    """Addresses [start, end) of this process's private memory without a file, ascending.
+    Neighbouring mappings are joined."""
     joined: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, rights, _, _, inode = line.split(maxsplit=5)[:5]
@@ -96,8 +96,8 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of process `pid` that is in RAM now, shared pages included; exact, unlike
-    /proc/PID/statm. Raises `OSError` when the process is gone or another user's."""
+    """Resident memory of process `pid`, shared pages included; exact, unlike /proc/PID/statm.
+    Raises `OSError` when the process has ended or belongs to another user."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -105,20 +105,21 @@ def resident_bytes(pid: int) -> int:
 
 
 class DeviceMemory(NamedTuple):
-    """GiB."""
+    """A measurement of a device's memory, in GiB."""
 
     free: float
     total: float
-    own: float | None  # of this process; null on a GPU, where nobody tells
+    # This process's share; None on a GPU, where CUDA reports no figure per process.
+    own: float | None
 
-    def given_since(self, before: DeviceMemory) -> float:
-        """GiB that this process gave back since `before`; negative if it took some. On a GPU what
-        others gave or took meanwhile counts too."""
+    def freed_since(self, before: DeviceMemory) -> float:
+        """GiB that this process released since `before`; negative if it took some. On a GPU this
+        includes what other processes released or took in between."""
         return self.free - before.free if self.own is None else before.own - self.own
 
 
-def look(device) -> DeviceMemory:
-    """The memory of a torch device, now."""
+def device_memory(device) -> DeviceMemory:
+    """Measure the memory of a torch device: the GPU's, or on a CPU the machine's."""
     if device.type == "cuda":
         import torch
 
@@ -130,14 +131,15 @@ def look(device) -> DeviceMemory:
 
 
 def host_bytes() -> float:
-    """Memory that this process and those it starts may take in all: the machine's, or the least
-    limit of its control groups."""
+    """Bytes of memory that this process and its children may use together: the machine's memory,
+    or the smallest limit of this process's control groups."""
     machine = os.sysconf("SC_PHYS_PAGES") * PAGE
     return min([machine, *(_limit(group / name) for group, name, _ in control_groups())])
 
 
 def control_groups() -> Iterator[tuple[Path, str, str]]:
-    """(folder, names of the files of limit and usage) of this group and those above, v1 and v2."""
+    """Yield (folder, name of its limit file, name of its usage file) of each memory control group
+    of this process, from its own up to the root. Covers cgroup v1 and v2."""
     for line in PROCESS.read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -153,14 +155,14 @@ def control_groups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _limit(path: Path) -> float:
-    """Bytes; infinite without one."""
+    """The limit in bytes that a control group's file holds; infinite if it holds none."""
     try:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return math.inf  # "max", or a group without limits, as the root
+        return math.inf  # "max", or no such file, as in the root group
 
 
 def _kib(path: Path) -> dict[str, int]:
-    """The lines `name: n kB` of a file of /proc."""
+    """Return the lines `name: n kB` of a /proc file as {name: n}."""
     found = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in found if words[-1] == "kB"}

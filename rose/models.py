@@ -94,7 +94,26 @@ def check_folder(folder: Path) -> Path:
                 f"model.path={str(folder)!r}: no {name} there; save the {what} into it "
                 "with save_pretrained"
             )
+    for path in filter(Path.is_file, folder.glob("*.json")):
+        if files.is_lfs_pointer(path):
+            raise ConfigError(f"model.path={str(folder)!r}: {path.name}: {files.LFS_ADVICE}")
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        _check_json(folder / name)
     return folder
+
+
+def _check_json(path: Path) -> None:
+    """Raise `ConfigError` for a file that is there and is no JSON object."""
+    try:
+        if isinstance(_json(path), dict):
+            return
+        error = "not an object"
+    except (OSError, ValueError) as found:
+        error = str(found)
+    raise ConfigError(
+        f"model.path={str(path.parent)!r}: {path.name} is no JSON object ({error}); copy the file "
+        "again, or write it with save_pretrained"
+    )
 
 
 def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:

@@ -33,7 +33,7 @@ def rank_main(mib: int, repeats: int) -> None:
     from rose.transfer.mirror import SHARED_MEMORY
 
     world = MPI.COMM_WORLD
-    mpi_process.unname(world)
+    mpi_process.unlink_shared(world)
     rank, receivers = world.Get_rank(), world.Get_size() - 1
     whole = np.random.default_rng(7).integers(0, 256, mib << 20, dtype=np.uint8)
     memory = SHARED_MEMORY / f"rose-bench-{os.getpid()}"  # of a node of its own

@@ -79,7 +79,7 @@ class EveryOtherIdle(AllIdle):
     def on_event(self, event: ev.Event, cluster: Cluster) -> list[ev.Action]:
         actions = super().on_event(event, cluster)
         if isinstance(event, ev.StepBegun) and event.step % 2:
-            self._rolls = False
+            self._hybrids_roll = False
             return []
         return actions
 

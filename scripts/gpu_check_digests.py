@@ -45,7 +45,7 @@ def digests(report: Report) -> None:
         began = time.monotonic()
         hashes[name] = found.digests(of, places, threads)
         seconds[name] = time.monotonic() - began
-    report.figure("hashed there", found.hashes_there(live), equal=bool(report.gpus))
+    report.figure("hashed there", found.hashes_on_device(live), equal=bool(report.gpus))
     report.figure(
         "hashes differ", sum(hashes["host"][b] != h for b, h in hashes["device"].items()), most=0
     )
@@ -70,7 +70,7 @@ class Host:
     on_gpu = False
 
     def __init__(self, live) -> None:
-        self.read, self.aside = live.read, live.aside
+        self.read, self.side_stream = live.read, live.side_stream
 
 
 CHECKS = (

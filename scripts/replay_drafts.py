@@ -31,7 +31,7 @@ from rose.engine.drafts.proposer import GroupProposer
 from rose.observe import trajectories
 
 SIBLINGS = (0, 1, 2, 4, 8)  # levels: from so many on
-CHANCES = (0.9, 0.7, 0.5, 0.35, 0.2, 0.1, 0.02)  # the last: whatever is found (loops.LEAST)
+CHANCES = (0.9, 0.7, 0.5, 0.35, 0.2, 0.1, 0.02)  # the last: whatever is found (loops.MIN_CHANCE)
 LENGTHS = (2, 4, 8)  # tokens of a draft, at most
 MEMORY = 2**30  # bytes, of all groups' texts: no bound here
 
@@ -42,7 +42,7 @@ class Cut:
     def __init__(self, chance: float) -> None:
         self.chance = chance
 
-    def looks(self) -> bool:
+    def looks_up(self) -> bool:
         return True
 
     def decide(self, chances: np.ndarray) -> np.ndarray:

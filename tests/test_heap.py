@@ -47,9 +47,11 @@ def test_a_heap_that_grows_meets_no_page_faults_where_it_was_made_resident_ahead
 
 
 def test_without_such_a_heap_nothing_happens(monkeypatch):
-    monkeypatch.setattr(heap, "_begin", lambda: None)
+    monkeypatch.setattr(heap, "_heap_start", lambda: None)
     assert heap.Ahead().catch_up(0.0)
-    monkeypatch.setattr(heap, "_begin", lambda: 0x1000)  # no memory of ours: the system refuses
+    monkeypatch.setattr(
+        heap, "_heap_start", lambda: 0x1000
+    )  # no memory of ours: the system refuses
     ahead = heap.Ahead()
     assert ahead.catch_up(0.0) and ahead.catch_up(0.0)
 
@@ -60,7 +62,7 @@ def test_it_begins_where_the_system_says(monkeypatch, heap_there):
         "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n"
     )
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: maps)
-    assert heap._begin() == (0xE03000 if heap_there else None)
+    assert heap._heap_start() == (0xE03000 if heap_there else None)
 
 
 KEEP_ALL = """

@@ -153,6 +153,8 @@ def test_what_is_no_id_is_said_to_be_none(cache):
             r"some layers have no experts \(mlp_only_layers=None, decoder_sparse_step=2\)",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+        ({"quantization_config": "fp8"}, r"quantised \(fp8\)"),
+        ({"architectures": None}, "its architecture is unknown"),
         (
             {"architectures": ["Gemma2ForCausalLM"]},
             "Gemma2ForCausalLM; ROSE trains Qwen2ForCausalLM",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.engine.blocks import BlockMemory, Layout
-from rose.memory import PAGE, HostPages, give_back, resident_bytes
+from rose.memory import PAGE, HostPages, release_pages, resident_bytes
 
 MiB = 2**20
 
@@ -152,7 +152,7 @@ def test_the_null_block_is_never_given_back():
 def test_memory_of_others_is_given_back_by_whole_pages():
     tensor = torch.full((4 * MiB,), 5, dtype=torch.uint8)
     inner = tensor[100:-100]
-    dropped = give_back([(inner.data_ptr(), inner.numel())])
+    dropped = release_pages([(inner.data_ptr(), inner.numel())])
     assert 4 * MiB - 2 * PAGE - 200 <= dropped < 4 * MiB
     assert (tensor[:100] == 5).all() and (tensor[-100:] == 5).all()
     assert int(tensor.count_nonzero()) == 4 * MiB - dropped
@@ -164,7 +164,7 @@ def test_memory_mapped_from_a_file_is_left_alone(tmp_path):
         private = mmap.mmap(file.fileno(), MiB, flags=mmap.MAP_PRIVATE)
     values = np.frombuffer(private, np.uint8)
     values[:] = 1
-    assert give_back([(values.ctypes.data, MiB)]) == 0 and (values == 1).all()
+    assert release_pages([(values.ctypes.data, MiB)]) == 0 and (values == 1).all()
 
 
 def test_the_resident_size_of_an_ended_process_is_an_error():

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose import models
+from rose import hub, models
 from rose.config import ConfigError, Model
 
 
@@ -157,6 +157,29 @@ def test_waiting_for_another_launch_has_a_deadline(tmp_path, monkeypatch):
 def test_a_failing_recipe_is_reported_with_its_command(counting_recipe):
     with pytest.raises(ConfigError, match="ended with code 2"):
         models.resolve(model("tiny", recipe={"no_such_option": 1}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("data", [b'{"a": ', b"[]", b"\xef\xbb\xbf{}", b"\xff"])
+def test_a_damaged_file_of_a_model_is_named(tmp_path, name, data):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for each in ("config.json", "tokenizer_config.json"):
+        (folder / each).write_text("{}")
+    (folder / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=f": {name} is no JSON object .*; copy the file again"):
+        models.check_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_that_a_clone_has_left_in_lfs_is_named(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for each in ("config.json", "tokenizer_config.json"):
+        (folder / each).write_text("{}")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ConfigError, match=f"{name}: it is a pointer of Git LFS.*run git lfs pull"):
+        hub.check_files(models.check_folder(folder), "model.path='m'", "copy the folder again")
 
 
 def test_an_adapters_folder_is_no_model(tmp_path):

@@ -11,6 +11,7 @@ a result behind a call is written otherwise than behind an answer without one, o
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import json
 import os
@@ -33,7 +34,7 @@ from rose.agent.gaps import (
     observed_messages,
     plain_message,
 )
-from rose.agent.template import TOOLS_AS_TEXT, served_messages, served_tool
+from rose.agent.template import TOOLS_AS_TEXT, arguments, served_messages, served_tool
 from rose.agent.tool_calls import CLOSE, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
@@ -41,6 +42,7 @@ from rose.models import end_tokens
 LOOP_CHARACTERS = 20_000  # are made tokens of within the event loop: some milliseconds
 COMPOSED = 4  # characters that NFC makes one, at most: a Greek letter with three marks
 CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
+VARIANTS = 16  # sets of template arguments that requests give; an agent has one or two
 CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
 
 # Types of models of which `AutoTokenizer` takes the class that their tokenizer_config.json names.
@@ -94,19 +96,41 @@ class ChatFormat:
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._longest = _longest_token(self._backend)
         self.native_tools = self._has_tools()
+        of_tools = self._tokenizer.get_chat_template(None, [tool_formats.PROBE_TOOL])
+        self._arguments = arguments(self.template) | arguments(of_tools)
         if not self.native_tools:
             self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
-        self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
-        self._gaps.of(("user",), False)
-        self.tools_problem = self._gaps.tools_problem()  # "" where environments may have tools
+        self._write()
+        self._with = functools.lru_cache(VARIANTS)(self._variant)
         self._named_thoughts = reasoning_format != tool_formats.AUTO
         self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
         self.format = tool_formats.find(
             tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
         )
+
+    def _write(self) -> None:
+        """Find out how the template writes conversations with these arguments. Raises
+        `CannotExtend`."""
+        self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
+        self._gaps.of(("user",), False)
+        self.tools_problem = self._gaps.tools_problem()  # "" where environments may have tools
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
+
+    def with_args(self, given: dict[str, Any]) -> ChatFormat:
+        """Return the format with a request's template arguments before the run's own. Those that
+        the template does not read are left out. Raises `CannotExtend`."""
+        kept = {name: value for name, value in given.items() if name in self._arguments}
+        return self._with(json.dumps(kept, sort_keys=True)) if kept else self
+
+    def _variant(self, given: str) -> ChatFormat:
+        made = copy.copy(self)
+        made.template_args = self.template_args | json.loads(given)
+        if made.template_args == self.template_args:
+            return self
+        made._write()
+        return made
 
     @classmethod
     def of(cls, folder: str | Path, model: Model) -> ChatFormat:
@@ -211,6 +235,13 @@ class ChatFormat:
         """Return the template of conversations without tools. With `native_tools` unset it is that
         of all conversations."""
         return self._tokenizer.get_chat_template()
+
+    @property
+    def thinks(self) -> bool:
+        """True where the template makes the model think between marks that are tokens."""
+        marks = {"<think>", "</think>"} <= self._tokenizer.get_vocab().keys()
+        asked = "enable_thinking" in self._arguments and "</think>" in self.template
+        return marks and (asked or self._opens_thought)
 
     def _load(self):
         try:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from rose.agent.tool_calls import CLOSE, FORM, OPEN
@@ -74,6 +74,10 @@ TOOLS_AS_TEXT = (
     .replace("@OPEN@", OPEN)
     .replace("@CLOSE@", CLOSE)
 )
+
+
+# What a template gets with each conversation.
+CONVERSATION = frozenset(("messages", "tools", "add_generation_prompt"))
 
 
 def served_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +148,17 @@ def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = ["\n".join(texts(messages[i]["content"])) for i in at]
     merged = {"role": "system", "content": "\n\n".join(text for text in found if text)}
     return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+@functools.lru_cache(32)
+def arguments(template: str) -> frozenset[str]:
+    """Return the names of what a template reads besides the conversation; none of one that is
+    no template, which its first use refuses."""
+    try:
+        root = _compile_jinja_template(template).environment.parse(template)
+    except TemplateError:
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(root)) - CONVERSATION
 
 
 @functools.lru_cache(32)

@@ -11,10 +11,11 @@ sense is for the environment to say. Other models' forms: rose/agent/tool_format
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rose.agent.envs.base import Action, ToolCall
 
@@ -126,7 +127,7 @@ def _unpaired() -> str:
 def _calls(body: str) -> list[ToolCall] | str:
     """JSON -> calls, or what is wrong with it."""
     try:
-        value = json.loads(body, parse_constant=_refuse)
+        value = loads(body)
     except (ValueError, RecursionError):  # ValueError: also an integer of too many digits
         return f"not valid JSON; write {FORM}"
     calls: list[ToolCall] = []
@@ -140,6 +141,16 @@ def _calls(body: str) -> list[ToolCall] | str:
                     f"write {FORM}"
                 )
     return calls
+
+
+def loads(text: str) -> Any:
+    """Return the value of JSON. NaN, Infinity and numbers that Python makes infinite (1e999) would
+    be written again as what is no JSON. Raises `ValueError`."""
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:

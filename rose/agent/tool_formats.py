@@ -99,7 +99,7 @@ class OfVllm:
 
 
 def _call(function: Any) -> ToolCall:
-    arguments = json.loads(function.arguments or "{}")
+    arguments = tool_calls.loads(function.arguments or "{}")
     if not function.name or not isinstance(arguments, dict):
         raise ValueError(f"no call: {function}")
     return ToolCall(function.name, arguments)

@@ -1,2 +1,4 @@
-"""MPI between ranks: bytes on the wire, one mailbox per rank, the first handshake. May import
-`rose.protocol`; knows nothing of what messages mean."""
+"""Communication between ranks by MPI: message encoding, mailboxes, joining, rendezvous addresses.
+
+May import `rose.protocol`, but does not depend on what the messages mean.
+"""

@@ -1,10 +1,10 @@
-"""Where ranks on several hosts meet for torch.distributed: an address that each of them reached.
+"""Find an address at which ranks on several hosts can meet for torch.distributed.
 
-A host's own name is no address of it: Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites to
-a network that compute nodes don't share, some not at all. So the first rank listens on each address
-that its interfaces have, every other rank connects to all of them, and the first one that all have
-reached is taken. The socket that was listening there is handed on, still open: nobody else gets its
-port. Left out: the choice of NCCL's InfiniBand devices (NCCL_IB_HCA), which is NCCL's own.
+A host's name is no reliable address. Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites map
+it to a network that compute nodes don't share, and some don't map it at all. So rank 0 listens on
+every address of its interfaces, and every other rank connects to all of them. The ranks choose the
+first address that all of them reached. Rank 0 passes the listening socket on while it is open, so
+that no other process can take its port. NCCL chooses its InfiniBand devices itself (NCCL_IB_HCA).
 """
 
 from __future__ import annotations
@@ -24,29 +24,34 @@ from pathlib import Path
 import msgspec
 import psutil
 
-MEET_S = 60.0  # for all ranks to have met; torch's own default is half an hour
-REACH_S = 5.0  # for one connection: a firewall that drops packets answers never
+# Bounds the time in which all ranks must meet. torch's default, half an hour, delays the error.
+MEET_S = 60.0
+# Bounds one connection attempt, because a firewall that drops packets never answers.
+REACH_S = 5.0
 LOOPBACK = "127.0.0.1"
-# bridges that many hosts have with one address
-ALIKE = ("docker", "virbr", "br-", "veth", "cni", "podman")
-INTERFACES, INFINIBAND = Path("/sys/class/net"), 32  # its hardware type there (ARPHRD_INFINIBAND)
+# Name prefixes of bridges, which have the same address on many hosts.
+BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "podman")
+INTERFACES = Path("/sys/class/net")
+INFINIBAND = 32  # InfiniBand's hardware type in `INTERFACES` (ARPHRD_INFINIBAND)
 TOKEN_BYTES = 16
-# Where gloo and NCCL look for their interface. To NCCL a bare name is a prefix: eth1 is eth10, too.
+# The variables that name the interface for gloo and NCCL. NCCL takes a bare name as a prefix (eth1
+# matches eth10), and a name behind "=" as a whole.
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
-Gather = Callable[[str], list[str]]  # collective: every rank's text, by rank
+# A collective call that returns the texts of all ranks, ordered by rank.
+Gather = Callable[[str], list[str]]
 
 
 class RendezvousError(RuntimeError):
-    """The ranks found no address that all of them can reach; it names all hosts and addresses."""
+    """No address can be reached by all ranks; the message names all hosts and addresses."""
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A rank's host. `space` differs between hosts and network namespaces."""
+    """A rank's host. Ranks have the same `space` if they share a host and a network namespace."""
 
     name: str
     space: str
-    addresses: list[tuple[str, str]]  # (interface, IP address), loopback left out
+    addresses: list[tuple[str, str]]  # (interface, IP address), without loopback
 
     def listing(self) -> str:
         return ", ".join(f"{address} ({name})" for name, address in self.addresses) or "no address"
@@ -54,8 +59,9 @@ class Host(msgspec.Struct, frozen=True):
 
 @dataclass
 class Place:
-    """Where the ranks meet. `listener`: rank 0's open socket, null on the others. `interface`: by
-    which this rank reaches the others, null when it can't be found."""
+    """The address and port at which the ranks meet. `listener` is rank 0's open socket, and None on
+    the other ranks. `interface` is the one through which this rank reaches the others, and None
+    when it can't be found."""
 
     address: str
     port: int
@@ -63,29 +69,29 @@ class Place:
     interface: str | None
     hosts: list[Host]
 
-    def claim(self) -> int | None:
-        """The listener's file descriptor, the caller's from now on; null on other ranks."""
+    def detach_listener(self) -> int | None:
+        """Return the listener's file descriptor, which the caller then owns; None without one."""
         return self.listener.detach() if self.listener is not None else None
 
     def use_interface(self) -> None:
-        """From now on gloo and NCCL connect by this interface, also in groups that DeepSpeed makes
-        later. A variable that is set already stays: the user's, or a larger world's."""
+        """Make gloo and NCCL connect through this interface, also in groups made later. A variable
+        that is set already stays: the user or a larger world of this rank has set it."""
         for name, form in INTERFACE_VARIABLES.items() if self.interface else ():
             os.environ.setdefault(name, form.format(self.interface))
 
     @property
     def neighbours(self) -> int:
-        """Ranks on this host, this one among them."""
+        """Number of ranks on this host, this rank included."""
         return max(1, sum(host.space == _space() for host in self.hosts))
 
-    def parted(self, size: int) -> bool:
-        """Whether a group of `size` ranks, the first such, the next ones and so on, is on several
-        hosts."""
+    def spans_hosts(self, size: int) -> bool:
+        """True if any group of `size` consecutive ranks has ranks on several hosts. The first group
+        starts at rank 0, the second at rank `size`, and so on."""
         spaces = [host.space for host in self.hosts]
         return any(len(set(spaces[at : at + size])) > 1 for at in range(0, len(spaces), size))
 
     def listing(self) -> str:
-        """A line of each rank's host and addresses."""
+        """Return one line per rank with its host and addresses."""
         lines = (
             f"  rank {r} on {host.name}: {host.listing()}" for r, host in enumerate(self.hosts)
         )
@@ -96,20 +102,20 @@ class Place:
 
 
 def local_place(port: int) -> Place:
-    """A place on this host for ranks that know `port` beforehand; rank 0 opens it."""
+    """Return a place on this host for ranks that know `port` beforehand; nothing listens yet."""
     return Place(LOOPBACK, port, None, None, [])
 
 
 def check_interface(interface: str | None) -> None:
-    """Raises `RendezvousError` when `interface` (cluster.interface) has no address here."""
+    """Raise `RendezvousError` if `interface` (cluster.interface) has no address on this host."""
     if interface is not None:
         _addresses(interface)
 
 
 def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
-    """Agree on a place. Collective over the ranks of `gather`; `interface` (cluster.interface): the
-    only one to use. Raises `RendezvousError` on every rank when all can't reach one address within
-    `MEET_S` seconds and what `gather` takes."""
+    """Agree on a place, collectively over the ranks of `gather`. With `interface`
+    (cluster.interface), only the addresses of this interface are used. Raises `RendezvousError` on
+    every rank if no address was reached by all within `REACH_S` seconds."""
     here = Host(socket.gethostname(), _space(), _addresses(interface))
     answers = gather(msgspec.json.encode(here).decode())
     hosts = [msgspec.json.decode(text, type=Host) for text in answers]
@@ -134,7 +140,7 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
 
 
 class _Listeners:
-    """Rank 0's sockets, one per address that can be bound; each connection gets the token."""
+    """Rank 0's listening sockets, one per address, which send the token to each connection."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES)
@@ -143,7 +149,7 @@ class _Listeners:
             try:
                 self._sockets.append(_listen(address))
             except OSError:
-                continue  # an address that has just gone, or of a family that is switched off
+                continue  # an address that was just removed, or whose family is switched off
         self.places = [list(one.getsockname()[:2]) for one in self._sockets]
         self._stop = threading.Event()
         self._threads = [
@@ -156,7 +162,7 @@ class _Listeners:
         return self
 
     def take(self, index: int) -> socket.socket:
-        """The socket of that place: still listening, with nobody waiting in its queue."""
+        """Return a place's socket, which still listens and has no connection waiting."""
         self._end()
         return self._sockets.pop(index)
 
@@ -176,7 +182,7 @@ class _Listeners:
             try:
                 with closing(listening.accept()[0]) as visitor:
                     visitor.sendall(bytes.fromhex(self.token))
-            except OSError:  # nobody came, or somebody left
+            except OSError:  # no connection within the timeout, or the peer has disconnected
                 continue
         listening.settimeout(None)
 
@@ -193,14 +199,16 @@ def _listen(address: str) -> socket.socket:
 
 
 def _reach(places: list[list], token: bytes) -> dict[int, str]:
-    """{index of a place that answered with the token: this host's address towards it}."""
+    """Return this host's own address of each connection that received the token, by place."""
     with ThreadPoolExecutor(max(1, len(places))) as pool:
         found = list(pool.map(lambda place: _try(place, token), places))
     return {index: own for index, own in enumerate(found) if own is not None}
 
 
 def _try(place: list, token: bytes) -> str | None:
-    """The token tells this run's rank 0 from a service at the same address of a bridge here."""
+    """Connect to a place and return our address of the connection, or None if that failed. An
+    address of a bridge may also exist on this host, with another service behind it. The token shows
+    that rank 0 of this run has answered."""
     end = time.monotonic() + REACH_S
     try:
         with closing(socket.create_connection(tuple(place), timeout=REACH_S)) as connection:
@@ -222,9 +230,9 @@ def _first_common(reached: list[str]) -> int | None:
 
 
 def _by_vote(hosts: list[Host]) -> list[str]:
-    """Rank 0's addresses: first those by which its routes lead to the most other hosts, of these
-    InfiniBand's, and then those of the fastest interfaces: hosts commonly share a network for
-    management, too."""
+    """Return rank 0's addresses, the best one first. The order is: the most other hosts that rank
+    0's routes reach from the address, no bridge, InfiniBand, then the fastest interface. Hosts
+    commonly share a slow management network, too."""
     own = [address for _, address in hosts[0].addresses]
     votes = dict.fromkeys(own, 0)
     for host in {host.space: host for host in hosts if host.space != hosts[0].space}.values():
@@ -236,7 +244,7 @@ def _by_vote(hosts: list[Host]) -> list[str]:
         name, address = place
         return (
             -votes[address],
-            name.startswith(ALIKE),
+            name.startswith(BRIDGES),
             _of_interface(name, "type") != INFINIBAND,
             -_of_interface(name, "speed"),
         )
@@ -245,7 +253,7 @@ def _by_vote(hosts: list[Host]) -> list[str]:
 
 
 def _of_interface(name: str, what: str) -> int:
-    """A number that Linux tells of it, as its speed in Mbit/s; -1 where it doesn't."""
+    """Return a number that Linux reports of an interface, as its speed in Mbit/s; else -1."""
     try:
         return int((INTERFACES / name / what).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -253,7 +261,7 @@ def _of_interface(name: str, what: str) -> int:
 
 
 def _source(address: str) -> str | None:
-    """The address of this host that packets to `address` would come from; nothing is sent."""
+    """Return this host's address from which packets to `address` would leave; send nothing."""
     try:
         with closing(socket.socket(_family(address), socket.SOCK_DGRAM)) as probe:
             probe.connect((address, 9))
@@ -263,8 +271,8 @@ def _source(address: str) -> str | None:
 
 
 def _addresses(interface: str | None) -> list[tuple[str, str]]:
-    """(interface, address) of this host without loopback: IPv4 first, bridges that every host has
-    last. Raises `RendezvousError` for an interface that is not here or has no address."""
+    """Return this host's (interface, address) pairs: no loopback, IPv6 behind IPv4, bridges last.
+    Raises `RendezvousError` if `interface` is not on this host or has no address."""
     found, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     if interface is not None and interface not in found:
         raise RendezvousError(
@@ -280,7 +288,7 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
         and entry.family in (socket.AF_INET, socket.AF_INET6)
         and _usable(entry.address, interface)
     ]
-    listed.sort(key=lambda one: (one[0].startswith(ALIKE), one[1] == socket.AF_INET6))
+    listed.sort(key=lambda one: (one[0].startswith(BRIDGES), one[1] == socket.AF_INET6))
     if interface is not None and not listed:
         raise RendezvousError(
             f"cluster.interface={interface!r}: it has no IP address on {socket.gethostname()}"
@@ -289,7 +297,7 @@ def _addresses(interface: str | None) -> list[tuple[str, str]]:
 
 
 def _usable(address: str, interface: str | None) -> bool:
-    """Link-local addresses need a scope; loopback leads nowhere, unless it was asked for."""
+    """Reject link-local addresses, which need a scope, and loopback unless the user named it."""
     if "%" in address or address.startswith(("169.254.", "fe80:")):
         return False
     return interface is not None or not (address.startswith("127.") or address == "::1")
@@ -307,7 +315,8 @@ def _family(address: str) -> int:
 
 
 def _space() -> str:
-    """Boot and network namespace: ranks for which it is the same reach each other by loopback."""
+    """Return this process's boot, network namespace and host name. Ranks for which they are equal
+    reach each other through loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 

@@ -1,7 +1,7 @@
-"""Bytes on a stream socket: a frame is its length (uint32, little-endian), then the bytes.
+"""Send messages through a stream socket as frames: a length (uint32, little-endian), then bytes.
 
-A reader gives the most bytes that it takes, so that garbage asks for no memory. Deadlines are the
-caller's: `asyncio.timeout` around `read`, `select` or a socket's timeout around `Frames.take`.
+A reader bounds the length of a frame, so that garbage can't make it allocate memory. The caller
+sets deadlines: `asyncio.timeout` around `read`, `select` or a socket timeout for `Frames.take`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _READ_BYTES = 2**20
 
 
 class FrameError(ValueError):
-    """A frame longer than its reader takes."""
+    """A frame is longer than its reader accepts."""
 
 
 def frame(data: bytes | bytearray) -> bytes:
@@ -30,20 +30,21 @@ def _length(header: bytes | bytearray, limit: int) -> int:
 
 
 async def read(reader: asyncio.StreamReader, limit: int) -> bytes:
-    """The next frame. Raises `FrameError`, `asyncio.IncompleteReadError` where the stream ends."""
+    """Return the next frame. Raises `FrameError` if it is too long, `asyncio.IncompleteReadError`
+    if the stream ends first."""
     return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size), limit))
 
 
 class Frames:
-    """What arrives through a socket, in whole frames of `limit` bytes at most."""
+    """Assembles the frames that arrive through a socket, each of `limit` bytes at most."""
 
     def __init__(self, channel: socket.socket, limit: int) -> None:
         self._channel, self._limit = channel, limit
         self._received = bytearray()
 
     def take(self) -> list[bytes] | None:
-        """Receive once; the frames that are whole by that, maybe none. None: the peer has closed
-        its end. Raises `FrameError`."""
+        """Receive once and return the frames that are complete, or None if the peer has closed.
+        Raises `FrameError` if a frame is too long."""
         chunk = self._channel.recv(_READ_BYTES)
         if not chunk:
             return None

@@ -1,4 +1,7 @@
-"""The coordinator's end of the way to one borrowed rank: a porter process and the socket to it."""
+"""The connection to one borrowed rank: a porter process (`rose.comm.porter`) and a socket to it.
+
+The coordinator has one for each borrowed engine, a reward pool for each worker from another job.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from rose.comm.link import MAX_BYTES
 from rose.comm.wire import WireError, decode, encode
 from rose.protocol import Message
 
+# Bounds the porter's start twice: until it connects to the socket, and until it reports its port.
 START_S = 30.0
 
 
 class GuestGone(RuntimeError):
-    """The porter has ended: its rank died, or never connected."""
+    """The porter has ended, because its rank died or never connected."""
 
 
 class Guest:
@@ -31,20 +35,22 @@ class Guest:
         writer: asyncio.StreamWriter,
         port: str,
     ) -> None:
-        self._porter, self.reader, self.writer = porter, reader, writer  # of frames
-        self.port = port  # where the rank connects
+        self._porter = porter
+        self.reader = reader
+        self.writer = writer
+        self.port = port  # the MPI port to which the rank connects
         self.last_seen = time.monotonic()
         self._closing = False
 
     @classmethod
     async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
-        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` after `START_S`."""
+        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` if it takes too long."""
         here = os.getpid()
-        came = asyncio.get_running_loop().create_future()  # of (StreamReader, StreamWriter)
+        connected = asyncio.get_running_loop().create_future()  # (StreamReader, StreamWriter)
         with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700
             path = f"{folder}/s"
             server = await asyncio.start_unix_server(
-                lambda *ends: came.done() or came.set_result(ends), path
+                lambda *ends: connected.done() or connected.set_result(ends), path
             )
             porter = await asyncio.create_subprocess_exec(
                 *launcher,
@@ -58,7 +64,7 @@ class Guest:
             )
             try:
                 async with asyncio.timeout(START_S):
-                    reader, writer = await came
+                    reader, writer = await connected
                 guest = cls(porter, reader, writer, "")
                 async with asyncio.timeout(START_S):
                     guest.port = (await guest._frame()).decode()
@@ -74,13 +80,13 @@ class Guest:
         return guest
 
     async def accept(self) -> None:
-        """The rank connects in this moment. Raises `GuestGone` when it does not."""
+        """Let the porter accept the rank, which connects now. Raises `GuestGone` if it doesn't."""
         self.writer.write(frame(b""))
         await self._frame()
         self.last_seen = time.monotonic()
 
     async def receive(self) -> Message | WireError:
-        """Its next message, or what is wrong with it. Raises `GuestGone`."""
+        """Return the rank's next message, or the error if it is malformed. Raises `GuestGone`."""
         data = await self._frame()
         self.last_seen = time.monotonic()
         try:
@@ -89,16 +95,16 @@ class Guest:
             return error
 
     def send(self, message: Message) -> None:
-        """Queue it; returns at once. What is for one who is gone goes nowhere."""
+        """Queue a message and return at once. A message to a rank that is gone is dropped."""
         self.forward(encode(message))
 
     def forward(self, data: bytes) -> None:
-        """`send`, of bytes that are no message of `rose.comm.wire`."""
+        """Queue bytes like `send`; they need not be a message of `rose.comm.wire`."""
         if not self._closing and not self.writer.is_closing():
             self.writer.write(frame(data))
 
     async def close(self, deadline_s: float = 1.0) -> None:
-        """Let what is queued go, then end the porter."""
+        """Send what is queued, then end the porter."""
         if self._closing:
             return
         self._closing = True
@@ -109,9 +115,9 @@ class Guest:
             async with asyncio.timeout(deadline_s):
                 await self._porter.wait()
         except (TimeoutError, OSError):
-            pass  # it hangs, or is gone; either way it ends here
+            pass  # The porter hangs or is gone; it is killed below if it still runs.
         finally:
-            self.writer.close()  # the porter ends of that
+            self.writer.close()  # The porter ends when its socket closes.
             if self._porter.returncode is None:
                 self._porter.kill()
 

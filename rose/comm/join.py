@@ -1,14 +1,14 @@
-"""How a serving rank finds a running job and is let in, although either may vanish at any time.
+"""Let a rank of another job join a running one, although either may vanish at any time.
 
     outputs/RUN/join/endpoint.json    the running attempt: protocol version, and a count that grows while it runs
     outputs/RUN/join/token            the run's token; a rank that cannot read it cannot join (mode 0600, folder 0700)
-    outputs/RUN/join/ID.asks          announce: a rank shows token and protocol version and asks to join
-    outputs/RUN/join/ID.answer        admitted (under which name, at which MPI port), or refused and why
-    outputs/RUN/join/ID.comes         ID.asks renamed: its engine is up, it connects in the next instant
+    outputs/RUN/join/ID.asks          a rank's request to join, with the token and its protocol version
+    outputs/RUN/join/ID.answer        the answer: admitted (its name, the MPI port), or refused with a reason
+    outputs/RUN/join/ID.comes         ID.asks renamed: the rank's engine is up, and it connects at once
 
-The admitted rank connects to the port, where a porter of its own (rose/comm/porter.py) accepts from
-the last of these on: a rank that dies in between costs nothing. Left out: the messages afterwards
-(rose/coordinator/borrowed.py).
+An admitted rank connects to the port of its own porter (rose/comm/porter.py). The porter accepts
+only after ID.comes exists, so a rank that dies before costs nothing. The messages that follow are
+described in rose/coordinator/borrowed.py. A reward pool uses the same files in its own folder.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ import msgspec
 from rose.files import write_whole
 from rose.protocol import PROTOCOL_VERSION
 
-CONNECT_S = 10  # the porter waits already
-POLL_S = 0.05
+# Bounds the connection to the porter, which accepts at that time.
+CONNECT_S = 10
+POLL_S = 0.05  # seconds between two checks for the answer
 _MAX_FILE_BYTES = 65536
 
 
 class JoinError(RuntimeError):
-    """It can't join; the message says why. `temporary`: asking again later may help."""
+    """A rank can't join; the message says why. If `temporary`, a later attempt may succeed."""
 
     def __init__(self, message: str, temporary: bool) -> None:
         super().__init__(message)
@@ -42,7 +43,8 @@ class JoinError(RuntimeError):
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int
     attempt: int
-    beats: int  # grows while the run is alive: a reader needs no common clock
+    # A heartbeat that grows while the run is alive, so that a reader needs no common clock.
+    beats: int
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    worker: str = ""  # "": refused
+    worker: str = ""  # the name of the admitted rank, empty if it was refused
     port: str = ""
     reason: str = ""
     temporary: bool = False
@@ -65,7 +67,7 @@ def folder(run_dir: Path) -> Path:
 
 
 def _write(path: Path, record: msgspec.Struct | str) -> None:
-    """Atomic and private: a reader sees the whole file, and only the same user does."""
+    """Write a file atomically, readable for the same user only."""
     data = record.encode() if isinstance(record, str) else msgspec.json.encode(record)
     write_whole(path, data, private=True)
 
@@ -75,11 +77,12 @@ def _read(path: Path) -> bytes:
         return file.read(_MAX_FILE_BYTES)
 
 
-# --------------------------------------------------------------------------- the coordinator's side
+# --------------------------------------------------- the coordinator's and the reward pool's side
 
 
 class Door:
-    """Where serving ranks ask; one per attempt. Another thread may call it, one call at a time."""
+    """The folder in which ranks ask to join, one per attempt. Any thread may call it, but only one
+    call may run at a time."""
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.folder = folder(run_dir)
@@ -88,7 +91,7 @@ class Door:
         self._seen: set[str] = set()
 
     def open(self) -> None:
-        """Begin to take ranks; what an earlier attempt left is removed. Raises OSError."""
+        """Remove an earlier attempt's files and begin to admit ranks. Raises `OSError`."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for old in self.folder.iterdir():
@@ -101,12 +104,12 @@ class Door:
         _write(self.folder / "endpoint.json", self._endpoint)
 
     def close(self) -> None:
-        """No rank may ask any more."""
+        """Let no more ranks ask to join."""
         (self.folder / "endpoint.json").unlink(missing_ok=True)
 
-    def look(self) -> tuple[list[tuple[str, Ask | str]], list[str]]:
-        """[(id, its ask or what is wrong with it)] and [id that connects], of those not returned
-        yet."""
+    def poll(self) -> tuple[list[tuple[str, Ask | str]], list[str]]:
+        """Return what is new since the last poll: requests to join, and ids of ranks that connect.
+        A request is (id, request), or (id, error text) if it is malformed or not allowed."""
         paths = [p for p in sorted(self.folder.iterdir()) if p.suffix in (".asks", ".comes")]
         new = [path for path in paths if path.name not in self._seen]
         self._seen = {path.name for path in paths}
@@ -116,14 +119,14 @@ class Door:
     def answer(
         self, id: str, worker: str = "", port: str = "", reason: str = "", temporary: bool = False
     ) -> None:
-        """Admit it as `worker` at `port`, or refuse it with a reason."""
+        """Admit rank `id` as `worker` at the MPI port `port`, or refuse it with a reason."""
         if not worker:
             (self.folder / f"{id}.asks").unlink(missing_ok=True)
         answer = Answer(worker=worker, port=port, reason=reason, temporary=temporary)
         _write(self.folder / f"{id}.answer", answer)
 
     def forget(self, id: str) -> None:
-        """It came, or will not: its files are of no more use."""
+        """Remove the files of a rank that has connected, or never will."""
         for suffix in (".asks", ".answer", ".comes"):
             (self.folder / f"{id}{suffix}").unlink(missing_ok=True)
 
@@ -131,11 +134,11 @@ class Door:
         return hmac.compare_digest(token.encode(), self.token.encode())
 
     def _check(self, path: Path) -> Ask | str:
-        """The ask, or what is wrong with it."""
+        """Return the request, or an error text."""
         try:
             content = msgspec.json.decode(_read(path))
             protocol = content.get("protocol") if isinstance(content, dict) else None
-            if protocol != PROTOCOL_VERSION:  # another version's ask may have other fields
+            if protocol != PROTOCOL_VERSION:  # checked first: another version may have other fields
                 return (
                     f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start "
                     "the serving job with the run's own release of ROSE"
@@ -148,11 +151,12 @@ class Door:
         return ask
 
 
-# -------------------------------------------------------------------------- the serving rank's side
+# -------------------------------------------------------------------------- the joining rank's side
 
 
 def endpoint(run_dir: Path) -> Endpoint | None:
-    """That of the run's attempt, which may be dead; None without one. Raises `JoinError`."""
+    """Return the endpoint of the run's attempt, which may be dead, or None if there is none. Raises
+    `JoinError` if it can't be read, or has another protocol version."""
     path = folder(run_dir) / "endpoint.json"
     try:
         found = msgspec.json.decode(_read(path), type=Endpoint)
@@ -176,7 +180,7 @@ def endpoint(run_dir: Path) -> Endpoint | None:
 
 
 class Application:
-    """One rank's way in: `ask`, then `connect` with the answer."""
+    """An attempt of one rank to join: `ask`, then `connect` to the port of the answer."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = folder(run_dir)
@@ -184,7 +188,8 @@ class Application:
         self.token = ""
 
     def ask(self, deadline_s: float) -> Answer:
-        """Announce and wait. Raises `JoinError` when refused or not answered in `deadline_s`."""
+        """Ask to join and wait for the answer. Raises `JoinError` if it is a refusal or does not
+        arrive within `deadline_s` seconds."""
         try:
             self.token = _read(self.folder / "token").decode()
             ask = Ask(
@@ -218,12 +223,13 @@ class Application:
         return answer
 
     def connect(self, port: str):
-        """The intercommunicator to the coordinator. Raises `JoinError` after `CONNECT_S`."""
+        """Return the intercommunicator to the porter. Raises `JoinError` if it does not connect
+        within `CONNECT_S` seconds."""
         from mpi4py import MPI
 
         from rose.comm import mpi_process
 
-        mpi_process.unname(MPI.COMM_WORLD)
+        mpi_process.unlink_shared(MPI.COMM_WORLD)
         info = MPI.Info.Create()
         info.Set("timeout", str(CONNECT_S))
         MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
@@ -231,18 +237,19 @@ class Application:
             self._path("asks").rename(self._path("comes"))
             return self._connect(MPI, port, info)
         except (MPI.Exception, OSError) as error:
-            words = " ".join(str(error).split())[:200]
+            text = " ".join(str(error).split())[:200]
             raise JoinError(
                 f"{self.folder.parent}: no connection to its coordinator within {CONNECT_S} s "
-                f"({words})",
+                f"({text})",
                 temporary=True,
             ) from None
         finally:
             self.withdraw()
 
     def _connect(self, MPI, port: str, info):
-        """MPICH gives up while the network is still connecting, with the setting that keeps a send
-        to a dead peer from hanging (conf/cluster/mpi)."""
+        """Connect, and retry while MPICH reports EAGAIN. It reports EAGAIN when the network is
+        still connecting, because a setting in conf/cluster/mpi bounds its retries so that a send to
+        a dead peer does not hang."""
         end = time.monotonic() + CONNECT_S
         while True:
             try:

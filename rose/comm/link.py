@@ -1,12 +1,12 @@
-"""One intercommunicator between two processes of which either may vanish at any instruction.
+"""Exchange messages through an MPI intercommunicator whose two processes may vanish at any time.
 
-MPI does not report a peer's death, or ends this process for it (MPICH calls a broken connection
-fatal): so a link lives in a process that may die, never in one of the training's world. Nothing
-here waits for the peer: what MPI does not take stays in the outbox, and the rest of a large message
-is not waited for. Who is gone, the owner decides by silence.
+When a peer dies, MPI either reports nothing or ends this process (MPICH treats a broken connection
+as fatal). So a link lives in a process that may die, never in one of the training's MPI world.
+No call waits for the peer. Messages that MPI does not accept stay in the outbox, and a message that
+has arrived in part is left for a later call. The owner declares the peer lost if it is silent.
 
-MPICH would try for ever to send to a dead peer, inside Isend. The hint "eagain" with
-MPIR_CVAR_CH4_OFI_MAX_EAGAIN_RETRY (conf/cluster/mpi) makes it give up each time.
+MPICH would retry a send to a dead peer for ever, inside Isend. The hint "eagain" together with
+MPIR_CVAR_CH4_OFI_MAX_EAGAIN_RETRY (conf/cluster/mpi) bounds the retries of each call.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from collections import deque
 
 from mpi4py import MPI
 
-MAX_BYTES = 2**28 + 64  # a message of rose.comm.wire
+# Bounds a message: the largest of rose.comm.wire (256 MiB) with its header.
+MAX_BYTES = 2**28 + 64
 _TAG = 7
-_PROBES = 4  # MPICH (ch4:ofi) denies a message once, while it takes it in
+# Probes per call. MPICH (ch4:ofi) reports no message at the probe that begins to receive it.
+_PROBES = 4
+# The link is given up after this many errors of MPI in a row; a single one may pass.
 _ERRORS_IN_A_ROW = 1000
 
 
 class LinkError(RuntimeError):
-    """MPI can do nothing more with this link."""
+    """The link can't be used any more."""
 
 
 class Link:
-    """Whole messages as bytes, in order."""
+    """Sends and receives whole messages as bytes, in order."""
 
     def __init__(self, comm: MPI.Intercomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -35,7 +38,8 @@ class Link:
         info.Set("eagain", "true")
         comm.Set_info(info)
         info.Free()
-        self._comm, self._status = comm, MPI.Status()
+        self._comm = comm
+        self._status = MPI.Status()
         self._outbox: deque[bytes] = deque()
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._receiving: tuple[MPI.Request, bytearray] | None = None
@@ -43,12 +47,12 @@ class Link:
         self.last_seen = time.monotonic()
 
     def send(self, data: bytes) -> None:
-        """Returns at once. Raises `LinkError`."""
+        """Queue a message and return at once. Raises `LinkError`."""
         self._outbox.append(data)
         self.push()
 
     def push(self) -> bool:
-        """Send what is queued as far as MPI takes it; whether all has left. Raises `LinkError`."""
+        """Send what MPI accepts of the queue; return True if all has left. Raises `LinkError`."""
         try:
             while self._outbox:
                 request = self._comm.Isend([self._outbox[0], MPI.BYTE], dest=0, tag=_TAG)
@@ -60,7 +64,7 @@ class Link:
         return not (self._outbox or self._sending)
 
     def take(self) -> bytearray | None:
-        """The next message if it is here, whole. Raises `LinkError`."""
+        """Return the next message if all of it has arrived, else None. Raises `LinkError`."""
         self.push()
         try:
             if self._receiving is None and any(

@@ -1,15 +1,14 @@
-"""One mailbox per rank over MPI point-to-point messages; usable from asyncio and from plain loops.
+"""Exchange messages between ranks by MPI point-to-point calls, from asyncio or from plain loops.
 
-Sends never block: a buffer is kept until MPI has it. Receiving polls (MPI offers no file descriptor
-to wait on), at once while messages keep coming, then with pauses that grow to `IDLE_PAUSE_S`, so
-that a waiting rank leaves its core to the engines. A pause costs an event loop a millisecond at
-least, so none may stand between two messages that are both here. No collective is used after
-start-up.
+A send never blocks: its buffer is kept until MPI has sent it. Receiving polls, because MPI offers
+no file descriptor to wait on. It polls without a pause while messages keep arriving, then with
+pauses that grow to `IDLE_PAUSE_S`, so that a waiting rank leaves its core to the engines. A pause
+costs an event loop at least a millisecond, so there is none between two messages that have both
+arrived. No collective is used after start-up.
 
-Receives are posted before and nothing is probed: with MPICH 5.0.2 over "tcp;ofi_rxm", probing
-beside the large receives of a broadcast (rose/transfer/broadcast.py) lost data. A message
-longer than a posted buffer travels in parts, whose order MPI keeps; its own header says how long it
-is.
+Receives are posted in advance and nothing is probed. With MPICH 5.0.2 over "tcp;ofi_rxm", probing
+beside the large receives of a broadcast (rose/transfer/broadcast.py) lost data. A message that is
+longer than a posted buffer is sent in parts, whose order MPI keeps. Its header gives its length.
 """
 
 from __future__ import annotations
@@ -20,27 +19,32 @@ from collections import deque
 
 from mpi4py import MPI
 
-from rose.comm.wire import WireError, decode, encode, promised
+from rose.comm.wire import WireError, decode, encode, message_bytes
 from rose.protocol import Message, Role
 
 _TAG = 7
-_PART_BYTES = 1 << 16  # of a message in one send
-_POSTED = 16  # receives
-_LOOKS = 4  # MPICH (ch4:ofi) denies a message once, while it takes it in; 0.4 us per look
-_YIELD_EVERY = 16  # messages: other tasks of the loop get their turn in a flood
-FIRST_PAUSE_S = 0.0002  # about the latency of a message: shorter only burns the core
-IDLE_PAUSE_S = 0.002
+_PART_BYTES = 1 << 16  # bytes of a message in one send, and of a posted buffer
+_POSTED = 16  # posted receives
+# Tests of a receive per poll, 0.4 us each. MPICH (ch4:ofi) denies a message at the test that begins
+# to receive it.
+_TESTS = 4
+_YIELD_EVERY = 16  # messages after which other tasks of the event loop may run
+# The first pause, about the latency of a message; a shorter one only burns the core.
+FIRST_PAUSE_S = 0.0002
+IDLE_PAUSE_S = 0.002  # the longest pause
 
 
 class Mailbox:
+    """The messages that a rank of `comm` sends and receives."""
+
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._pause_s = FIRST_PAUSE_S
         self._sending: deque[tuple[MPI.Request, memoryview]] = deque()
-        self._coming: deque[tuple[MPI.Request, bytearray]] = deque()  # filled in this order
-        self._parts: dict[int, bytearray] = {}  # source rank -> what is here of its message
+        self._receiving: deque[tuple[MPI.Request, bytearray]] = deque()  # MPI fills them in order
+        self._parts: dict[int, bytearray] = {}  # incomplete messages, by source rank
         self._status = MPI.Status()
-        self._in_a_row = 0
+        self._received = 0
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         for _ in range(_POSTED):
@@ -48,14 +52,14 @@ class Mailbox:
 
     def _post(self, buffer: bytearray) -> None:
         request = self._comm.Irecv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_TAG)
-        self._coming.append((request, buffer))
+        self._receiving.append((request, buffer))
 
     def send(self, rank: int, message: Message) -> None:
-        """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
+        """Queue `message` for `rank` and return at once. Raises `WireError` if it is too large."""
         self.forward(rank, encode(message))
 
     def forward(self, rank: int, message: bytes | memoryview) -> None:
-        """`send`, of an encoded message."""
+        """Queue an encoded message for `rank`, like `send`."""
         self._reap()
         data = memoryview(message)
         for start in range(0, len(data), _PART_BYTES):
@@ -63,16 +67,16 @@ class Mailbox:
             self._sending.append((self._comm.Isend([part, MPI.BYTE], dest=rank, tag=_TAG), part))
 
     def poll(self) -> tuple[int, Message] | None:
-        """(source rank, message) if one is here. Raises `WireError` on bytes that are none."""
+        """Return (source rank, message) if one has arrived. Raises `WireError` for other bytes."""
         self._reap()
-        while any(self._coming[0][0].Test(self._status) for _ in range(_LOOKS)):
-            source, (_, buffer) = self._status.Get_source(), self._coming.popleft()
+        while any(self._receiving[0][0].Test(self._status) for _ in range(_TESTS)):
+            source, (_, buffer) = self._status.Get_source(), self._receiving.popleft()
             data = self._parts.pop(source, bytearray())
             data += memoryview(buffer)[: self._status.Get_count(MPI.BYTE)]
             self._post(buffer)
             self._pause_s = FIRST_PAUSE_S
             try:
-                if len(data) >= promised(data):
+                if len(data) >= message_bytes(data):
                     return source, decode(data)
             except WireError as error:
                 raise WireError(f"from rank {source}: {error}") from None
@@ -80,16 +84,17 @@ class Mailbox:
         return None
 
     async def receive(self) -> tuple[int, Message]:
-        """Next message, cooperating with other tasks of the loop; cancel it to stop waiting."""
-        self._in_a_row += 1
-        if self._in_a_row % _YIELD_EVERY == 0:
+        """Return the next (source rank, message), while other tasks of the event loop run."""
+        self._received += 1
+        if self._received % _YIELD_EVERY == 0:
             await asyncio.sleep(0)
         while (got := self.poll()) is None:
             await asyncio.sleep(self._next_pause())
         return got
 
     def receive_blocking(self, deadline_s: float | None, waiting_for: str) -> tuple[int, Message]:
-        """Next message for a rank without an event loop. Raises `TimeoutError` naming the wait."""
+        """Return the next (source rank, message) of a rank without an event loop. Raises
+        `TimeoutError`, which names `waiting_for`, after `deadline_s` seconds."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while (got := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -98,7 +103,7 @@ class Mailbox:
         return got
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every queued send has left; False when the deadline passed first."""
+        """Wait until every queued send has left; return False if the deadline passes first."""
         end = time.monotonic() + deadline_s
         while self._sending and time.monotonic() < end:
             self._reap()
@@ -106,9 +111,9 @@ class Mailbox:
         return not self._sending
 
     def close(self) -> None:
-        """Withdraw the receives, before MPI_Finalize. What arrives afterwards is lost."""
-        while self._coming:
-            request, _ = self._coming.popleft()
+        """Cancel the receives, before MPI_Finalize. Messages that arrive later are lost."""
+        while self._receiving:
+            request, _ = self._receiving.popleft()
             request.Cancel()
             request.Wait()
 
@@ -124,8 +129,9 @@ class Mailbox:
 def share_text(
     comm: MPI.Comm, text: str | None, deadline_s: float, what: str, root: int = 0
 ) -> str:
-    """The root's short text on every rank; collective. Raises `TimeoutError`, which names `what`,
-    when it does not come within `deadline_s` seconds. Who waits leaves the CPU to the root."""
+    """Return the root's short text on every rank; collective. Ranks that wait leave CPU to the
+    root. Raises `TimeoutError`, which names `what`, if it does not arrive within `deadline_s`
+    seconds."""
     import numpy as np
 
     data = np.frombuffer((text or "").encode(), dtype=np.uint8)
@@ -138,8 +144,8 @@ def share_text(
 
 
 def gather_texts(comm: MPI.Comm, text: str, deadline_s: float, what: str) -> list[str]:
-    """Every rank's short text, by rank; collective. Raises `TimeoutError`, which names `what`, when
-    a rank does not come within `deadline_s` seconds."""
+    """Return every rank's short text, by rank; collective. Raises `TimeoutError`, which names
+    `what`, if a rank does not arrive within `deadline_s` seconds."""
     import numpy as np
 
     mine = np.frombuffer(text.encode(), dtype=np.uint8)
@@ -160,5 +166,5 @@ def _wait(request: MPI.Request, end: float, what: str) -> None:
 
 
 def split_by_role(comm: MPI.Comm, role: Role) -> MPI.Comm:
-    """The communicator of the ranks of one role; its rank is the role's index. Collective."""
+    """Return the communicator of this rank's role, in which its rank is the index; collective."""
     return comm.Split(color=list(Role).index(role), key=comm.Get_rank())

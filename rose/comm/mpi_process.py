@@ -1,14 +1,15 @@
-"""What MPI finds around a process of ours, and what it leaves in the node's memory. Imports no MPI.
+"""Set the environment of an MPI process, and remove its shared memory. Imports no MPI.
 
-A borrowed rank, and the porter that talks to it, is an MPI world of its own: started by us and not
-by srun or mpiexec, so that it must not see the variables of a launcher.
+A borrowed rank and its porter are MPI worlds of their own. Their processes must not inherit the
+variables of the launcher (srun or mpiexec) that started the rest of the job.
 
-MPICH makes shared memory even for a rank that shares it with nobody. Its name comes from the
-launcher's, which under Slurm is JOB.STEP, or from the process id, and it is removed only in
-MPI_Finalize, which our ranks can't wait for when a peer is dead. A requeued job (same id, step 0
-again) would find the memory of its last attempt and take it for its own; and every end would leave
-some MiB on the node. Without a name the kernel frees it with the last process that maps it. Ranks
-that are ended before they all have come so far have theirs removed by who ends them.
+MPICH creates shared memory even for a rank that shares it with no other. Its name derives from the
+launcher's name for the world, which under Slurm is JOB.STEP, or from the process id. Only
+MPI_Finalize removes it, and our ranks can't wait for that when a peer is dead. So each end would
+leave some MiB on the node, and a requeued job (same id, step 0 again) would attach to the memory of
+its last attempt. Therefore each rank unlinks the name right after MPI's start, and the kernel frees
+the memory with the last process that maps it. If ranks are ended before all of them got so far, the
+process that ends them unlinks the names.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from rose import places
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NO_LAUNCHERS = ("SLURM_JOB_ID", "SLURM_CONF")
 LAUNCHERS = ("PMI", "PMIX", "SLURM_", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
+NO_LAUNCHERS = ("SLURM_JOB_ID", "SLURM_CONF")  # variables that `LAUNCHERS` matches and we keep
 SHARED = "/dev/shm/mpich_"
-# of MPICH 5: a hash of the world's name, or a single process's id, then the rank on this node
+# MPICH 5's names: a hash of the world's name or a single process's id, then the rank on this node.
 OF_WORLD = re.compile(r"mpich_shm_[0-9a-f]+_\d+")
 
 
 def launchers() -> list[str]:
-    """Variables of this process by which MPI would look for a launcher."""
+    """Return the names of this process's variables by which MPI would look for a launcher."""
     return [name for name in os.environ if name.startswith(LAUNCHERS) and name not in NO_LAUNCHERS]
 
 
 def environment(mpi: dict[str, str]) -> dict[str, str]:
-    """This process's variables without those of a launcher, and with those of cluster.mpi.env."""
+    """Return this process's variables without a launcher's, but with `mpi` (cluster.mpi.env)."""
     without = launchers()
     kept = {name: value for name, value in os.environ.items() if name not in without}
     return kept | {"PYTHONPATH": places.python_path()} | mpi
 
 
-def unname(world: MPI.Comm) -> list[str]:
-    """Unlink MPICH's shared memory, which every rank keeps. Collective over `world`, right after
-    MPI's start. Returns the names that this rank found."""
-    world.Barrier()  # all have opened it
+def unlink_shared(world: MPI.Comm) -> list[str]:
+    """Unlink the names of MPICH's shared memory, which the ranks keep mapped; return this rank's.
+    Collective over `world`, right after MPI's start."""
+    world.Barrier()  # Every rank has opened the memory by its name.
     found = shared("self")
     for name in found:
         Path(name).unlink(missing_ok=True)  # another rank of the node may be first
@@ -54,9 +55,12 @@ def unname(world: MPI.Comm) -> list[str]:
 
 
 def remove_shared(pid: int) -> None:
-    """Unlink the shared memory of a whole MPI world on this node, dead ranks' too, before this one
-    of its processes is ended: names differ by world, and within one by rank, each its own. Of names
-    that say no world, as other MPICHs give them, only those that the process has."""
+    """Unlink the shared memory of a whole MPI world on this node, including that of dead ranks.
+
+    `pid` is a process of this world that still runs. Each rank's memory has its own name, which
+    contains the world's. Of names in another format, as other versions of MPICH give them, only
+    those that the process itself maps are unlinked.
+    """
     for path in map(Path, shared(pid)):
         found = [path]
         if path.parent == Path(SHARED).parent and OF_WORLD.fullmatch(path.name):
@@ -67,9 +71,10 @@ def remove_shared(pid: int) -> None:
 
 
 def shared(pid: int | str) -> list[str]:
-    """The names under which this process has MPICH's shared memory; none of a process that is
-    gone, or another user's. What it maps else may have any name, of no text."""
+    """Return the paths of MPICH's shared memory that a process maps. The list is empty for a
+    process that is gone or belongs to another user."""
     try:
+        # Paths of other mapped files need not be valid text.
         maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes()).split("\n")
     except OSError:
         return []

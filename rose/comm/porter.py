@@ -1,13 +1,18 @@
-"""A process between the coordinator and one borrowed rank: MPI on one side, a socket on the other.
+"""Forward messages between the coordinator (a socket) and one borrowed rank (MPI).
 
     mpiexec -n 1 python -m rose.comm.porter SOCKET    started by `rose.comm.guest`, one per admitted rank
 
-MPICH ends a process whose connected peer dies at a bad moment, and serves nobody else while it
-accepts. So the coordinator connects to no borrowed rank: this process does, and may block or die of
-it, which costs that rank alone. On the socket go frames (`rose.comm.frames`): the first to the
-coordinator is the MPI port. An empty one from it announces that the rank connects (accepting takes a whole
-core, so not before), the answer that it is here. By mpiexec, because to MPICH all processes without
-a launcher are the same one, and the rank has none. Imports little: one runs for each rank.
+MPICH may end a process when its connected peer dies, and blocks it while it accepts a connection.
+So the coordinator does not connect to a borrowed rank itself. This process does, and if it blocks
+or dies, only that rank is lost. The socket carries frames (`rose.comm.frames`):
+1. The porter sends the MPI port.
+2. The coordinator sends an empty frame when the rank is about to connect. The porter accepts from
+   then on and not earlier, because accepting occupies a whole core.
+3. The porter sends an empty frame when the rank is connected.
+4. Each further frame is a message.
+
+mpiexec starts the porter because MPICH takes all processes without a launcher for the same one, and
+the rank has no launcher. The module imports little because one process runs for each rank.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ import sys
 
 from rose.comm.frames import Frames, frame
 
+# Bounds the wait for the rank's connection, which it announces when its engine is up.
 ACCEPT_S = 10
-_PAUSE_S = 0.004
-_FIRST_PAUSE_S = 0.001  # a look costs 50 us of CPU that the engines want
+_PAUSE_S = 0.004  # the longest pause between two polls of MPI
+# The pause after a message. A poll takes 50 us of CPU, which the engines need.
+_FIRST_PAUSE_S = 0.001
 
 
 def main() -> None:
@@ -31,14 +38,14 @@ def main() -> None:
     from rose.comm import mpi_process
     from rose.comm.link import MAX_BYTES, Link
 
-    mpi_process.unname(MPI.COMM_WORLD)
+    mpi_process.unlink_shared(MPI.COMM_WORLD)
     MPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)
     port = MPI.Open_port()
     channel.sendall(frame(port.encode()))
     received = Frames(channel, MAX_BYTES)
     while not (data := received.take()):
         if data is None:
-            return  # it never connected
+            return  # The coordinator gave up the rank, which never connected.
     info = MPI.Info.Create()
     info.Set("timeout", str(ACCEPT_S))
     link = Link(MPI.COMM_SELF.Accept(port, info))
@@ -47,8 +54,7 @@ def main() -> None:
 
 
 def forward(channel: socket.socket, received: Frames, link) -> None:
-    """Forward frames both ways until the coordinator closes its end. A frame is forwarded when all
-    of it is here."""
+    """Forward whole frames both ways until the coordinator closes its end of the socket."""
     pause = _FIRST_PAUSE_S
     while True:
         readable, _, _ = select.select([channel], [], [], pause)
@@ -68,10 +74,10 @@ if __name__ == "__main__":
 
     try:
         main()
-    except Exception as error:  # the coordinator sees the socket close; why, its log tells
+    except Exception as error:  # The coordinator sees the socket close; its log has the reason.
         print(
             f"porter: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
             file=sys.stderr,
             flush=True,
         )
-    os._exit(0)  # MPI is not finalised: after a peer's death that can abort
+    os._exit(0)  # MPI_Finalize can abort after a peer's death.

@@ -1,4 +1,4 @@
-"""Asyncio tasks of a rank, none of which may fail unseen."""
+"""Run a rank's asyncio tasks so that none of them fails unseen."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import faulthandler
 from collections.abc import Coroutine
 from typing import Any
 
-_HUNG_S = 60.0  # longer than any step of a loop that is well
+# An event loop that stands still for this long hangs; no callback of a healthy one takes as long.
+_HUNG_S = 60.0
 _STDERR = 2
 
 
 class Tasks:
-    """`run_until` ends with the first service that returns or any spawned task that raises."""
+    """An event loop's tasks. `run_until` ends when a service returns or any spawned task raises."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task] = set()
@@ -30,17 +31,17 @@ class Tasks:
             self._failed.set_exception(task.exception())
 
     async def run_until(self, *services: Coroutine[Any, Any, Any]) -> None:
-        """Run `services` beside the spawned tasks until one returns; raises what any task raised.
-        Of a loop that stands still, as inside MPI, the threads' stacks go to standard error."""
+        """Run `services` beside the spawned tasks until one returns; raise what any task raised. If
+        the loop stands still, as in an MPI call, all threads' stacks are written to stderr."""
         running = [self.spawn(service) for service in (_feed_watchdog(), *services)]
         await asyncio.wait([*running, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             self._failed.result()
 
     async def close(self, deadline_s: float) -> None:
-        """Cancel what still runs and wait for it, at most `deadline_s` seconds."""
+        """Cancel the tasks that still run and wait for them, at most `deadline_s` seconds."""
         if self._failed.done():
-            self._failed.exception()  # raised already, or of no more interest
+            self._failed.exception()  # Retrieved, so that asyncio does not log it as unseen.
         left = list(self._running)
         for task in left:
             task.cancel()
@@ -49,7 +50,7 @@ class Tasks:
 
 
 async def _feed_watchdog() -> None:
-    """Keep signalling to the process's one watchdog thread that this loop turns."""
+    """Restart the timer of the process's only watchdog thread as long as this loop runs."""
     try:
         while True:
             faulthandler.dump_traceback_later(_HUNG_S, file=_STDERR)

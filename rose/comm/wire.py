@@ -1,8 +1,8 @@
-"""Messages <-> bytes: a fixed header, then msgpack by msgspec. Nothing is ever unpickled.
+"""Encode and decode messages: a fixed header, then msgpack by msgspec. Nothing is ever unpickled.
 
-Header, 12 bytes little-endian: magic ``ROSE``, uint16 protocol version, uint16 zero, uint32 length
-of the body. A peer of another version, a truncated body or garbage is one `WireError`, never a
-crash further in.
+The header has 12 bytes, little-endian: magic ``ROSE``, uint16 protocol version, uint16 zero, uint32
+length of the body. A peer of another version, a truncated body or garbage raises `WireError` here,
+and never a different error later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from rose.protocol import PROTOCOL_VERSION, AnyMessage, Message
 
-COORDINATOR = 0  # its rank: the launcher starts it first
+COORDINATOR = 0  # the coordinator's rank, which the launcher starts first
 MAX_MESSAGE_BYTES = 256 * 2**20
 _HEADER = struct.Struct("<4sHHI")
 _MAGIC = b"ROSE"
@@ -26,7 +26,7 @@ class WireError(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """Raises `WireError` when the message is larger than a peer would take."""
+    """Return the bytes of a message. Raises `WireError` if it is larger than a peer accepts."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(
@@ -36,8 +36,9 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body)) + body
 
 
-def promised(data: bytes | bytearray | memoryview) -> int:
-    """Bytes of the message that begins with `data`, by its header. Raises `WireError`."""
+def message_bytes(data: bytes | bytearray | memoryview) -> int:
+    """Return the size of the message that begins with `data`, header included, in bytes. Raises
+    `WireError` if `data` has no valid header."""
     if len(data) < _HEADER.size:
         raise WireError(f"{len(data)} bytes are too few for a message header of {_HEADER.size}")
     magic, version, _, length = _HEADER.unpack_from(data)
@@ -56,9 +57,9 @@ def promised(data: bytes | bytearray | memoryview) -> int:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Raises `WireError` on anything but one whole, valid message."""
+    """Return the message. Raises `WireError` on anything but one whole, valid message."""
     view = memoryview(data)
-    if len(view) != (whole := promised(view)):
+    if len(view) != (whole := message_bytes(view)):
         raise WireError(
             f"the header promises {whole - _HEADER.size} bytes, {len(view) - _HEADER.size} arrived"
         )

@@ -82,6 +82,11 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
             f"{key}={value_at(tree, key)!r}: must be text; put it in quotes: "
             f"'+{key}=\"{value_at(tree, key)}\"'"
         )
+    if text.startswith("Expected `str") and isinstance(value_at(tree, key), int | float):
+        return (
+            f"{key}={value_at(tree, key)!r}: must be text; put it in quotes, without "
+            "which YAML reads 0123 as 83, 1e3 as 1000 and no as false"
+        )
     null = ", or null" if " >" in text and type(None) in get_args(_type(key, root)) else ""
     return f"{key}={value_at(tree, key)!r}: {text[0].lower()}{text[1:]}{null}"
 

@@ -6,13 +6,16 @@
     turns.py         TurnRequest -> scheduler -> worker; TurnProgress ... TurnFinished -> host
     training.py      the batch -> trainer ranks; with trainer.stream group by group
     checkpoints.py   every rank's part on disk -> committed, beside the next steps
-    borrowed.py      ranks that join, fall silent and leave; device_turns.py, hybrid_turns.py: whose
-                     turn a GPU is
-    provisioner.py   jobs that the scheduler asks for, and reward_jobs.py
+    borrowed.py      ranks of other jobs that join, fall silent and leave
+    shared_devices.py, hybrid_devices.py
+                     which role holds a GPU that trainer and engines share
+    provisioner.py, reward_jobs.py
+                     Slurm jobs that the scheduler, or the reward pools, request
          | every event goes to the scheduler, and every action comes back, through one queue
     rose.scheduler.actions.ActionQueue -> journal.py
 
 The step loop waits for: the batch (groups.py unblocks it), trainer ranks (TrainDone), engines
-(VersionLoaded), a checkpoint on disk. One rank without a GPU. It wires the parts, which don't know
-it; only `rose.main`, the front door and the doctor import it.
+(VersionLoaded), a checkpoint on disk. The coordinator is one rank without a GPU. coordinator.py
+connects the modules above, which do not import it. Outside this folder only `rose.main`, the front
+door, the doctor and rose.play import from it.
 """

@@ -1,9 +1,9 @@
-"""The coordinator's half that deals with borrowed ranks: admits them, receives their messages,
-notices that they are gone.
+"""The part of the coordinator that deals with borrowed ranks: it admits them, receives their
+messages, and detects their loss.
 
-Nothing that such a rank does, sends or leaves undone may stop the run: its messages are checked
-before anybody acts on them, and a rank that sends an invalid one is disconnected. Left out: the way
-to it (rose/comm/guest.py) and turns (rose/coordinator/turns.py).
+A borrowed rank may not stop the run, whatever it does, sends or fails to do. So each of its
+messages is checked before it has any effect, and a rank that sends an invalid one is disconnected.
+The connection itself is in rose/comm/guest.py, turns are in rose/coordinator/turns.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from rose.config import Config
 from rose.coordinator.turns import TurnHub
 from rose.launch import local
 
-LOOK_S = 0.1  # between two looks at who asks
-LATE_S = 0.5  # a look that comes so late says nothing about others: this rank itself was busy
-BEAT_S = 2.0  # between two signs of life in the endpoint's file
-FAREWELL_S = 0.3  # for the last message to pass the porter
-HELLO_S = 5.0  # from the connection to a rank's `JoinHello`
+POLL_S = 0.1  # seconds between two polls for requests to join
+# If two polls are this far apart, the coordinator itself was busy, and a rank's silence shows
+# nothing.
+LATE_S = 0.5  # seconds
+BEAT_S = 2.0  # seconds between two updates of the endpoint's file, which show that the run lives
+FAREWELL_S = 0.3  # seconds for the last message to reach the ranks
+HELLO_S = 5.0  # seconds from a rank's connection to its `JoinHello`
+# Messages that a borrowed rank may send after its `JoinHello`.
 ACCEPTED = (
     p.WorkerReady,
     p.WorkerDown,
@@ -47,21 +50,24 @@ ACCEPTED = (
 
 @dataclass
 class _Rank:
-    """One that was admitted."""
+    """An admitted rank."""
 
     worker: str
     ask: Ask
-    id: str
-    asked_at: float  # monotonic
-    connecting: asyncio.Event = field(default_factory=asyncio.Event)
+    id: str  # name of its request to join
+    asked_at: float  # monotonic seconds
+    connecting: asyncio.Event = field(default_factory=asyncio.Event)  # set when it connects
     guest: Guest | None = None
     connected: bool = False
-    greeted: bool = False  # its hello was found right
+    greeted: bool = False  # True after a valid `JoinHello`
 
 
 class Borrowed:
-    """`world_size`: the ranks' addresses begin there. `on_change(what, detail)`: one came or went
-    in order."""
+    """Connects borrowed ranks, whose addresses begin at `world_size`.
+
+    `on_fault` gets (what, detail) of refusals and losses, `on_change` of ranks that join or leave
+    in order.
+    """
 
     def __init__(
         self,
@@ -81,13 +87,15 @@ class Borrowed:
         self._shape = config.model.shape
         self._vocabulary = config.model.shape.vocab if config.model.shape else 2**31
         self._door = Door(run_dir, attempt)
-        self._ranks: dict[int, _Rank] = {}  # by address
+        self._ranks: dict[int, _Rank] = {}  # address -> rank
         self._first = self._next = world_size
         self._tasks: Tasks | None = None
 
     async def run(self) -> None:
-        """For ever. The door's files may lie on a slow file system, so another thread looks at
-        them."""
+        """Poll for requests to join, and serve the ranks, until cancelled.
+
+        Another thread accesses the door's files, which may be on a slow file system.
+        """
         self._tasks = Tasks()
         await asyncio.to_thread(self._door.open)
         try:
@@ -97,12 +105,12 @@ class Borrowed:
             self._door.close()
 
     async def _poll(self) -> None:
-        beat_at = sent_at = looked_at = time.monotonic()
+        beat_at = sent_at = polled_at = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_S)
-            asks, connecting = await asyncio.to_thread(self._door.look)
+            await asyncio.sleep(POLL_S)
+            asks, connecting = await asyncio.to_thread(self._door.poll)
             for id, ask in asks:
-                await self._decide(id, ask)
+                await self._answer_request(id, ask)
             for rank in self._ranks.values():
                 if rank.id in connecting:
                     rank.connecting.set()
@@ -115,26 +123,27 @@ class Borrowed:
             if now - beat_at >= BEAT_S:
                 beat_at = now
                 await asyncio.to_thread(self._door.beat)
-            if now - looked_at < LATE_S:
-                self._look_for_silence(now)
-            looked_at = time.monotonic()
+            if now - polled_at < LATE_S:
+                self._disconnect_silent(now)
+            polled_at = time.monotonic()
 
     def send(self, address: int, message: p.Message) -> None:
-        """To a rank that may be gone: then it goes nowhere."""
+        """Send the message; drop it if the rank is not connected."""
         rank = self._ranks.get(address)
         if rank is not None and rank.connected:
             rank.guest.send(message)
 
     async def disconnect_all(self, reason: str) -> None:
-        """Tell all of them that the run has ended, while their connections still stand."""
+        """Send `Shutdown` with the reason to all connected ranks, and wait until it can arrive."""
         for address in self._ranks:
             self.send(address, p.Shutdown(reason))
         if self._ranks:
             await asyncio.sleep(FAREWELL_S)
 
-    # ----------------------------------------------------------------- in
+    # ----------------------------------------------------------------- joining
 
-    async def _decide(self, id: str, ask: Ask | str) -> None:
+    async def _answer_request(self, id: str, ask: Ask | str) -> None:
+        """Admit the rank that asks, or refuse it. `ask` is a text if the request is invalid."""
         answer = {}
         if isinstance(ask, str):
             self._on_fault("join refused", f"{id}: {ask}")
@@ -156,7 +165,7 @@ class Borrowed:
         self._tasks.spawn(self._serve_rank(address, rank))
 
     async def _serve_rank(self, address: int, rank: _Rank) -> None:
-        """From the admission to the end of one rank."""
+        """Serve one rank, from its admission until it is disconnected or has left."""
         try:
             rank.guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
         except GuestGone as error:
@@ -177,7 +186,7 @@ class Borrowed:
         except (GuestGone, TimeoutError) as error:
             never = "" if rank.connected else "before it had joined: "
             self._disconnect(
-                address, never + (str(error) or f"it did not come within {self._patience_s:g} s")
+                address, never + (str(error) or f"did not connect within {self._patience_s:g} s")
             )
         finally:
             await asyncio.to_thread(self._door.forget, rank.id)
@@ -191,21 +200,21 @@ class Borrowed:
     # ----------------------------------------------------------------- its messages
 
     def _handle(self, address: int, rank: _Rank, message: p.Message | WireError) -> None:
-        """Whatever is wrong with a message concerns the rank that sent it, and no other."""
+        """Handle a message; disconnect its sender, and no other rank, if it is invalid."""
         if isinstance(message, WireError):
-            self._disconnect(address, f"sent what is no message: {message}")
+            self._disconnect(address, f"sent an invalid message: {message}")
         elif isinstance(message, p.JoinHello) and not rank.greeted:
-            self._hello(address, rank, message)
+            self._handle_hello(address, rank, message)
         elif not rank.greeted or not isinstance(message, ACCEPTED):
             self._disconnect(address, f"sent {type(message).__name__}, which it may not send")
         elif getattr(message, "worker", rank.worker) != rank.worker:
-            self._disconnect(address, f"speaks for {message.worker}")
+            self._disconnect(address, f"sent a message in the name of {message.worker}")
         elif isinstance(message, p.VersionFailed) and message.version >= self._hub().version:
             self._disconnect(address, f"could not load version {message.version}: {message.error}")
         else:
-            self._listen(address, rank, message)
+            self._pass_on(address, rank, message)
 
-    def _hello(self, address: int, rank: _Rank, message: p.JoinHello) -> None:
+    def _handle_hello(self, address: int, rank: _Rank, message: p.JoinHello) -> None:
         if not self._door.is_token(message.token):
             self._disconnect(address, "its token is not the run's")
         elif message.worker != rank.worker:
@@ -221,7 +230,7 @@ class Borrowed:
                 + f", {time.monotonic() - rank.asked_at:.1f} s after it asked",
             )
 
-    def _listen(self, address: int, rank: _Rank, message: p.Message) -> None:
+    def _pass_on(self, address: int, rank: _Rank, message: p.Message) -> None:
         try:
             self._check(message)
             self._hub().handle(address, message)
@@ -234,8 +243,8 @@ class Borrowed:
             self._on_change("left", f"{rank.worker}: {message.reason}")
 
     def _check(self, message: p.Message) -> None:
-        """Raises `ValueError` on values that no engine of this run sends, and that would stop
-        somebody further on."""
+        """Raise `ValueError` for values that no engine of this run sends, and that would stop
+        another process which uses them."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
             raise ValueError(
                 f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV "
@@ -252,7 +261,7 @@ class Borrowed:
         if not isinstance(message, (p.TurnProgress, p.TurnFinished, p.TurnReturned)):
             return
         if len(message.tokens) % 4 or len(message.logprobs) % 4:
-            return  # the ledger refuses them
+            return  # `Ledger.add` rejects the message.
         tokens, logprobs = p.unpack_tokens(message.tokens), p.unpack_floats(message.logprobs)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
             raise ValueError(
@@ -262,17 +271,24 @@ class Borrowed:
         if message.routed and not self._are_experts(message.experts, message.routed):
             raise ValueError(
                 f"turn {message.turn}: {len(message.experts)} bytes of experts for "
-                f"{message.routed} tokens, or experts that the model has not"
+                f"{message.routed} tokens, or experts that the model doesn't have"
             )
-        if not np.isfinite(logprobs).all() or (logprobs > 0).any():
-            raise ValueError(f"turn {message.turn}: log-probabilities that are none")
-        if (
-            message.version > self._hub().version
-            or getattr(message, "finish", None) is p.FinishReason.ABORT
-        ):
-            raise ValueError(f"turn {message.turn}: of version {message.version}, or aborted")
+        invalid = ~np.isfinite(logprobs) | (logprobs > 0)
+        if invalid.any():
+            at = int(invalid.argmax())
+            raise ValueError(
+                f"turn {message.turn}: log-probabilities must be finite and at most 0, it sent "
+                f"{logprobs[at]:g} at token {at}"
+            )
+        newest = self._hub().version
+        if message.version > newest or getattr(message, "finish", None) is p.FinishReason.ABORT:
+            raise ValueError(
+                f"turn {message.turn}: tokens of version {message.version}, where {newest} is the "
+                "newest, or `finish` ABORT, which no worker may send"
+            )
 
     def _are_experts(self, data: bytes, tokens: int) -> bool:
+        """True if `data` holds the model's experts for this many tokens."""
         shape = self._shape
         if shape is None or not shape.experts:
             return False
@@ -280,9 +296,9 @@ class Borrowed:
         found = np.frombuffer(data, f"<u{shape.expert_bytes}") if len(data) == tokens * row else ()
         return len(found) > 0 and int(found.max()) < shape.experts
 
-    # ----------------------------------------------------------------- out
+    # ----------------------------------------------------------------- leaving
 
-    def _look_for_silence(self, now: float) -> None:
+    def _disconnect_silent(self, now: float) -> None:
         for address, rank in list(self._ranks.items()):
             silent = now - rank.guest.last_seen if rank.greeted else 0.0
             if silent > self._config.lost_after_s:
@@ -293,7 +309,7 @@ class Borrowed:
                 )
 
     def _disconnect(self, address: int, why: str) -> None:
-        """It may be alive: it is sent the reason, and may ask again."""
+        """Remove the rank and send it the reason; if it is alive, it may ask to join again."""
         rank = self._ranks.pop(address, None)
         if rank is None:
             return

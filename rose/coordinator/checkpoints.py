@@ -1,8 +1,8 @@
-"""Checkpoints of a run: every trainer rank writes its part, and when the last part is on disk the
-coordinator's state joins it and the folder is committed, beside the steps that follow.
+"""Checkpoints of a run. Every trainer rank writes its part; when all parts are on disk, the
+coordinator adds its state and commits the folder, while the next steps run.
 
-There is one at a time. Left out: what is in it (rose/trainer/checkpoint.py, rose/trainer/saving.py)
-and when a stop leaves time for one (the coordinator).
+One checkpoint is written at a time. rose/trainer/checkpoint.py and rose/trainer/saving.py define
+its content, and coordinator.py decides whether a stop leaves time for one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from rose.launch import resume
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
 
-LOOK_S = 0.25  # between two looks at whether the trainer ranks have written theirs
+POLL_S = 0.25  # seconds between two checks for the trainer ranks' parts
 
 
 class Checkpoints:
-    """`trainers`: index -> rank of the trainer ranks. `spared()`: steps whose checkpoints stay,
-    however old. `on_saved(step)` is called when a step's is committed."""
+    """Orders, collects and commits checkpoints.
+
+    `trainers` maps index -> rank of the trainer ranks, `send` takes (rank, message). `spared()`
+    returns the steps whose checkpoints stay, however old. `on_saved(step)` is called after the
+    commit of a step's checkpoint.
+    """
 
     def __init__(
         self,
@@ -40,12 +44,12 @@ class Checkpoints:
         self._config, self._run_dir, self._trainers = config, run_dir, trainers
         self._send, self._recorder = send, recorder
         self._spared, self._on_saved = spared, on_saved
-        self._saving: checkpoint.Save | None = None  # what the ranks were ordered to write
-        self._committing: asyncio.Task | None = None  # waits until it is on disk
+        self._saving: checkpoint.Save | None = None  # ordered, `finish` not called yet
+        self._committing: asyncio.Task | None = None  # `_commit` of the last one
 
     @property
     def ordered(self) -> bool:
-        """Whether the ranks were told to write one that `finish` has not been asked for."""
+        """True if the ranks were ordered to write a checkpoint and `finish` was not called yet."""
         return self._saving is not None
 
     @property
@@ -53,14 +57,14 @@ class Checkpoints:
         return self._committing is not None
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one after which there is a checkpoint."""
+        """True if a checkpoint is due after `step`."""
         c = self._config
         evaluated = c.eval.keep_best and c.eval.due(step, c.trainer.steps)
         return evaluated or step % c.trainer.checkpoint_every == 0 or step == c.trainer.steps
 
     async def order(self, step: int) -> None:
-        """Tell every trainer rank to write `step`, if that isn't done; each copies its state before
-        it takes the next message. Waits for the checkpoint before it."""
+        """Wait for the checkpoint before it, and order every trainer rank to write `step`, unless
+        that is done. Each rank copies its state before it takes its next message."""
         if self.ordered:
             return
         await self.committed()
@@ -70,9 +74,12 @@ class Checkpoints:
             self._send(rank, p.SaveCheckpoint(step, str(folder)))
 
     async def finish(self, step: int, state: dict[str, Any], deadline_s: float) -> None:
-        """Leave the checkpoint of `step`, with the coordinator's `state` at its end, to be
-        committed beside what comes next. It is ordered here, unless the ranks have begun it in
-        their turn on shared devices, before the step's end."""
+        """Start a task that commits the checkpoint of `step`, with the coordinator's `state` at the
+        step's end.
+
+        Also orders the checkpoint, unless that is done: on shared devices the ranks write it before
+        they release the devices, which is before the step's end.
+        """
         await self.order(step)
         saving, self._saving = self._saving, None
         self._committing = asyncio.create_task(self._commit(saving, state, deadline_s))
@@ -80,8 +87,8 @@ class Checkpoints:
     async def _commit(
         self, saving: checkpoint.Save, state: dict[str, Any], deadline_s: float
     ) -> None:
-        """When every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed` after
-        `deadline_s`."""
+        """Commit when every rank's part is on disk. Raises `checkpoint.SaveFailed`, or `RunFailed`
+        after `deadline_s`."""
         wanted = self._config.trainer.ranks
         with self._recorder.timed("checkpoint", step=saving.step):
             while (found := checkpoint.saved(saving.folder)) < wanted:
@@ -90,31 +97,31 @@ class Checkpoints:
                         f"waited {deadline_s:g} s for trainer ranks to save step {saving.step}: "
                         f"{found} of {wanted} saved"
                     )
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             keep, spared = self._config.trainer.checkpoint_keep, self._spared()
             await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep, spared)
             self._on_saved(saving.step)
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
 
     async def collect(self) -> None:
-        """Raise what kept a checkpoint from the disk, if that is known by now."""
+        """Raise the error of a commit that has failed by now, if one has."""
         if self._committing is not None and self._committing.done():
             await self.committed()
 
     async def committed(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises what kept it from
-        the disk."""
+        """Wait for the checkpoint that is being written, if any. Raises the error of its commit."""
         while (task := self._committing) is not None:
-            await asyncio.shield(task)  # a stop cancels the steps, and the checkpoint goes on
-            if self._committing is task:  # the steps and a stop may both wait here
+            # Shielded, because a stop cancels the step loop but not the checkpoint.
+            await asyncio.shield(task)
+            if self._committing is task:  # The step loop and a stop may both wait here.
                 self._committing = None
 
     def newest(self) -> int:
-        """Step of the newest checkpoint on disk, 0 without one."""
+        """Return the step of the newest checkpoint on disk; 0 without one."""
         found = checkpoint.latest(self._run_dir)
         return checkpoint.step_of(found) if found else 0
 
     def cancel(self) -> None:
-        """The run ends: what is not on disk by now stays half."""
+        """Abandon a checkpoint that is not committed, because the run ends."""
         if self._committing is not None:
             self._committing.cancel()

@@ -1,11 +1,11 @@
 """Control: the stream of tasks, and the groups in progress. Every trajectory is counted exactly
 once.
 
-Group k of the stream is determined by the run's seed, the weights of its environments and k alone,
-so a resumed run meets the same tasks, and so does every batching policy. A trajectory whose
-environment failed is replaced by another member of the same group, with a name and sampling seed of
-its own. A task that fails again and again is given up: its group begins again with another one.
-Only a share of such tasks stops the run.
+Group k of the stream depends only on the run's seed, the weights of its environments and k. So a
+resumed run gets the same tasks, and so does every batching policy. A trajectory whose environment
+failed is replaced by another member of the same group, with a name and sampling seed of its own. A
+task that fails again and again is given up: its group starts from the beginning with another task.
+The run stops when more than a configured share of the tasks fails each time.
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from rose.config import Branching
 from rose.protocol import Phase, StartTrajectory, Trajectory, seed_of
 from rose.trainer.algorithms.base import differ
 
-# 2^64 by the golden ratio: of all steps round a circle, the one whose points spread best
+# 2^64 divided by the golden ratio. Points that are this step apart on a circle of 2^64 spread more
+# evenly than those of any other step.
 GOLDEN = 0x9E3779B97F4A7C15
-# A task fails each time once so many of its trajectories have failed since one ended well, and as
-# many as its group has: an environment of which a third of all starts fail is only unsteady.
+# A task fails each time if it has failed at least this often (or `Bounds.in_row`, if lower), and as
+# often as its group has trajectories, without a success in between. So an environment that fails at
+# a third of all starts counts as unsteady only.
 FEW_FAILURES = 3
-# The share of tasks that fail each time is that of the last so many which ended, and those running.
+# The share of tasks that fail each time is taken over this many tasks that ended last, and the
+# running ones.
 RECENT_TASKS = 100
-# So many tasks may fail each time besides the share: the first one is no share of anything.
+# This many tasks may fail each time in addition to the share. Otherwise the first task, if it
+# failed, would end the run.
 SPARED_TASKS = 4
 
 
 class TooManyFailures(RuntimeError):
-    """Too large a share of the tasks fails each time; the message holds the last cause."""
+    """Raised when too large a share of the tasks fails each time; the message has the last
+    cause."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Failures of a domain; `key` is where these stand in the configuration."""
+    """Limits of a domain's failures."""
 
-    in_row: int  # max_failures_in_row: so many give a task up
-    share: float  # max_failed_tasks: more tasks that fail each time end the run
-    key: str
+    in_row: int  # failures in a row after which a task is given up (max_failures_in_row)
+    share: float  # share of failing tasks above which the run ends (max_failed_tasks)
+    key: str  # configuration key under which the two limits are
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all trajectories of a group do: an environment, by its name among the run's, and its
-    seed."""
+    """The task of all trajectories of a group: the name of the run's environment, and its seed."""
 
     domain: str
     seed: int
@@ -63,30 +67,31 @@ class _Group:
     running: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)
     replaced: int = 0
-    lost: set[str] = field(default_factory=set)  # members that failed for their hosts' deaths
-    failures: int = 0  # since one of its trajectories ended well
+    lost: set[str] = field(default_factory=set)  # members that failed by their hosts' deaths
+    failures: int = 0  # failures since the last success
 
     def fails(self, bounds: Bounds) -> bool:
-        """The task fails each time."""
+        """True if the task fails each time, see `FEW_FAILURES`."""
         return self.failures >= max(min(FEW_FAILURES, bounds.in_row), self.size)
 
 
 @dataclass
 class Replaced:
-    """The trajectories to start in place of a failed one. Where its task was given up: why, which
-    trajectories of the group still run, and which were in; neither are used beside another
-    task's."""
+    """The trajectories to start in place of a failed one.
+
+    If the failed trajectory's task was given up, the group starts again with another task, and
+    `running` and `done` trajectories of the old task are not used.
+    """
 
     starts: list[StartTrajectory] = field(default_factory=list)
-    given_up: str = ""
+    given_up: str = ""  # reason; "" if the task was not given up
     running: list[str] = field(default_factory=list)
     done: list[Trajectory] = field(default_factory=list)
 
 
 class Groups:
-    """Groups in progress: which trajectories run, which are in. `bounds`: of each domain.
-    `seeded`: the trajectories' turns get sampling seeds. `branching`: the trees that training
-    groups are grown as."""
+    """The groups in progress. `bounds` has an entry for each domain. `seeded`: the trajectories'
+    turns get sampling seeds. `branching` is the shape of training groups' trees, None: no forks."""
 
     def __init__(
         self,
@@ -98,20 +103,19 @@ class Groups:
         self._run_seed, self._bounds, self._seeded = run_seed, bounds, seeded
         self._branching = branching
         self._groups: dict[str, _Group] = {}
-        self._late: dict[
-            str, list[str]
-        ] = {}  # complete group -> spare trajectories of it that still run
-        # Of each domain, as another that works says nothing of it: which of its last tasks were
-        # given up.
+        # complete group -> its spare trajectories that still run
+        self._late: dict[str, list[str]] = {}
+        # domain -> for each of its last tasks, whether it was given up. Each domain has its own
+        # share, so that domains that work don't hide one that fails.
         self._ended = {domain: deque[bool](maxlen=RECENT_TASKS) for domain in bounds}
         self.failed = self.given_up = 0  # trajectories and tasks, over the run
 
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
     ) -> list[StartTrajectory]:
-        """Begin a group; the messages that start its members, each behind that of the one that it
-        forks off. `spare` more are started, which never fork: the first `size` that are in make the
-        group, and `late` names the others."""
+        """Begin a group; return the messages that start its members, each after that of the member
+        that it forks off. `spare` more members start, which never fork: the first `size` members to
+        finish make the group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, task, size, spare)
         return self._members(name, group, "")
 
@@ -142,8 +146,8 @@ class Groups:
         )
 
     def finished(self, trajectory: Trajectory) -> list[Trajectory] | None:
-        """Count a trajectory; the whole group, ordered by id, once all members are in. Words about
-        trajectories that are not running (dropped groups) change nothing."""
+        """Count a finished trajectory; return the group, ordered by id, once all members have
+        finished, else None. A trajectory that is not running (of a dropped group) is ignored."""
         group = self._groups.get(trajectory.group)
         if group is None or trajectory.id not in group.running:
             return None
@@ -157,17 +161,20 @@ class Groups:
         return sorted(self._groups.pop(trajectory.group).finished, key=lambda t: t.id)
 
     def late(self, name: str) -> list[str]:
-        """Trajectories of a group just complete that still run: nobody needs them."""
+        """Return the trajectories of a just completed group that still run and aren't needed."""
         return self._late.pop(name)
 
     def failed_trajectory(
         self, trajectory: str, name: str, error: str, lost: bool = False, certain: bool = False
     ) -> Replaced:
-        """Replace a failed trajectory: by another member, or its group by another task's members.
+        """Replace a failed trajectory by another member, or its whole group by another task's.
 
-        `lost`: it failed for its hosts' deaths, which may have come from outside: a member's first
-        such failure doesn't count, a second one gives the task up. `certain`: every trajectory of
-        the task would fail. Raises `TooManyFailures`.
+        1. `certain`: every trajectory of the task would fail, so the task is given up.
+        2. `lost`: the trajectory failed because of its hosts' deaths, which may have an outside
+           cause. A member's first such failure doesn't count; its next one gives the task up.
+        3. Any other failure counts; the task is given up after max(`Bounds.in_row`, group size).
+
+        Raises `TooManyFailures`.
         """
         self.failed += 1
         group = self._groups.get(name)
@@ -192,8 +199,8 @@ class Groups:
         return self._give_up(name, group, f"{times}; {cause}")
 
     def _give_up(self, name: str, group: _Group, cause: str) -> Replaced:
-        """Begin the group again with another task of its domain and its side, training or held-out:
-        that is the seed's parity."""
+        """Begin the group again with another task of its domain. The new seed keeps its parity,
+        which separates training tasks from held-out ones."""
         seed = group.task.seed
         why = f"{group.task.domain} with seed {seed} (group {name}): {cause}"
         self.given_up += 1
@@ -206,7 +213,7 @@ class Groups:
         return Replaced(starts, why, sorted(group.running), group.finished)
 
     def _check_share(self, group: _Group, bounds: Bounds, cause: str) -> None:
-        """Raises `TooManyFailures`."""
+        """Raise `TooManyFailures` if too large a share of the domain's tasks fails each time."""
         if not group.fails(bounds):
             return
         ended = self._ended[group.task.domain]
@@ -220,12 +227,12 @@ class Groups:
             )
 
     def drop(self, name: str) -> tuple[list[str], list[Trajectory]]:
-        """Forget a group: its trajectories that still run, and those that were in."""
+        """Forget a group; return its running trajectories' ids and its finished trajectories."""
         group = self._groups.pop(name, None)
         return (sorted(group.running), group.finished) if group else ([], [])
 
     def running_in(self, phase: Phase) -> list[str]:
-        """Groups in progress."""
+        """Return the names of the phase's groups in progress."""
         return [name for name, group in self._groups.items() if group.phase is phase]
 
     @property
@@ -234,8 +241,8 @@ class Groups:
 
 
 def first_name(trajectory: str) -> str:
-    """g12.3 of g12.3r1: of the member of the group that this one stands for. The group's own name
-    may hold an r, as g12r1."""
+    """Return the name of the member that this trajectory replaces: g12.3 of g12.3r1. The group's
+    own name may hold an r, as in g12r1."""
     group, dot, member = trajectory.rpartition(".")
     return f"{group}{dot}{member.partition('r')[0]}"
 
@@ -243,17 +250,20 @@ def first_name(trajectory: str) -> str:
 def fork_points(
     branching: Branching, run_seed: int, group: str, size: int
 ) -> dict[int, tuple[str, int]]:
-    """Of each member that forks off another: its name, and the turn before which. With ways (3, 2)
-    members 0 to 5 are a tree: 2 and 4 fork off 0, then 1 off 0, 3 off 2 and 5 off 4; so a tree is
-    determined when its group begins. Where `at` leaves the turns open, a tree draws them by its
-    name."""
+    """Return, for each member that forks: (name of the member that it forks off, turn at whose
+    start it forks).
+
+    With `branching.ways` (3, 2) members 0 to 5 are a tree: at the first of two turns 2 and 4 fork
+    off 0, at the second 1 forks off 0, 3 off 2 and 5 off 4. So a tree is determined when its group
+    begins. `branching.at` has the turns; if it is empty, each tree draws them, seeded by its name.
+    """
     leaves, found = branching.leaves, {}
     for first in range(0, size, leaves):
         draw = random.Random(seed_of(run_seed, "forks", f"{group}.{first}"))
         turns = branching.at or sorted(
             draw.sample(range(1, branching.depth + 1), len(branching.ways))
         )
-        stride = leaves  # from one sibling to the next
+        stride = leaves  # members between two siblings
         for ways, turn in zip(branching.ways, turns, strict=True):
             below, stride = stride, stride // ways
             for member in range(stride, leaves, stride):
@@ -263,22 +273,24 @@ def fork_points(
 
 
 def train_task(run_seed: int, index: int, weights: Mapping[str, float]) -> Task:
-    """The task of training group `index`. Its seed is even, as no held-out task's is (see
-    `rose.agent.envs.base`)."""
+    """Return the task of training group `index`. Its seed is even; seeds of held-out tasks are odd
+    (see `rose.agent.envs.base`)."""
     return Task(chosen(weights, run_seed, index), seed_of(run_seed, "train", index) & ~1)
 
 
 def eval_task(seed: int, index: int, weights: Mapping[str, float]) -> Task:
-    """Held-out task `index`, its seed odd: the same in every run with the same eval.seed and
-    weights."""
+    """Return held-out task `index`, whose seed is odd. It is the same in every run with the same
+    eval.seed and weights."""
     return Task(chosen(weights, seed, index), seed_of(seed, "eval", index) | 1)
 
 
 def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
-    """The name that `index` falls to: names by their weights, whatever their order. Steps of the
-    golden ratio round a circle of weights, so that also a few neighbouring indices, as a batch has,
-    have each name about as often as they should (64 of them within three, 16 within two), where
-    independent draws would leave it to chance."""
+    """Return the name for `index`; names are chosen by their weights, in any order of the mapping.
+
+    Index after index walks round a circle of the weights in steps of the golden ratio. So even a
+    few neighbouring indices, like those of a batch, have each name about as often as its weight
+    says: among 64 within three, among 16 within two. Independent draws would vary more.
+    """
     names = sorted(weights)
     largest = max(weights.values())
     edges = list(accumulate(weights[name] / largest for name in names))

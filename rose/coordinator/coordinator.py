@@ -1,9 +1,9 @@
 """The coordinator: drives the step loop and owns the scheduler's state. One rank, no GPU, no torch.
 
-`run` reads like the algorithm: evaluate, then rollout, train, sync, record, checkpoint. Messages
-arrive in one task and only change state; the step loop waits for states. Rollouts don't wait for
-it: an asynchronous batching policy admits groups during training and sync, and the next step's
-batch may be there when it is asked for.
+`run` reads like the algorithm: evaluate, then rollout, train, sync, record, checkpoint. One task
+receives messages, which only change state; the step loop waits for states. Rollouts don't wait for
+the step loop: an asynchronous batching policy admits groups during training and sync, so the next
+step's batch may be complete before the step begins.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rose.config import Config, Mixture
 from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.checkpoints import Checkpoints
-from rose.coordinator.device_turns import ANSWER_S, DeviceTurns
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
-from rose.coordinator.hybrid_turns import HybridTurns
+from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.journal import Journal
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.replicas import Replicas, remove_left
 from rose.coordinator.retention import Retention
 from rose.coordinator.reward_jobs import RewardJobs
+from rose.coordinator.shared_devices import ANSWER_S, SharedDevices
 from rose.coordinator.step_metrics import by_member, checkpoint_row, reward_row, step_row
 from rose.coordinator.stopping import StepEnd
 from rose.coordinator.training import Training
@@ -52,14 +52,18 @@ from rose.policies import build
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 
-TICK_S = 0.5  # the scheduler's clock and the live display: well under any deadline
+# Seconds between two ticks of the scheduler's clock and the live display; well under any deadline.
+TICK_S = 0.5
 
 
 class Stopped(Exception):
-    """The user or the system asked the run to end."""
+    """Raised when the user or the system asked the run to end."""
 
 
 class Coordinator:
+    """Connects the modules of this folder and drives the step loop. `attempt` is the number of the
+    run's current attempt, `resume_from` the folder of the checkpoint that it starts from."""
+
     def __init__(
         self,
         config: Config,
@@ -69,14 +73,12 @@ class Coordinator:
         recorder: NullRecorder,
         resume_from: Path | None,
     ) -> None:
-        self.config, self.run_dir, self.mailbox, self.recorder = (
-            config,
-            Path(run_dir),
-            mailbox,
-            recorder,
-        )
+        self.config = config
+        self.run_dir = Path(run_dir)
+        self.mailbox = mailbox
+        self.recorder = recorder
         state = checkpoint.read_state(resume_from) if resume_from else {}
-        self.step: int = state.get("step", 0)
+        self.step: int = state.get("step", 0)  # last finished step
         scheduler = build(config.scheduler, config.rollout.turn_timeout_s)
         if state:
             scheduler.restore(state["scheduler"])
@@ -124,9 +126,9 @@ class Coordinator:
         self.cost = cost.Meter(config, self.run_dir, attempt, time.monotonic())
         self.stopped_early = ""  # why eval.stop ends the run before its last step
         self.batch: list[str] | None = None  # the groups that the scheduler chose for this step
-        self.trainers: dict[int, p.TrainerReady] = {}
+        self.trainers: dict[int, p.TrainerReady] = {}  # trainer rank's index -> its message
         self.training = Training(config, self.ranks[p.Role.TRAINER], mailbox.send, recorder)
-        self.trained: dict[int, p.TrainDone] = {}
+        self.trained: dict[int, p.TrainDone] = {}  # trainer rank's index -> this step's result
         self.checkpoints = Checkpoints(
             config,
             self.run_dir,
@@ -134,18 +136,18 @@ class Coordinator:
             mailbox.send,
             recorder,
             self.evaluations.kept,
-            log.saved,
+            log.checkpoint_saved,
         )
-        self.gone: set[int] = set()
+        self.gone: set[int] = set()  # ranks that have left or failed
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
         self.rollouts.groups.given_up = state.get("failed_tasks", 0)
         self.hub.engine_restarts = state.get("engine_restarts", 0)
         self.boundary = self._state()  # at the last step boundary: what a checkpoint holds
         self.at_boundary = True  # the trainer's weights are those of `step`
-        self._tokens: dict[str, int] = {}  # of each worker at the last tick
+        self._tokens: dict[str, int] = {}  # worker -> its total tokens at the last tick
         self._changed = Changes(lambda what: self.live.update(waiting_for=what))
         self.hybrids = (
-            HybridTurns(
+            HybridDevices(
                 config, self.ranks, mailbox.send, recorder, self.hub.hybrids_up, self._fault
             )
             if config.hybrids
@@ -171,15 +173,16 @@ class Coordinator:
         self.device = (
             self.hybrids
             or self.replicas
-            or DeviceTurns(config, self.ranks, mailbox.send, self._changed.until, recorder)
+            or SharedDevices(config, self.ranks, mailbox.send, self._changed.until, recorder)
         )
-        self._stop, self._asked = asyncio.Event(), 0.0  # when, monotonic
+        self._stop = asyncio.Event()
+        self._stop_asked_at = 0.0  # monotonic seconds
         self.step_end = StepEnd(self._changed)
 
     # ----------------------------------------------------------------- the algorithm
 
     async def run(self) -> None:
-        """The whole run. Raises `RunFailed` with the cause, or `Stopped` when asked to end."""
+        """Drive the whole run. Raises `RunFailed` with the cause, or `Stopped` if asked to end."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         tasks = Tasks()
@@ -199,7 +202,7 @@ class Coordinator:
             self._stepping.cancel()
             if self.hybrids:
                 self.hybrids.close()
-            waited_s = time.monotonic() - self._asked
+            waited_s = time.monotonic() - self._stop_asked_at
             deadline_s = resume.save_s(self.run_dir, self.config.cluster, waited_s)
             try:
                 async with asyncio.timeout(deadline_s):
@@ -211,7 +214,7 @@ class Coordinator:
                 ) from None
             raise
         except Exception:
-            await self._save_all_the_same(tasks)
+            await self._save_before_failing(tasks)
             raise
         finally:
             self.checkpoints.cancel()
@@ -220,7 +223,8 @@ class Coordinator:
             await self.exports.close()
             await self.borrowed.disconnect_all("the run has ended, or goes on in another attempt")
             await tasks.close(1.0)
-            with contextlib.suppress(OSError):  # of a full disk, which ends the run by another word
+            # On a full disk, the error that ended the run is raised and not this one.
+            with contextlib.suppress(OSError):
                 self.hub.record_open_turns()
                 self._count_cost()
                 self.cost.write()
@@ -233,7 +237,7 @@ class Coordinator:
             await self._unless_stopping()
             last = self.config.trainer.steps
             if self.step >= last:
-                self.rollouts.end()
+                self.rollouts.stop()
             await self._evaluate(last)
             if self.step >= last:
                 break
@@ -264,7 +268,7 @@ class Coordinator:
         self.live.update(phase="done", waiting_for="")
 
     async def _bring_up(self) -> None:
-        """Wait for every rank, the trainer's first version, and every engine holding it."""
+        """Wait until every rank is up and every engine holds the trainer's first version."""
         c = self.config
         planned = [rank.role for rank in layout(c)]
         wanted = {role: planned.count(role) for role in p.Role if role is not p.Role.COORDINATOR}
@@ -314,7 +318,7 @@ class Coordinator:
         await self._workers_loaded()
 
     async def _rollout(self) -> list[list[p.Trajectory]]:
-        """The groups of the next step, in the order of the stream."""
+        """Wait for the next step's batch; return its groups in the order of the task stream."""
         if self.config.rollout.replay is not None:
             return replay.load(Path(self.config.rollout.replay), self.step + 1)
         wanted = self.config.trainer.batch_size // self.config.rollout.group_size
@@ -322,7 +326,8 @@ class Coordinator:
         self.rollouts.begin_step(wanted * self.config.rollout.group_size)
         self.hub.begin_step()
         self.training.begin_step(self.step + 1)
-        finished, total = self.rollouts.progress  # else those of the phase before, until a tick
+        # Without these, the live display shows the last phase's numbers until the next tick.
+        finished, total = self.rollouts.progress
         self.live.update(
             phase="rollout", step=self.step + 1, waiting_for="", finished=finished, total=total
         )
@@ -347,17 +352,17 @@ class Coordinator:
         return groups
 
     def _rolls_hybrids(self) -> bool:
-        """Whether the scheduler uses hybrid engines, or would use those that have to be started,
-        which they are in their turn if that is worth it."""
+        """True if the scheduler uses hybrid engines, or would use engines that are down and that
+        have enough time to start."""
         starts = self.hybrids.starts.any_worth and self.scheduler.rolls_hybrids()
         return self.hub.uses_hybrids or starts
 
     async def _train(self, groups: list[list[p.Trajectory]]) -> dict[int, p.TrainDone]:
-        """One training step; the word of every trainer rank."""
+        """Train a step; return the `TrainDone` of every trainer rank by its index."""
         await self._unless_stopping()
         c = self.config.trainer
         self.at_boundary = False
-        self.step_end.begins()
+        self.step_end.training_began()
         self.trained.clear()
         self.live.update(phase="train", waiting_for=f"{c.ranks} trainer ranks")
         if self.replicas is None:
@@ -375,20 +380,20 @@ class Coordinator:
                     f"{c.ranks}"
                 ),
             )
-        self.step_end.ended()
+        self.step_end.training_ended()
         return dict(self.trained)
 
     async def _sync(self, done: dict[int, p.TrainDone]) -> None:
-        """Every engine holds, and has verified, the step's weights, unless the run is to stop.
-        Turns that run meanwhile go on, as `transfer.in_flight` says; new ones wait for the engine
-        that has them."""
+        """Publish the step's weights and wait until every dedicated engine has verified and loaded
+        them, unless the run is to stop. Running turns continue as `transfer.in_flight` says; a new
+        turn waits for an engine that has the weights."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
             tokens = self.training.tokens() if self.config.plans_replicas else 0
             self.hub.publish(done[0].version, done[0].store, tokens)
-            # a run that stops only has to save the step: nobody rolls out with it
+            # A run that stops only has to save the step; its engines stay asleep.
             if not self._stop.is_set() and (self.config.shares_devices or self.replicas):
-                # an engine that wakes loads it before its KV cache is there
+                # An engine that wakes loads the weights before it has a KV cache.
                 await self.device.to(p.Role.ROLLOUT)
             await self._workers_loaded()
         self.step += 1
@@ -396,7 +401,8 @@ class Coordinator:
         self._changed.set()
 
     def _state(self) -> dict[str, Any]:
-        """Rollouts go on while it is written, so it shares nothing with them."""
+        """Return the coordinator's state for a checkpoint. It shares no object with the rollouts,
+        which continue while the checkpoint is written."""
         return {
             "step": self.step,
             "scheduler": copy.deepcopy(self.scheduler.snapshot()),
@@ -407,8 +413,8 @@ class Coordinator:
         }
 
     async def _evaluate(self, last: int) -> None:
-        """The held-out tasks, if that is due. With eval.beside only those before the first and
-        after the `last` step are waited for."""
+        """Start the evaluation that is due, if any, and wait for it. With eval.beside, wait only
+        for those before the first and after the `last` step."""
         ends = self.step >= last
         beside = self.config.eval.beside and self.step > 0 and not ends
         self.evaluations.collect()
@@ -421,11 +427,11 @@ class Coordinator:
             await self._rollouts_until(self.evaluations.collect)
 
     def _stops_early(self) -> bool:
-        """Whether eval.stop ends the run here."""
+        """True if eval.stop ends the run at this step."""
         self.stopped_early = self.evaluations.stop_reason()
         if self.stopped_early:
             print(f"stopped at step {self.step}: {self.stopped_early}", flush=True)
-            self.rollouts.end()
+            self.rollouts.stop()
         return bool(self.stopped_early)
 
     def _record(
@@ -438,7 +444,9 @@ class Coordinator:
         trained: float,
         synced: float,
     ) -> None:
-        """`busy_s`: of the average dedicated engine until `rolled_out`."""
+        """Write the step's row and files. Times are wall-clock seconds: when the step `began`, was
+        `rolled_out`, `trained` and `synced`. `busy_s` is the busy time of an average dedicated
+        engine until `rolled_out`."""
         if self.config.observe.save_trajectories and self.config.rollout.replay is None:
             replay.save(self.run_dir, self.step, groups)
         idle = max(0.0, rolled_out - began - busy_s) if self.hub.dedicated() else 0.0
@@ -474,8 +482,8 @@ class Coordinator:
     def _hybrid_row(self, times: dict[str, float], at: float) -> dict[str, float]:
         if self.hybrids is None:
             return {}
-        made = sum(w.tokens for w in self.hub.workers.values()) + sum(self.hub.past.values())
-        return self.hybrids.figures([w for _, w in self.hub.hybrid()], times, made, at)
+        generated = sum(w.tokens for w in self.hub.workers.values()) + sum(self.hub.past.values())
+        return self.hybrids.figures([w for _, w in self.hub.hybrid()], times, generated, at)
 
     # ----------------------------------------------------------------- waiting
 
@@ -495,7 +503,8 @@ class Coordinator:
         return not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated())
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for the rollouts as long as any of them makes progress."""
+        """Wait until `ready()`, as long as any trajectory makes progress. Raises `RunFailed` after
+        a silence that exceeds every timeout of a single engine, turn, step or score."""
         c = self.config
         patience = (
             max(
@@ -516,7 +525,7 @@ class Coordinator:
                 f"are open, {self.scheduler.waiting} of them unassigned"
                 f"{self.rollouts.in_environments()}"
             ),
-            lambda words: self._fault("no progress", words),
+            lambda text: self._fault("no progress", text),
         )
 
     async def _ended(self) -> None:
@@ -524,7 +533,7 @@ class Coordinator:
 
     async def _stopped(self) -> None:
         await self._stop.wait()
-        self._asked = time.monotonic()
+        self._stop_asked_at = time.monotonic()
         self._changed.set()
         if not self.at_boundary:
             warned = resume.is_warned(self.run_dir, self._attempt)
@@ -533,13 +542,14 @@ class Coordinator:
         raise Stopped("asked to end by a signal")
 
     async def _unless_stopping(self) -> None:
-        """Nothing begins any more after a stop, which cancels the steps: a batch may be there
-        already, and its step would take the place of the one that is to be saved."""
+        """Return at once, or never if the run is to stop, which cancels the step loop. Otherwise
+        the next step could begin, and the finished one could not be saved any more."""
         if self._stop.is_set():
             await asyncio.Event().wait()
 
     async def _save_if_idle(self, deadline_s: float) -> None:
-        """Between training steps the trainer can still save the last one, within `deadline_s`."""
+        """Save the last step within `deadline_s`, if the trainer is between two steps, all its
+        ranks are up, and the step has no checkpoint."""
         await self.checkpoints.committed()
         whole = len(self.trainers) == self.config.trainer.ranks
         if self.at_boundary and self.step > self.checkpoints.newest() and whole:
@@ -548,12 +558,12 @@ class Coordinator:
             await self.checkpoints.finish(self.step, self.boundary, deadline_s)
             await self.checkpoints.committed()
 
-    async def _save_all_the_same(self, tasks: Tasks) -> None:
-        """The run fails: its finished steps are saved first, and one that is being trained is
-        waited for, where every trainer rank is there."""
+    async def _save_before_failing(self, tasks: Tasks) -> None:
+        """Save the finished steps of a run that fails, if no trainer rank is lost. Waits for the
+        end of a step that is being trained."""
         self._stop.set()  # no further step begins
         if self._receiving.done():  # A message may be what ended the run.
-            self._receiving = tasks.spawn(self._receive_in_spite())
+            self._receiving = tasks.spawn(self._receive_despite_failures())
         limit_s = self.config.trainer.step_timeout_s
         if not self.at_boundary:
             await self._changed.within(
@@ -570,7 +580,7 @@ class Coordinator:
             async with asyncio.timeout(deadline_s):
                 await self._save_if_idle(deadline_s)
             print(f"step {self.step} was saved before the run failed", flush=True)
-        except Exception as error:  # the run's own failure is what counts
+        except Exception as error:  # The run's own failure is raised and not this one.
             print(
                 f"step {self.step} could not be saved before the run failed: {error!r}", flush=True
             )
@@ -578,8 +588,8 @@ class Coordinator:
     def _trainer_lost(self) -> bool:
         return not self.gone.isdisjoint(self.ranks[p.Role.TRAINER].values())
 
-    async def _receive_in_spite(self) -> None:
-        """Take messages while a run that has failed is saved: others may fail, too."""
+    async def _receive_despite_failures(self) -> None:
+        """Receive messages while a run that has failed is saved, and ignore further failures."""
         while True:
             with contextlib.suppress(RunFailed, OSError):
                 await self._receive()
@@ -594,15 +604,15 @@ class Coordinator:
                 row = {"kind": "host", "what": what, "detail": message.machine}
                 self.metrics.write(self.step, row)
             if not (self.rollouts.handle(message) or self.hub.handle(source, message)):
-                self._take(source, message)
+                self._handle(source, message)
             if isinstance(message, (p.WorkerLoad, p.TrainerReady, p.TrainDone)):
                 self._count_energy(source, message)
             if self.hybrids and isinstance(message, p.WorkerReady | p.WorkerDown):
                 self.hybrids.changed()
             self._changed.set()
 
-    def _take(self, source: int, message: p.Message) -> None:
-        """What is about neither trajectories nor turns."""
+    def _handle(self, source: int, message: p.Message) -> None:
+        """Handle a message that is about neither trajectories nor turns."""
         match message:
             case p.Hello():
                 self.ranks[message.role][message.index] = source
@@ -652,10 +662,10 @@ class Coordinator:
             )
 
     def _count_cost(self) -> None:
-        self.cost.tick(time.monotonic(), self.hub.borrowed, self.hub.made)
+        self.cost.tick(time.monotonic(), self.hub.borrowed, self.hub.generated)
 
     def _count_energy(self, source: int, m: p.WorkerLoad | p.TrainerReady | p.TrainDone) -> None:
-        """Of the run's own devices."""
+        """Count the energy that one of the run's own devices reports."""
         if source < self.mailbox.size:
             self.cost.energy(m.energy_j)
 
@@ -666,7 +676,7 @@ class Coordinator:
             self.borrowed.send(address, message)
 
     def _act(self, action: ev.Action) -> None:
-        """The scheduler's actions about groups and batches."""
+        """Carry out an action of the scheduler that is not about turns or weights."""
         match action:
             case ev.AdmitGroup(index, name, spare):
                 self.rollouts.admit(index, name, spare)
@@ -689,19 +699,21 @@ class Coordinator:
                 raise RunFailed(reason)
 
     def _change(self, what: str, detail: str, kind: str = "worker") -> None:
-        """A borrowed rank, or a replica, came or went in order."""
+        """Report that a borrowed rank, a job or a replica has come or left in order."""
         self.recorder.instant(what, detail=detail)
         self.metrics.write(self.step, {"kind": kind, "what": what, "detail": detail})
         print(f"{what}: {detail}", flush=True)
 
     def _fault(self, what: str, detail: str) -> None:
-        detail = printable(detail)  # An agent's program may have printed what it quotes.
+        """Report a fault that the run survives."""
+        detail = printable(detail)  # It may quote the output of an agent's program.
         self.recorder.instant("fault", what=what, detail=detail)
         self.metrics.write(self.step, {"kind": "fault", "what": what, "detail": detail})
         print(f"{what}: {detail}", flush=True)
 
     async def dismiss(self, reason: str) -> None:
-        """Send every rank `Shutdown` and wait until all left; the launcher ends the laggards."""
+        """Send every rank `Shutdown` and wait until all have left, or a third of
+        cluster.stop_timeout_s is over; the launcher ends the remaining ranks."""
         others = set(range(self.mailbox.size)) - {self.mailbox.rank}
         for rank in others:
             self.mailbox.send(rank, p.Shutdown(reason))
@@ -719,8 +731,8 @@ class Coordinator:
 
 
 async def drive(coordinator: Coordinator) -> None:
-    """Run to the end, whichever it is, and dismiss the other ranks. Raises the cause of a
-    failure."""
+    """Run until the run is complete, stopped or has failed, and dismiss the other ranks. Raises the
+    cause of a failure."""
     try:
         await coordinator.run()
     except Stopped as stopped:

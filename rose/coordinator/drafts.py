@@ -1,9 +1,9 @@
-"""What the turns of each group have got, sent on to the engines that draft from it; and how engines
-decode.
+"""Forwards the tokens of a group's turns to the engines that draft from them, and counts what
+engines decode.
 
-Tokens pass the coordinator anyway. Every half second each engine that holds a turn of a group gets
-what the group's other turns have got elsewhere since; nothing waits for it, and what is late, or
-lost with an engine, costs drafts and no token.
+All tokens pass the coordinator. Every half second, each engine that holds a turn of a group gets
+the new tokens that the group's other turns got on other engines. Nothing waits for them: tokens
+that arrive late, or are lost with an engine, cost drafts, but never change a turn.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterable
 
 from rose import protocol as p
 
-BEFORE = 4 * 16  # bytes of a turn's context that go along: the longest that drafts are found by
-LEAST = 4 * 16  # bytes of an open turn: fewer wait for more
-MOST = 2**18  # bytes of one message to an engine: a tenth of a second's feeding, at most
+# The end of a turn's context that is sent with its tokens: 16 int32 tokens, the longest context
+# that drafts are looked up by.
+CONTEXT_BYTES = 4 * 16
+# An open turn's new tokens are not sent before there are this many bytes of them: 16 int32 tokens.
+LEAST_BYTES = 4 * 16
+# Bounds a message to an engine, which indexes this many bytes within a tenth of a second.
+MOST_BYTES = 2**18
 
 
 class _Turn:
@@ -25,36 +29,37 @@ class _Turn:
 
 
 class Siblings:
-    """`send`: a message to the rank of a worker."""
+    """The tokens of each running group, and which of them each worker has. `send` takes (rank,
+    message)."""
 
     def __init__(self, send: Callable[[int, p.Message], None]) -> None:
         self._send = send
         self._groups: dict[str, dict[str, _Turn]] = {}  # group -> turn
-        self._have: dict[str, dict[str, int]] = {}  # worker -> turn -> bytes of it that are there
-        # worker -> group, once it has held a turn of it -> turns with tokens that it may lack
+        self._have: dict[str, dict[str, int]] = {}  # worker -> turn -> bytes that the worker has
+        # worker -> group of which it has held a turn -> turns with tokens that it may lack
         self._new: dict[str, dict[str, dict[str, None]]] = {}
-        self._ended: dict[str, list[str]] = {}  # worker -> groups that it doesn't know to be over
+        self._ended: dict[str, list[str]] = {}  # worker -> ended groups, not reported to it yet
 
-    def got(self, request: p.TurnRequest, worker: str, tokens: bytes) -> None:
-        """The turn got `tokens` from `worker`, which thus has all of it."""
+    def add_tokens(self, request: p.TurnRequest, worker: str, tokens: bytes) -> None:
+        """Add `tokens` (int32) that `worker` generated; the worker has the whole turn so far."""
         group = self._groups.setdefault(request.group, {})
         turn = group.get(request.turn)
         if turn is None:
-            turn = group[request.turn] = _Turn(request.tokens[-BEFORE:])
+            turn = group[request.turn] = _Turn(request.tokens[-CONTEXT_BYTES:])
         turn.tokens += tokens
         self._have.setdefault(worker, {})[request.turn] = len(turn.tokens)
         for name, new in self._new.items():
             if name != worker and request.group in new:
                 new[request.group][request.turn] = None
 
-    def closed(self, request: p.TurnRequest) -> None:
-        """It gets no more."""
+    def turn_ended(self, request: p.TurnRequest) -> None:
+        """Note that the turn gets no more tokens, so that its last few are sent, too."""
         turn = self._groups.get(request.group, {}).get(request.turn)
         if turn is not None:
             turn.open = False
 
-    def end(self, group: str) -> None:
-        """No turn of it will come."""
+    def group_ended(self, group: str) -> None:
+        """Forget a group, which has no further turns."""
         gone = self._groups.pop(group, {})
         for worker, have in self._have.items():
             for turn in gone:
@@ -63,16 +68,18 @@ class Siblings:
         for new in self._new.values():
             new.pop(group, None)
 
-    def forget(self, worker: str) -> None:
-        """It is gone, or has started again."""
+    def forget_worker(self, worker: str) -> None:
+        """Forget what a worker has, because it is lost or its engine has restarted."""
         self._have.pop(worker, None)
         self._new.pop(worker, None)
         self._ended.pop(worker, None)
 
     def flush(self, worker: str, rank: int, groups: Iterable[str]) -> None:
-        """Send `worker`, which holds turns of `groups`, what it lacks; at most `MOST` bytes, the
-        rest the next time."""
-        have, room, spans = self._have.setdefault(worker, {}), MOST, []
+        """Send `worker`, which holds turns of `groups`, the tokens of these that it lacks, at most
+        `MOST_BYTES`; the next call sends the remaining ones."""
+        have = self._have.setdefault(worker, {})
+        room = MOST_BYTES
+        spans = []
         of_groups = self._new.setdefault(worker, {})
         for group in groups:
             turns = self._groups.get(group, {})
@@ -82,7 +89,7 @@ class Siblings:
             for name in list(new or ()):
                 turn, start = turns[name], have.get(name, 0)
                 lacks = len(turn.tokens) - start
-                if room > 0 and lacks >= (LEAST if turn.open else 1):
+                if room > 0 and lacks >= (LEAST_BYTES if turn.open else 1):
                     tokens = bytes(turn.tokens[start : start + room])
                     spans.append(p.SiblingTurn(name, start // 4, turn.before, tokens))
                     have[name] = start + len(tokens)
@@ -96,13 +103,14 @@ class Siblings:
 
 
 class Decoding:
-    """What engines did since `begin_step`, by their heartbeats, so up to a second late: `tokens` in
-    `steps` of theirs, of which `accepted` of `drafted` ones were drafts."""
+    """Counters of all engines since `begin_step`: they generated `tokens` in `steps` engine steps,
+    and accepted `accepted` of `drafted` draft tokens. Heartbeats bring them up to 1 s late."""
 
     NAMES = ("steps", "drafted", "accepted", "generated_tokens")
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, int], tuple[int, ...]] = {}  # (worker, incarnation)
+        # (worker, incarnation) -> last counts, in the order of `NAMES`
+        self._last: dict[tuple[str, int], tuple[int, ...]] = {}
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -117,7 +125,7 @@ class Decoding:
         self.accepted, self.tokens = self.accepted + accepted, self.tokens + tokens
 
     def row(self) -> dict[str, float]:
-        """For metrics.jsonl."""
+        """Return the step's values for metrics.jsonl."""
         each = {"tokens_per_engine_step": self.tokens / self.steps} if self.steps else {}
         drafts = {"drafted_tokens": self.drafted, "accepted_tokens": self.accepted}
         return each | (drafts if self.drafted else {})

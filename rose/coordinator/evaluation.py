@@ -1,8 +1,9 @@
-"""Held-out evaluations: which tasks, when, and what they say once their trajectories are in.
+"""Held-out evaluations: which tasks, when, and their results once all trajectories have finished.
 
-The step loop waits for one, or (eval.beside) goes on: then the scheduler lets training turns go
-first and evaluation turns to borrowed engines where there are some, and what still runs when new
-weights come goes on with these, which the row says. One runs beside at a time.
+The step loop waits for an evaluation or, with eval.beside, continues. Then the scheduler gives
+training turns precedence and prefers borrowed engines for evaluation turns. Turns that run when new
+weights arrive continue with these, which the evaluation's row reports. One evaluation runs beside
+training at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from rose.observe.metrics import read_metrics, rows_of
 
 
 class Evaluations:
-    """`write(step, row)` takes rows of metrics.jsonl; `on_fault(what, detail)` what was left
-    out."""
+    """Starts evaluations and writes their rows. `write` takes (step, row of metrics.jsonl),
+    `on_fault` (what, detail) of evaluations that are skipped or lost."""
 
     def __init__(
         self,
@@ -33,26 +34,28 @@ class Evaluations:
     ) -> None:
         self._config, self._rollouts = config, rollouts
         self._write, self._on_fault = write, on_fault
-        self._running: dict[int, list[str]] = {}  # step -> its groups
+        self._running: dict[int, list[str]] = {}  # step -> names of its groups
         self._rows = rows_of(read_metrics(run_dir), "eval")
 
     @property
     def running(self) -> list[int]:
-        """Steps whose evaluations run."""
+        """Return the steps whose evaluations run."""
         return list(self._running)
 
     def lost(self, steps: list[int]) -> None:
-        """What ran beside when the run was interrupted: weights of these steps are gone."""
+        """Report evaluations that ran beside training when the run was interrupted. They can't be
+        repeated, because the weights of these `steps` no longer exist."""
         for step in sorted(set(steps) - {row["step"] for row in self._rows}):
             self._on_fault(
                 "evaluation lost",
                 f"step {step}: it ran beside training when the run ended; its checkpoint stays no "
                 "longer than others",
             )
-            self._rollouts.forget(f"e{step}-")
+            self._rollouts.forget_groups(f"e{step}-")
 
     def due(self, step: int, last: int) -> bool:
-        """Not if a run that was interrupted right afterwards has it already."""
+        """True if an evaluation is due after `step` and neither runs nor has a row, which an
+        earlier attempt may have written."""
         return (
             self._config.rollout.replay is None
             and self._config.eval.due(step, last)
@@ -61,6 +64,8 @@ class Evaluations:
         )
 
     def begin(self, step: int, beside: bool) -> None:
+        """Start the evaluation of `step`. If it is to run beside training and another one still
+        does, it is skipped, which is reported as a fault."""
         if beside and self._running:
             [before] = self._running
             self._on_fault(
@@ -74,7 +79,7 @@ class Evaluations:
         self._rollouts.evaluate(tasks, waited_for=not beside)
 
     def tasks(self, step: int) -> dict[str, tuple[control.Task, int]]:
-        """Name of each group -> (its task, samples of it)."""
+        """Return name of the group -> (its task, number of samples) of the evaluation."""
         e, weights = self._config.eval, self._config.env.weights
         own = [control.eval_task(e.seed, index, weights) for index in range(e.episodes)]
         found = {f"e{step}-{index}": (task, e.samples) for index, task in enumerate(own)}
@@ -85,7 +90,7 @@ class Evaluations:
         return found
 
     def collect(self) -> bool:
-        """Write what is complete; whether nothing runs any more."""
+        """Write the rows of finished evaluations; return True if none runs any more."""
         for step, names in list(self._running.items()):
             if all(name in self._rollouts.finished for name in names):
                 del self._running[step]
@@ -96,7 +101,7 @@ class Evaluations:
         return not self._running
 
     def stop_reason(self) -> str:
-        """Why the run is to end before its last step; "" if it isn't."""
+        """Return why eval.stop ends the run before its last step; "" if it does not."""
         stop = self._config.eval.stop
         if not stop.patience:
             return ""
@@ -109,8 +114,8 @@ class Evaluations:
         )
 
     def kept(self) -> set[int]:
-        """Steps whose checkpoints stay, however old: the best one's, and those that may turn out
-        to be it."""
+        """Return the steps whose checkpoints stay, however old: the step with the best evaluation,
+        and steps whose evaluations still run."""
         if not self._config.eval.keep_best:
             return set()
         best = held_out.best(self._rows)

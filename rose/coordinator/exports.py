@@ -1,9 +1,9 @@
-"""Writes the policy of some steps as Hugging Face folders, exports/step_N, beside the run: a
-process of low priority reads the version from the weight store, of which it gets a copy made of
-hard links, as the trainer goes on removing old versions.
+"""Writes the policy of some steps as Hugging Face folders, exports/step_N, while the run continues.
 
-One is written at a time; a step that comes meanwhile waits, and of several the newest is written.
-What fails is reported and costs the run nothing. Left out: what is written (rose/export).
+A process of low priority reads the version from the weight store. It reads from a copy made of hard
+links, because the trainer removes old versions from the store. One export is written at a time. A
+step that is offered in the meantime waits, and of several waiting steps only the newest is written.
+A failed export is reported and does not affect the run. rose/export writes the folder itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rose.config import Config
 from rose.processes import die_with_parent
 from rose.transfer import versions
 
-LOWEST = 19  # of Unix priorities: rollouts and training come first
-WORDS = 2000  # characters of the end of a failed process's output
+LOWEST = 19  # nice value, the lowest Unix priority
+MOST_OUTPUT = 2000  # characters of the end of the process's output that are shown
 
 
 class Exports:
-    """`on_fault(what, detail)` is called for what was not written."""
+    """Exports steps in the background. `on_fault` gets (what, detail) of failed exports."""
 
     def __init__(self, config: Config, run_dir: Path, on_fault: Callable[[str, str], None]) -> None:
         self._every, self._last = config.trainer.export_every, config.trainer.steps
@@ -35,17 +35,17 @@ class Exports:
         self._on_fault = on_fault
         self._tasks: set[asyncio.Task] = set()
         self._one_at_a_time = asyncio.Lock()
-        self._newest = 0  # step that was offered
-        for left in self._folder.glob(".step_*"):  # by an attempt that was killed
+        self._newest = 0  # newest step offered
+        for left in self._folder.glob(".step_*"):  # left by an attempt that was killed
             _remove(left)
 
     def resume(self, step: int, store: str) -> None:
-        """A run continues at `step`, whose export may have been interrupted."""
+        """Export `step`, at which the run continues, if an interruption prevented it."""
         if not self._out(step).exists():
             self.offer(step, store)
 
     def offer(self, step: int, store: str) -> None:
-        """The weights of `step` are in the store. If they are to be written, that begins."""
+        """Begin to export `step`, whose weights are in the store, if its export is due."""
         if not step or not self._every or (step % self._every and step != self._last):
             return
         self._newest = step
@@ -54,8 +54,8 @@ class Exports:
         task.add_done_callback(self._tasks.discard)
 
     async def finish(self) -> None:
-        """Wait for all that was offered, `trainer.step_timeout_s` at most; what isn't written by
-        then is reported, and ended."""
+        """Wait for all exports, `trainer.step_timeout_s` at most; report and end those that take
+        longer."""
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=self._deadline_s)
@@ -68,7 +68,7 @@ class Exports:
         await self.close()
 
     async def close(self) -> None:
-        """End what is being written."""
+        """End all exports that are being written."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -87,14 +87,14 @@ class Exports:
                     self._on_fault("export left out", why)
                     return
                 await self._write(step, kept)
-        except Exception as error:  # whatever it was: the run goes on without this folder
+        except Exception as error:  # The run continues without this folder.
             self._on_fault("export failed", f"step {step}: {type(error).__name__}: {error}")
         finally:
             await self._discard(links)
 
     async def _write(self, step: int, store: Path) -> None:
         out = self._out(step)
-        await asyncio.to_thread(_remove, out)  # of an attempt that lost the step and made it anew
+        await asyncio.to_thread(_remove, out)  # An earlier attempt may have trained this step, too.
         command = [sys.executable, "-m", "rose.export", str(self._run_dir)]
         command += ["--step", str(step), "--store", str(store), "--out", str(out)]
         process = await asyncio.create_subprocess_exec(
@@ -103,11 +103,11 @@ class Exports:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            preexec_fn=_step_back,
+            preexec_fn=_prepare_process,
         )
         try:
             async with asyncio.timeout(self._deadline_s):
-                words, _ = await process.communicate()
+                raw, _ = await process.communicate()
         except TimeoutError:
             why = f"step {step}: not written within {self._deadline_s:g} s (trainer.step_timeout_s)"
             self._on_fault("export failed", why)
@@ -116,37 +116,38 @@ class Exports:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        output = words.decode(errors="replace").strip()[-WORDS:]
+        output = raw.decode(errors="replace").strip()[-MOST_OUTPUT:]
         if process.returncode:
             self._on_fault("export failed", f"step {step}: {output}")
             return
         print(output, flush=True)
-        # later ones are of an attempt that lost these steps, which are to be made again
+        # Exports of later steps are from an attempt that lost these steps; they are trained again.
         written = [number for number in self._written() if number <= step]
         for old in written[: -self._keep]:
             await self._discard(self._out(old))
 
     def _written(self) -> list[int]:
-        """Steps, in order; a folder that somebody named otherwise is theirs."""
+        """Return the exported steps in ascending order; folders with other names are not ours."""
         found = (re.fullmatch(r"step_(\d+)", path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
     async def _discard(self, path: Path) -> None:
-        """Gigabytes take their time, and what can't be removed costs the run nothing."""
+        """Remove a folder in another thread, and report a failure without raising it."""
         try:
             await asyncio.to_thread(_remove, path)
         except OSError as error:
             self._on_fault("export not removed", str(error))
 
 
-def _step_back() -> None:
-    """Of the process that exports, before it begins."""
+def _prepare_process() -> None:
+    """Lower the priority of the export process, and have it end with its parent."""
     die_with_parent()
     os.nice(LOWEST)
 
 
 def _remove(path: Path) -> None:
-    """Under a hidden name, as half a model is none."""
+    """Remove a folder or a file. A folder is renamed to a hidden name first, so that no half of a
+    model is found under its own."""
     if path.is_dir():
         hidden = path.with_name(f".{path.name.removeprefix('.')}.old")
         shutil.rmtree(hidden, ignore_errors=True)

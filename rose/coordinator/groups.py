@@ -1,10 +1,10 @@
-"""The coordinator's half that runs groups: starts trajectories on the environment hosts, collects
-them, drops them.
+"""The part of the coordinator that runs groups: it starts trajectories on the environment hosts,
+collects finished ones, and drops groups.
 
-Groups are admitted, finish and are dropped at any time, also while the trainer trains or weights
-are on their way; what a training step has not consumed stays. Which groups, and when, the
-scheduler's batching policy says. Left out: turns (rose/coordinator/turns.py) and who counts as a
-member of a group (rose/coordinator/control.py).
+The scheduler's batching policy decides which groups to admit and drop, at any time, also while the
+trainer trains or weights are being loaded. Finished groups that no training step has consumed stay.
+Turns are in rose/coordinator/turns.py; which trajectories make up a group is decided in
+rose/coordinator/control.py.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
 
-# Of a trajectory's host while its environment was in the same step. After the first number it is a
-# suspect: it starts again where no other suspect is in such a step. So a further death there tells
-# which it was, and one from outside fails one trajectory at most.
-SUSPECT_LOSSES, MOST_LOSSES = 2, 3
-NO_HOST = -1  # of a suspect that waits
-NAMED = 5  # trajectories that a message names; the others are counted
+# A trajectory may kill its environment host (an environment that segfaults). We count how often a
+# host died while this trajectory's environment computed after the same turn.
+# After this many deaths the trajectory is a suspect. It runs only on hosts without another suspect,
+# so that the next death names the culprit, and an outside cause fails one trajectory at most.
+SUSPECT_AFTER_LOSSES = 2
+# After this many deaths the trajectory fails.
+FAIL_AFTER_LOSSES = 3
+NO_HOST = -1  # placeholder for a rank, of a trajectory that waits for a host without suspects
+MOST_NAMED = 5  # trajectories that a message names; it counts the others
 
 
 @dataclass
 class _Running:
     start: p.StartTrajectory
     host: int  # rank
-    losses: int = 0  # of its host, before any start of it got beyond `turns` turns
-    turns: int = 0  # the most that its environment had when a host of it died
+    losses: int = 0  # deaths of its hosts since it last exceeded `turns` turns
+    turns: int = 0  # most turns that it had completed when one of its hosts died
     target: int | None = None  # rank of the host that it moves to, once its own has released it
 
 
 class Rollouts:
-    """`hosts`: the environment hosts' ranks by index, complete before the first group."""
+    """Runs groups on the environment hosts. `hosts` maps index -> rank and is complete before the
+    first group; `send` takes (rank, message), `on_fault` (what, detail)."""
 
     def __init__(
         self,
@@ -53,13 +57,11 @@ class Rollouts:
         hosts: dict[int, int],
         on_fault: Callable[[str, str], None],
     ) -> None:
-        self._config, self._hub, self._send, self._hosts, self._on_fault = (
-            config,
-            hub,
-            send,
-            hosts,
-            on_fault,
-        )
+        self._config = config
+        self._hub = hub
+        self._send = send
+        self._hosts = hosts
+        self._on_fault = on_fault
         bounds = {
             name: control.Bounds(member.max_failures_in_row, member.max_failed_tasks, key)
             for name, (key, member) in config.environments.items()
@@ -67,44 +69,40 @@ class Rollouts:
         self.groups = control.Groups(
             config.seed, bounds, config.deterministic, config.rollout.branch
         )
-        self.finished: dict[
-            str, list[p.Trajectory]
-        ] = {}  # groups whose trajectories are all in, until they are taken
+        # group -> its trajectories once all have finished, until the step loop takes it
+        self.finished: dict[str, list[p.Trajectory]] = {}
         self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
         self.scoring_failures = 0  # since `take_scoring_failures`
-        self.staleness_max = (
-            0  # of the groups last taken: newest version then, minus newest at their admission
-        )
-        self.progress = (0, 0)  # trajectories in, and wanted, of what is waited for
+        # largest staleness of a group last taken: newest version then, minus that at its admission
+        self.staleness_max = 0
+        self.progress = (0, 0)  # trajectories finished, trajectories that the step loop waits for
         self._running: dict[str, _Running] = {}
-        self._suspects: dict[int, set[str]] = {}  # by host's rank: in the step that is suspicious
-        # trajectories that wait for a host without suspects, with those that fork off each other
-        self._apart: deque[list[_Running]] = deque()
-        self.up: set[int] = set()  # hosts' ranks
-        self._deaths: dict[int, int] = {}  # of a host, in a row: without progress of a trajectory
+        # host's rank -> suspects on it that have not got beyond the turn in which hosts died
+        self._suspects: dict[int, set[str]] = {}
+        # suspects that wait for a host without one, each with the trajectories of its tree of forks
+        self._waiting_families: deque[list[_Running]] = deque()
+        self.up: set[int] = set()  # ranks of the hosts that are up
+        self._deaths: dict[int, int] = {}  # host's rank -> deaths in a row without progress
         # since `begin_step`
         self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
-        self._waited_for = p.Phase.TRAIN  # whose trajectories `progress` counts
+        self._waited_for = p.Phase.TRAIN  # phase of the trajectories that `progress` counts
         self._over = False
 
-    # ----------------------------------------------------------------- what the step loop asks
+    # ----------------------------------------------------------------- for the step loop
 
     def begin_step(self, trajectories: int) -> None:
-        """Counters start anew; the step waits for so many trajectories, of which some may be in."""
+        """Reset the step's counters. The step waits for `trajectories`, some of which may have
+        finished."""
         self.dropped_groups = self.dropped_tokens = 0
         self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
-        self._waited_for, self.progress = (
-            p.Phase.TRAIN,
-            (
-                sum(len(g) for g in self.finished.values() if g[0].phase is p.Phase.TRAIN),
-                trajectories,
-            ),
-        )
+        self._waited_for = p.Phase.TRAIN
+        finished = sum(len(g) for g in self.finished.values() if g[0].phase is p.Phase.TRAIN)
+        self.progress = (finished, trajectories)
 
     def evaluate(self, tasks: dict[str, tuple[control.Task, int]], waited_for: bool) -> None:
-        """Start held-out tasks: name of the group -> (task, how many trajectories of it).
-        `waited_for`: progress counts them until the next step begins."""
+        """Start held-out tasks, given as name of the group -> (task, number of trajectories).
+        `waited_for`: `progress` counts them until the next step begins."""
         if waited_for:
             self._waited_for = p.Phase.EVAL
             self.progress = (0, sum(samples for _, samples in tasks.values()))
@@ -112,48 +110,52 @@ class Rollouts:
             self._start(self.groups.open(name, p.Phase.EVAL, task, samples))
 
     def take(self, names: list[str]) -> list[list[p.Trajectory]]:
-        """Finished groups, which are forgotten here."""
+        """Remove finished training groups and return them; updates `staleness_max`."""
         admitted = [self._admitted.pop(name) for name in names if name in self._admitted]
         self.staleness_max = max((self._hub.version - version for version in admitted), default=0)
         return [self.finished.pop(name) for name in names]
 
     def take_evaluated(self, names: list[str]) -> list[list[p.Trajectory]]:
-        """Finished groups of held-out tasks, which are forgotten here."""
+        """Remove finished groups of held-out tasks and return them."""
         return [self.finished.pop(name) for name in names]
 
-    def forget(self, groups: str) -> None:
-        """Snapshots of an earlier attempt's groups, whose names begin so."""
-        self._hub.log.forget_all(groups)
+    def forget_groups(self, prefix: str) -> None:
+        """Remove the snapshots of an earlier attempt's groups whose names start with `prefix`."""
+        self._hub.log.forget_prefix(prefix)
 
     def take_scoring_failures(self) -> int:
-        """Episodes without a score since this was asked, of evaluations, too."""
+        """Return the number of episodes without a score since the last call, evaluations
+        included."""
         failures, self.scoring_failures = self.scoring_failures, 0
         return failures
 
-    def end(self) -> None:
-        """No step will consume any: what runs is cancelled, and nothing is admitted any more."""
+    def stop(self) -> None:
+        """Drop the running training groups and admit no more, because no step will consume them."""
         self._over = True
         for name in self.groups.running_in(p.Phase.TRAIN):
             self.drop(name)
 
     def runs(self, trajectory: str) -> bool:
-        """False once it is in, has failed or was cancelled: words about it are late."""
+        """False once the trajectory has finished, failed or was cancelled; messages about it are
+        late then."""
         return trajectory in self._running
 
     def in_environments(self) -> str:
-        """Which trajectories no turn is waited for by, for a message: their environments act."""
+        """Return a text that names the trajectories which await no turn, so that their environments
+        compute; "" if there are none."""
         names = [name for name in sorted(self._running) if self._hub.in_environment(name)]
         if not names:
             return ""
-        more = f" and {len(names) - NAMED} more" if names[NAMED:] else ""
+        more = f" and {len(names) - MOST_NAMED} more" if names[MOST_NAMED:] else ""
         domains = sorted({self._running[name].start.domain for name in names})
-        shown = f"{', '.join(names[:NAMED])}{more}"
+        shown = f"{', '.join(names[:MOST_NAMED])}{more}"
         return f"; in their environments ({', '.join(domains)}): {shown}"
 
     # ----------------------------------------------------------------- the scheduler's actions
 
     def admit(self, index: int, name: str, spare: float) -> None:
-        """`spare`: of a group's size, see `AdmitGroup`."""
+        """Start a training group. `spare` is the share of its size that starts in addition, see
+        `AdmitGroup`."""
         if self._over:
             return
         self._admitted[name] = self._hub.version
@@ -176,8 +178,8 @@ class Rollouts:
             self._hub.log.forget(trajectory.id)
 
     def move(self, trajectory: str, host: str) -> None:
-        """Have its host release it. Passed over when either is gone by now, and for trajectories
-        that fork off each other, which are on one host."""
+        """Request that the trajectory's host releases it, so that it can move to `host`. Ignored if
+        it has ended or `host` is down, and for trees of forks, which stay on one host."""
         names = {_host_name(index): rank for index, rank in self._hosts.items()}
         each, rank = self._running.get(trajectory), names.get(host)
         if each is None or rank not in self.up or each.host in (rank, NO_HOST):
@@ -188,22 +190,22 @@ class Rollouts:
             self._send(each.host, p.ReleaseTrajectory(trajectory))
 
     def _released(self, m: p.TrajectoryReleased) -> None:
-        """It goes on elsewhere; one that was started again meanwhile is another host's."""
+        """Start a released trajectory on the host that it moves to, or another if that is down."""
         each = self._running[m.id]
         if each.host != m.rank or each.target is None:
-            return
+            return  # It was restarted on another host in the meantime.
         target, each.target = each.target, None
-        self._clear(each)
+        self._clear_suspect(each)
         self.trajectories_moved += 1
-        self._hub.leaves_host(m.id)
+        self._hub.restart_trajectory(m.id)
         if target in self.up:
             each.host = target
             self._send(target, each.start)
         else:
             each.host = self._send_start(each.start)
 
-    def _told(self, m: p.HostLoad | p.TrajectorySaved) -> None:
-        """What the scheduler places trajectories by."""
+    def _report_placement(self, m: p.HostLoad | p.TrajectorySaved) -> None:
+        """Report to the scheduler what it places trajectories by."""
         [host] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
         at = time.time()
         if isinstance(m, p.HostLoad):
@@ -215,22 +217,22 @@ class Rollouts:
 
     def _cancel(self, trajectory: str) -> None:
         running = self._running.pop(trajectory, None)
-        if running is not None:  # else it has just failed, and that was the reason
+        if running is not None:  # None if the trajectory's own failure dropped the group
             if running.host != NO_HOST:
                 self._send(running.host, p.CancelTrajectory(trajectory))
             self.dropped_tokens += self._hub.cancel(trajectory)
-            self._clear(running)
+            self._clear_suspect(running)
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
-        """Spread over the environment hosts by name, so that a resumed run does the same; one that
-        forks off another goes where that is."""
+        """Start trajectories, each on a host chosen by its name, so that a resumed run chooses the
+        same. A trajectory that forks off another starts on the other's host."""
         oldest, newest = self._hub.log.versions(self._hub.version)
         for message in trajectories:
             start = msgspec.structs.replace(message, oldest_version=oldest, newest_version=newest)
             self._running[start.id] = _Running(start, self._send_start(start))
 
     def _send_start(self, message: p.StartTrajectory) -> int:
-        """The rank of the host that gets it: one that is up, if any is."""
+        """Send the start to a host; return the host's rank. Prefers hosts that are up."""
         ranks = self._ranks()
         rank = ranks[p.seed_of(message.id) % len(ranks)]
         if (followed := self._running.get(message.follows)) is not None:
@@ -239,21 +241,22 @@ class Rollouts:
         return rank
 
     def _ranks(self) -> list[int]:
-        """Of the hosts that are up, if any is; else of all."""
+        """Return the ranks of the hosts that are up, or of all hosts if none is."""
         every = [self._hosts[index] for index in sorted(self._hosts)]
         return [rank for rank in every if rank in self.up] or every
 
     # ----------------------------------------------------------------- messages
 
     def handle(self, message: p.Message) -> bool:
-        """True when the message was about trajectories."""
+        """Handle a message about trajectories; return False for any other, and for messages that
+        `TurnHub` has to handle."""
         match message:
             case p.TurnRequest():
                 if not self.runs(message.trajectory):
-                    return True  # cancelled while this was on its way
+                    return True  # The trajectory was cancelled while the request was on its way.
                 each = self._running[message.trajectory]
-                if self._hub.depth(message.trajectory) >= each.turns:
-                    self._clear(each)
+                if self._hub.turns_done(message.trajectory) >= each.turns:
+                    self._clear_suspect(each)
                 return False
             case p.TrajectoryResumed():
                 return not self.runs(message.id)
@@ -266,7 +269,7 @@ class Rollouts:
                     self._failed(message)
                 return True
             case p.HostLoad() | p.TrajectorySaved():
-                self._told(message)
+                self._report_placement(message)
                 return True
             case p.TrajectoryReleased():
                 if self.runs(message.id):
@@ -286,17 +289,17 @@ class Rollouts:
         return False
 
     def _host_lost(self, m: p.HostLost) -> None:
-        """Its trajectories start again, where they stood. Raises `RunFailed` when it dies again and
-        again."""
+        """Restart the trajectories of a host whose process died. Raises `RunFailed` after more than
+        rollout.host_restarts deaths in a row without progress."""
         self._send(m.rank, p.HostForgotten())
         lost = [each for each in self._running.values() if each.host == m.rank]
         for each in lost:
-            depth = self._hub.depth(each.start.id)
-            if depth > each.turns:
-                each.turns, each.losses = depth, 0
+            turns = self._hub.turns_done(each.start.id)
+            if turns > each.turns:
+                each.turns, each.losses = turns, 0
                 self._deaths.pop(m.rank, None)
-            # one that has still to fork off another did nothing on that host
-            waits = not depth and each.start.follows in self._running
+            # A trajectory that has not forked off its parent yet did nothing on that host.
+            waits = not turns and each.start.follows in self._running
             if m.rank in self.up and not waits and self._hub.in_environment(each.start.id):
                 each.losses += 1
         self.up.discard(m.rank)
@@ -316,7 +319,11 @@ class Rollouts:
         self._start_again(lost, m.error)
 
     def _start_again(self, lost: list[_Running], error: str) -> None:
-        """What forks off each other stays together; what is suspicious waits for its turn."""
+        """Restart trajectories of a lost host; fail those with `FAIL_AFTER_LOSSES` losses.
+
+        Trajectories of one tree of forks stay together. A tree with a suspect waits for a host
+        without one.
+        """
         families: dict[str, list[_Running]] = {}
         for each in lost:
             each.host, each.target = NO_HOST, None
@@ -324,43 +331,43 @@ class Rollouts:
         for each in lost:
             start, losses = each.start, each.losses
             if start.id not in self._running:
-                continue  # the end of another has dropped its group
-            if losses >= MOST_LOSSES:
+                continue  # Another trajectory's failure has dropped its group.
+            if losses >= FAIL_AFTER_LOSSES:
                 why = f"its host died {losses} times in the same step of it, the last was {error}"
                 self._failed(
                     p.TrajectoryFailed(start.id, start.group, start.domain, why), lost=True
                 )
             else:
                 self.trajectories_restarted += 1
-                self._hub.leaves_host(start.id)
+                self._hub.restart_trajectory(start.id)
         for family in families.values():
             family = [each for each in family if self._running.get(each.start.id) is each]
-            if any(each.losses >= SUSPECT_LOSSES for each in family):
-                self._apart.append(family)
+            if any(each.losses >= SUSPECT_AFTER_LOSSES for each in family):
+                self._waiting_families.append(family)
             else:
                 for each in family:
                     each.host = self._send_start(each.start)
         self._start_suspects()
 
     def _root(self, each: _Running) -> str:
-        """The trajectory that it forks off, or that one does, and so on, of those that run."""
+        """Return the name of the running trajectory at the root of this one's tree of forks."""
         while (followed := self._running.get(each.start.follows)) is not None:
             each = followed
         return each.start.id
 
     def _start_suspects(self) -> None:
-        """One family of them on each host."""
+        """Start waiting trees with a suspect, one on each host without a suspect."""
         for rank in self._ranks():
-            while self._apart and rank not in self._suspects:
-                for each in self._apart.popleft():
-                    if self._running.get(each.start.id) is each:  # else it was dropped meanwhile
+            while self._waiting_families and rank not in self._suspects:
+                for each in self._waiting_families.popleft():
+                    if self._running.get(each.start.id) is each:  # False if dropped meanwhile
                         each.host = rank
                         self._send(rank, each.start)
-                        if each.losses >= SUSPECT_LOSSES:
+                        if each.losses >= SUSPECT_AFTER_LOSSES:
                             self._suspects.setdefault(rank, set()).add(each.start.id)
 
-    def _clear(self, each: _Running) -> None:
-        """It has got beyond the step that was suspicious, or has ended."""
+    def _clear_suspect(self, each: _Running) -> None:
+        """Drop the suspicion, because the trajectory got beyond that turn, ended or has left."""
         here = self._suspects.get(each.host, set())
         if each.start.id in here:
             here.remove(each.start.id)
@@ -371,18 +378,16 @@ class Rollouts:
     def _finished(self, trajectory: p.Trajectory) -> None:
         running = self._running.pop(trajectory.id)
         self._deaths.pop(running.host, None)
-        self._clear(running)
-        self.progress = (
-            self.progress[0] + (trajectory.phase is self._waited_for),
-            self.progress[1],
-        )
+        self._clear_suspect(running)
+        finished, wanted = self.progress
+        self.progress = (finished + (trajectory.phase is self._waited_for), wanted)
         group = self.groups.finished(trajectory)
         if group is not None:
             self.finished[trajectory.group] = group
             self._hub.group_ended(trajectory.group)
             for late in self.groups.late(trajectory.group):
                 self._cancel(late)
-        self._hub.end(trajectory)  # which may have dropped the group
+        self._hub.trajectory_ended(trajectory)  # This may drop the group.
         if trajectory.group in self.finished and trajectory.phase is p.Phase.TRAIN:
             accepted = teaches(group, self._config.algorithm.dynamic_sampling)
             self._hub.feed(
@@ -390,8 +395,8 @@ class Rollouts:
             )
 
     def _failed(self, m: p.TrajectoryFailed, lost: bool = False) -> None:
-        """Another member takes its place, or another task that of its task. `lost`: it failed for
-        its hosts' deaths. Raises `RunFailed` when too many tasks fail each time."""
+        """Replace a failed trajectory by another member, or its task by another task. `lost`: it
+        failed because of its hosts' deaths. Raises `RunFailed` if too many tasks fail each time."""
         running = self._running.pop(m.id)
         self._hub.progress_at = time.time()
         self.scoring_failures += m.scoring
@@ -402,12 +407,12 @@ class Rollouts:
         except control.TooManyFailures as error:
             raise RunFailed(str(error)) from None
         if after.given_up:
-            self._leave_task(m.group, after)
+            self._drop_task(m.group, after)
         self._start(after.starts)
-        self._clear(running)
+        self._clear_suspect(running)
 
-    def _leave_task(self, group: str, after: control.Replaced) -> None:
-        """Nothing of a task that was given up is used."""
+    def _drop_task(self, group: str, after: control.Replaced) -> None:
+        """Drop the trajectories of a task that was given up."""
         self._on_fault("task given up", after.given_up)
         self._hub.group_ended(group)
         for trajectory in after.running:
@@ -415,12 +420,10 @@ class Rollouts:
         for trajectory in after.done:
             self._hub.log.forget(trajectory.id)
             self.dropped_tokens += trajectory.own_tokens
-            self.progress = (
-                self.progress[0] - (trajectory.phase is self._waited_for),
-                self.progress[1],
-            )
+            finished, wanted = self.progress
+            self.progress = (finished - (trajectory.phase is self._waited_for), wanted)
 
 
 def _host_name(index: int) -> str:
-    """As the scheduler has it."""
+    """Return the host's name in the scheduler's events."""
     return f"environment-{index}"

@@ -1,8 +1,8 @@
-"""The scheduler's journal: its state at the start, then every event and what it answered, a JSON
-line each.
+"""The scheduler's journal: a JSON line with its state at the start, then one for every event with
+the actions that the scheduler returned.
 
-`replay` feeds the events to a fresh scheduler; anything but the same actions is a bug in its
-purity.
+`replay` feeds the events to a new scheduler. Different actions mean that the scheduler is not pure,
+which is a bug.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """Appends entries to a file, flushed with the metrics of each step and at the end.
+    """Appends entries to a file, which is flushed with the metrics of each step and at the end.
 
-    A run goes on without its journal, which is for replays: where the disk refuses an entry, the
-    journal ends, so that finished steps are still saved.
+    The journal is only for replays. If the disk refuses an entry, the journal ends and the run
+    continues, so that finished steps are still saved.
     """
 
     def __init__(self, path: Path, snapshot: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Journal:
         self._try(self._file.flush)
 
     def close(self) -> None:
-        """Raises OSError for what the disk refuses."""
+        """Close the file; raises OSError if the disk refuses buffered entries."""
         self._file.close()
 
     def _try(self, write: Callable[[], Any]) -> None:
@@ -58,7 +58,7 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Any]:
-    """The snapshot, then the entries in order; a last line that a crash tore ends it."""
+    """Yield the snapshot, then the entries in order, up to a last line that a crash cut short."""
     decoder = msgspec.json.Decoder(Entry)
     with Path(path).open("rb") as file:
         yield msgspec.json.decode(file.readline())
@@ -69,8 +69,8 @@ def read(path: Path) -> Iterator[Any]:
 
 
 def replay(path: Path, scheduler: Scheduler) -> int:
-    """Drive `scheduler` by the journal; how many events. Raises `ValueError` at the first
-    difference."""
+    """Drive `scheduler` by the journal; return the number of events. Raises `ValueError` at the
+    first event with different actions."""
     entries = read(path)
     scheduler.restore(next(entries))
     count = 0

@@ -1,8 +1,9 @@
-"""The ledger of turns: who works on each, and what has been received of it, over all its attempts,
-exactly once.
+"""The ledger of turns: which worker has each open turn, and the tokens received of it over all its
+attempts, each exactly once.
 
-Tokens stream in as they are made. When a worker is lost the turn goes on elsewhere from the tokens
-received; words of an earlier attempt that arrive late are recognised by their number and dropped.
+Workers stream tokens as they generate them. When a worker is lost, the turn continues on another
+worker from the tokens received. Late messages of an earlier attempt are recognised by its number
+and dropped.
 """
 
 from __future__ import annotations
@@ -13,80 +14,85 @@ import numpy as np
 
 from rose import protocol as p
 
-NOBODY = -1  # the host of a turn whose own was lost
+NO_HOST = -1  # placeholder for the rank of a lost environment host
 
 
 @dataclass
 class _Entry:
     request: p.TurnRequest
     host: int  # rank of the environment host
-    worker: str | None = None  # that works on it; None: it waits for one
-    attempt: int = 0
-    chunk_ends: int = 0  # at so many tokens made; 0: the attempt goes on to the turn's own limit
-    chunks: int = 0  # that ended as they should
+    worker: str | None = None  # None while the turn waits for one
+    attempt: int = 0  # number of the newest dispatch, from 1
+    # Received tokens at which this attempt is to end; 0: only the turn's own limit applies.
+    chunk_ends: int = 0
+    chunks: int = 0  # chunks that ended at their limit
     tokens: list[bytes] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
-    made: int = 0
+    received: int = 0  # tokens
     experts: list[bytes] = field(default_factory=list)
-    routed: int = 0  # tokens whose experts they are, behind the request's
+    routed: int = 0  # tokens that `experts` covers, following those of the request's `routed`
 
 
 class Ledger:
+    """The open turns, by name."""
+
     def __init__(self) -> None:
         self._turns: dict[str, _Entry] = {}
-        self.migrations = 0
+        self.migrations = 0  # dispatches that continue an interrupted attempt, since `begin_step`
 
     def open(self, request: p.TurnRequest, host: int, begun: p.TurnResult | None = None) -> None:
-        """`begun`: what an earlier attempt of the run has of it."""
+        """Open a turn, which starts with the tokens of `begun` that were recorded before."""
         entry = self._turns[request.turn] = _Entry(request, host)
         if begun is not None:
             entry.tokens, entry.logprobs = [begun.tokens], [begun.logprobs]
             entry.versions = [(int(version), 1) for version in p.unpack_tokens(begun.versions)]
-            entry.made = len(entry.versions)
+            entry.received = len(entry.versions)
             entry.experts, entry.routed = [begun.experts], begun.routed
 
     def dispatch(self, turn: str, worker: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
-        """The message for the worker that takes attempt `attempt`: context, then the tokens
-        received. `max_tokens`: new ones of this attempt, 0 for all that are left."""
+        """Assign the turn to `worker`; return the message for it, with the context and the tokens
+        received. `max_tokens` bounds the new tokens of this attempt, 0: only the turn's limit."""
         entry = self._turns[turn]
         entry.worker = worker
-        chunk_ended = 0 < entry.chunk_ends <= entry.made
+        chunk_ended = 0 < entry.chunk_ends <= entry.received
         entry.chunks += chunk_ended
         self.migrations += attempt > 1 and not chunk_ended
         entry.attempt = attempt
-        entry.chunk_ends = entry.made + max_tokens if max_tokens else 0
+        entry.chunk_ends = entry.received + max_tokens if max_tokens else 0
         sampling = entry.request.sampling
-        left = sampling.max_new_tokens - entry.made
-        if entry.made or max_tokens:
+        left = sampling.max_new_tokens - entry.received
+        if entry.received or max_tokens:
             sampling = p.Sampling(
                 max_new_tokens=min(left, max_tokens or left),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=_seed(sampling.seed, attempt if entry.made else 0),
+                seed=_seed(sampling.seed, attempt if entry.received else 0),
             )
         tokens = b"".join([entry.request.tokens, *entry.tokens])
         return p.GenerateTurn(turn, attempt, tokens, sampling, entry.request.routed + entry.routed)
 
-    def leave(self, trajectory: str) -> None:
-        """Its host is lost: what is open goes on, for whoever asks for the same turns."""
+    def orphan(self, trajectory: str) -> None:
+        """Keep the open turns of a lost host running, until its new host requests them and adopts
+        them."""
         for turn in self.of_trajectory(trajectory):
-            self._turns[turn].host = NOBODY
+            self._turns[turn].host = NO_HOST
 
-    def left(self, trajectory: str) -> list[str]:
-        """Turns of it that nobody has asked for again."""
-        return [turn for turn in self.of_trajectory(trajectory) if self._turns[turn].host == NOBODY]
+    def orphans(self, trajectory: str) -> list[str]:
+        """Return the trajectory's open turns that no host has adopted."""
+        turns = self.of_trajectory(trajectory)
+        return [turn for turn in turns if self._turns[turn].host == NO_HOST]
 
     def adopt(self, turn: str, host: int) -> None:
         self._turns[turn].host = host
 
-    def take_back(self, turn: str) -> None:
-        """Nobody works on it any more: it waits, and late words about it are dropped."""
+    def unassign(self, turn: str) -> None:
+        """Take the turn from its worker, so that it waits; late messages about it are dropped."""
         self._turns[turn].worker = None
 
     def worker_of(self, turn: str) -> str | None:
-        """None for a turn that waits, and for one that is not open."""
+        """Return the turn's worker; None if the turn waits or is not open."""
         entry = self._turns.get(turn)
         return entry.worker if entry is not None else None
 
@@ -99,8 +105,8 @@ class Ledger:
     def trajectory_of(self, turn: str) -> str:
         return self._turns[turn].request.trajectory
 
-    def groups_held(self) -> dict[str, set[str]]:
-        """Of each worker that has turns, their groups."""
+    def groups_by_worker(self) -> dict[str, set[str]]:
+        """Return, for each worker that has turns, the groups of these turns."""
         held: dict[str, set[str]] = {}
         for entry in self._turns.values():
             if entry.worker is not None:
@@ -114,8 +120,8 @@ class Ledger:
         return turn in self._turns
 
     def add(self, message: p.TurnProgress | p.TurnFinished | p.TurnReturned) -> int | None:
-        """Take the tokens of a message on the current attempt; how many, or None for a late
-        message. Raises `ValueError`, and takes nothing, when it can't be true."""
+        """Add the tokens of a message on the current attempt; return how many, or None for a late
+        message. Raises `ValueError`, and adds nothing, if it contradicts itself or the request."""
         entry = self._turns.get(message.turn)
         if entry is None or entry.attempt != message.attempt:
             return None
@@ -125,7 +131,7 @@ class Ledger:
                 f"turn {message.turn}: {len(message.tokens)} bytes of tokens with "
                 f"{len(message.logprobs)} of log-probabilities; both have 4 for each token"
             )
-        wanted, total = entry.request.sampling.max_new_tokens, entry.made + count
+        wanted, total = entry.request.sampling.max_new_tokens, entry.received + count
         if total > wanted or total == 0 and isinstance(message, p.TurnFinished):
             raise ValueError(
                 f"turn {message.turn}: {total} tokens, where 1 to {wanted} were asked for"
@@ -143,42 +149,44 @@ class Ledger:
             entry.tokens.append(message.tokens)
             entry.logprobs.append(message.logprobs)
             entry.versions.append((message.version, count))
-            entry.made += count
+            entry.received += count
         if message.routed:
             entry.experts.append(message.experts)
             entry.routed += message.routed
         return count
 
     def chunk_ended(self, turn: str) -> bool:
-        """True when the attempt has made what it was to make and the turn isn't complete."""
+        """True when the attempt's chunk has all its tokens and the turn is not complete."""
         entry = self._turns[turn]
-        return 0 < entry.chunk_ends <= entry.made and not self.complete(turn)
+        return 0 < entry.chunk_ends <= entry.received and not self.complete(turn)
 
-    def made(self, turn: str) -> int:
-        """Tokens of the turn that are here."""
-        return self._turns[turn].made
+    def received(self, turn: str) -> int:
+        """Return the number of tokens received of the turn."""
+        return self._turns[turn].received
 
     def complete(self, turn: str) -> bool:
-        """True when every token asked for is here although no worker sent the end (it died
-        first)."""
+        """True when every requested token was received. The worker may die before it sends
+        `TurnFinished`."""
         entry = self._turns[turn]
-        return entry.made >= entry.request.sampling.max_new_tokens
+        return entry.received >= entry.request.sampling.max_new_tokens
 
     def close(self, turn: str, finish: p.FinishReason) -> tuple[int, p.TurnResult]:
-        """(rank of the host, or `NOBODY`, the result it gets); the turn is forgotten."""
+        """Forget the turn; return (rank of its host or `NO_HOST`, result for the host)."""
         entry = self._turns.pop(turn)
         return entry.host, _result(entry, finish)
 
-    def cut(self) -> list[tuple[p.TurnRequest, p.TurnResult]]:
-        """What open turns have, as `cut_of`."""
-        return [pair for turn in self._turns if (pair := self.cut_of(turn)) is not None]
+    def partial_results(self) -> list[tuple[p.TurnRequest, p.TurnResult]]:
+        """Return `partial_result` of each open turn that has one."""
+        return [pair for turn in self._turns if (pair := self.partial_result(turn)) is not None]
 
-    def cut_of(self, turn: str) -> tuple[p.TurnRequest, p.TurnResult] | None:
-        """What an open turn has, if any tokens: with `finish` LENGTH where that is all that was
-        asked for, else ABORT. A seeded turn is left out, unless complete: its second half would get
-        other draws than in a run that wasn't interrupted."""
+    def partial_result(self, turn: str) -> tuple[p.TurnRequest, p.TurnResult] | None:
+        """Return the request and the tokens received, with `finish` LENGTH if complete, else ABORT.
+
+        None for a turn without tokens, and for an incomplete turn with a sampling seed: its second
+        half would be drawn differently than in a run that was not interrupted.
+        """
         entry, complete = self._turns[turn], self.complete(turn)
-        if not entry.made or not (entry.request.sampling.seed is None or complete):
+        if not entry.received or not (entry.request.sampling.seed is None or complete):
             return None
         finish = p.FinishReason.LENGTH if complete else p.FinishReason.ABORT
         return entry.request, _result(entry, finish)
@@ -208,5 +216,5 @@ def _result(entry: _Entry, finish: p.FinishReason) -> p.TurnResult:
 
 
 def _seed(seed: int | None, attempt: int) -> int | None:
-    """Another one for tokens that follow those of earlier attempts."""
+    """Return a seed for `attempt`, so that it does not repeat the draws of earlier attempts."""
     return None if seed is None else (seed + attempt) & 0x7FFFFFFF

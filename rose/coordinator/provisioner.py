@@ -1,8 +1,8 @@
-"""Carries out requests for capacity: submits jobs that lend an engine or compute rewards, watches
-them, cancels them.
+"""Carries out requests for capacity: submits, polls and cancels Slurm jobs that lend an engine or
+compute rewards.
 
-Left out: when to request one (a policy of the scheduler's; reward_jobs.py), and the job's text
-(rose/launch/sbatch.py).
+A provisioning policy of the scheduler, or reward_jobs.py, decides when to request one.
+rose/launch/sbatch.py writes the job's script.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from rose.config import Config
 from rose.launch import commands, lent, state
 from rose.scheduler import events as ev
 
-LOOK_S = 5.0  # between two questions to Slurm, of all jobs at once
-COMMAND_S = 60.0
-PROGRAMS = {lent.ENGINES: "rose.lending.rank.job", lent.REWARDS: "rose.reward.job"}  # submit one
+POLL_S = 5.0  # seconds between two queries of Slurm, each about all jobs
+COMMAND_S = 60.0  # seconds that sbatch or scancel may take
+# kind of job -> the module that submits one
+PROGRAMS = {lent.ENGINES: "rose.lending.rank.job", lent.REWARDS: "rose.reward.job"}
 
 
 @dataclass
 class _Job:
     id: str
-    since: float  # monotonic; when it was last seen to run, or began to wait
-    ran: bool = False
+    since: float  # monotonic seconds, when last seen to run; at first when submitted or adopted
+    ran: bool = False  # A poll has seen it run.
 
 
 class Provisioner:
-    """`feed` takes what becomes of the requests. The jobs are noted in the run's folder as those of
-    `kind` (rose/launch/lent.py), so that the next attempt finds them."""
+    """Submits and cancels the jobs of one `kind` (rose/launch/lent.py).
+
+    `feed` gets an event for each outcome of a request; `on_fault` and `on_change` get (what,
+    detail). The jobs are listed in the run's folder, so that the next attempt finds them.
+    """
 
     def __init__(
         self,
@@ -49,18 +53,18 @@ class Provisioner:
         self._config, self._run_dir, self._feed = config, Path(run_dir), feed
         self._on_fault, self._on_change = on_fault, on_change
         self._jobs: dict[str, _Job] = {}
-        self._unwanted: set[str] = set()  # given back before sbatch had answered
+        self._unwanted: set[str] = set()  # requests released while sbatch was still running
         self._submitting: set[str] = set()
         self._tasks: Tasks | None = None
-        self._wishes: asyncio.Queue[ev.Action] = asyncio.Queue()
+        self._actions: asyncio.Queue[ev.Action] = asyncio.Queue()
 
     def do(self, action: ev.RequestCapacity | ev.ReleaseCapacity) -> None:
-        """Begin to carry it out; `feed` gets how it ends."""
-        self._wishes.put_nowait(action)
+        """Begin to carry out the action; `feed` gets the outcome."""
+        self._actions.put_nowait(action)
 
     async def run(self) -> None:
-        """For ever. The jobs outlive it: a requeued run finds them, and the end of one that is not
-        requeued cancels them (rose/launch/slurm.py)."""
+        """Carry out actions and poll jobs until cancelled. The jobs outlive this: a requeued run
+        adopts them, and rose/launch/slurm.py cancels them when a run ends without a requeue."""
         self._tasks = Tasks()
         try:
             await self._adopt()
@@ -70,7 +74,7 @@ class Provisioner:
 
     async def _carry_out(self) -> None:
         while True:
-            match await self._wishes.get():
+            match await self._actions.get():
                 case ev.RequestCapacity(request):
                     self._submitting.add(request)
                     self._tasks.spawn(self._submit(request))
@@ -80,8 +84,8 @@ class Provisioner:
                     self._tasks.spawn(self._cancel(request, "not needed any more"))
 
     async def _adopt(self) -> None:
-        """Jobs of an earlier attempt that are still there, or may be: `_watch` finds out which have
-        ended."""
+        """Take over jobs of an earlier attempt, except those that Slurm reports as ended. If Slurm
+        doesn't answer, `_watch` finds out later."""
         for request, job in lent.noted(self._run_dir, self._kind).items():
             try:
                 there = await asyncio.to_thread(state.is_active, job)
@@ -118,7 +122,7 @@ class Provisioner:
     async def _cancel(self, request: str, why: str) -> None:
         job = self._jobs.pop(request, None)
         if job is None:
-            return  # it has ended by itself
+            return  # The job has ended by itself.
         end = time.monotonic() + commands.PATIENCE_S
         while True:
             code, _, err = await _command("scancel", job.id)
@@ -133,18 +137,18 @@ class Provisioner:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             for request, job in list(self._jobs.items()):
                 try:
                     found = await asyncio.to_thread(state.components, job.id)
                 except RuntimeError as error:
                     self._on_fault("Slurm does not answer", str(error))
                     continue
-                if request in self._jobs:  # not cancelled meanwhile
+                if request in self._jobs:  # False if it was cancelled during the query
                     await self._judge(request, job, {component.state for component in found})
 
     async def _judge(self, request: str, job: _Job, states: set[str]) -> None:
-        """What has become of it."""
+        """Apply the states that Slurm reports for the components of a job."""
         if states and not states & state.ACTIVE:
             self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
         elif "RUNNING" in states:
@@ -174,7 +178,7 @@ class Provisioner:
 
 
 async def _command(*command: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of it; 124 after `COMMAND_S`."""
+    """Run the command; return (exit code, stdout, stderr), code 124 if killed after `COMMAND_S`."""
     process = await asyncio.create_subprocess_exec(
         *command,
         env=mpi_process.environment({}),

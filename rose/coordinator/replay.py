@@ -1,8 +1,8 @@
-"""Replay: what a training step consumes, kept so that either half of the system runs without the
-other.
+"""Saves the trajectories that a training step consumes, so that the trainer can run without
+rollouts.
 
-Each step's trajectories are saved as ``rollouts/step-000012.msgpack`` (msgspec, a list of
-`Trajectory`); ``rollout.replay=<run folder>`` trains from such files and starts no rollout.
+Each step's groups are saved as ``rollouts/step-000012.msgpack`` (msgspec, a list of groups, each a
+list of `Trajectory`). ``rollout.replay=<run folder>`` trains from such files and starts no rollout.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ def path_of(run_dir: Path, step: int) -> Path:
 
 
 def save(run_dir: Path, step: int, groups: list[list[Trajectory]]) -> None:
-    """Write the step's groups, whole or not at all."""
+    """Write the step's groups atomically."""
     path = path_of(run_dir, step)
     path.parent.mkdir(exist_ok=True)
-    # before the checkpoint that says they are done
+    # Synced, so that it is on disk before the checkpoint that counts the step as done.
     write_whole(path, msgspec.msgpack.encode(groups), sync=True)
 
 
 def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
-    """Raises `ValueError` naming the file when it is missing or no list of groups."""
+    """Return the groups of a step. Raises `ValueError` with the file's name if it is missing or
+    holds something else."""
     path = path_of(run_dir, step)
     try:
         return _decoder.decode(path.read_bytes())
@@ -44,9 +45,14 @@ def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
 
 
 def check(run_dir: Path, steps: int, temperature: float) -> None:
-    """Raises `ConfigError` unless every step of the run at `run_dir` up to `steps` is saved, with
-    log-probabilities of the `temperature` at which it is to be trained: the run's, or 1 of steps
-    that an earlier release saved. Those without their run's config.json are taken at their word."""
+    """Raise `ConfigError` unless the run at `run_dir` can be replayed at `temperature`.
+
+    1. Every step up to `steps` must be saved.
+    2. The saved log-probabilities must be those of `temperature`. They are those of the run's own
+       temperature or, in steps that an earlier release saved, of temperature 1.
+
+    A folder without config.json passes the second check.
+    """
     missing = next(
         (path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()),
         None,
@@ -63,7 +69,8 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
     drawn = configuration.stored(stored)["rollout"]["temperature"]
     if drawn == temperature == 1.0:
         return
-    for step in sorted({1, steps}):  # the run may have gone on with another release
+    # The run may have continued with a newer release, so its first and last steps may differ.
+    for step in sorted({1, steps}):
         of = drawn if _as_drawn(run_dir, step) else 1.0
         if of != temperature:
             raise ConfigError(
@@ -74,7 +81,8 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
 
 
 def _as_drawn(run_dir: Path, step: int) -> bool:
-    """Raises `ConfigError` for a damaged file."""
+    """True if the step's log-probabilities are those of the temperature at which its tokens were
+    drawn. Raises `ConfigError` for a damaged file."""
     try:
         return all(t.as_drawn for group in load(run_dir, step) for t in group)
     except ValueError as error:
@@ -82,8 +90,8 @@ def _as_drawn(run_dir: Path, step: int) -> bool:
 
 
 def check_turn_rewards(run_dir: Path, needs: str) -> None:
-    """Raises `ConfigError` unless the first saved step's trajectories have rewards of turns,
-    which whoever `needs` names can't do without."""
+    """Raise `ConfigError` unless the first saved step's trajectories have rewards of turns. `needs`
+    is a clause of the error, which names the algorithm that needs them."""
     if not all(
         t.turn_rewards or not t.response_tokens for group in load(run_dir, 1) for t in group
     ):
@@ -94,7 +102,8 @@ def check_turn_rewards(run_dir: Path, needs: str) -> None:
 
 
 def summarise(groups: list[list[Trajectory]], config: Config) -> BatchSummary:
-    """What every trainer rank knows of the batch; rows in the order of the groups."""
+    """Return the summary of the batch that every trainer rank gets, with a row for each trajectory
+    in the order of the groups."""
     rows = [(t, index) for index, group in enumerate(groups) for t in group]
     return BatchSummary(
         rewards=[t.reward for t, _ in rows],
@@ -108,9 +117,12 @@ def summarise(groups: list[list[Trajectory]], config: Config) -> BatchSummary:
 
 
 def closest_limit(trajectory: Trajectory, config: Config) -> tuple[int, int]:
-    """(tokens of the policy, at most so many) by the limit of which the greatest share is used:
-    a leaf's last turn has env.max_new_tokens, all turns together have env.max_turns as many, and a
-    leaf's tokens have what prompt and observations leave of model.max_context."""
+    """Return (tokens generated, most tokens allowed) for the limit that is used up furthest.
+
+    1. All turns together: env.max_turns * env.max_new_tokens.
+    2. A leaf's tokens: what its prompt and observations leave of model.max_context.
+    3. A leaf's last turn: env.max_new_tokens.
+    """
     environments = [env for _, env in config.environments.values()]
     env = config.environments.get(trajectory.domain, (None, environments[0]))[1]
     made = trajectory.response_tokens

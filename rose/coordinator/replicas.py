@@ -1,20 +1,22 @@
 """Dedicated engines that sleep while a replica beside them trains (trainer.elastic_replicas).
 
     the batch is complete    -> trainer ranks get their part, and the engines sleep; each replica
-                                gets its part when its engine has fallen asleep; where rollouts go
-                                on, the engines are those that the scheduler lets rest, whose turns
-                                went elsewhere with their tokens as it said so
-    all ranks are ahead, and every replica has computed its gradient, or is given up
-                             -> the ranks compute what is missing, add the gradients, update
-    the version is published -> replicas leave, the engines wake with it
+                                gets its part when its engine has fallen asleep
+    the ranks have computed their part, and every replica its gradient, or was given up
+                             -> the ranks compute the missing rows, add the gradients, update
+    the version is published -> replicas release the devices, the engines wake and load it
 
-ZeRO's groups stay as they are: replicas are as many as are up at the step's begin. Only the last
-order of a step names gradients, those of replicas whose whole sum is there; so each row is computed
-once or, of a replica that was given up, once more by the ranks, and nothing is applied twice. One
-that is given up ends, and has no part of later steps: it would be waited for in each of them.
-Gradients' files are in the machine's memory, or in the run's folder where that has no room. Left
-out: parts by the speed of each; waking an engine whose replica is done, or dead, before the step is
-over, as it would load the version that the step replaces.
+Where rollouts run during training, only engines sleep that the scheduler idles (`RestWorker`); it
+has moved their turns, with the tokens so far, to other workers.
+
+ZeRO's groups don't change: a step uses the replicas that are up when its training begins. Only the
+last order of a step names gradients, and only of replicas whose whole sum is there. So nothing is
+applied twice: each row is computed once or, if its replica was given up, once more by the ranks. A
+replica that was given up ends and has no part in later steps, since each of them would wait for it.
+Gradients are files in the machine's memory, or in the run's folder where memory has no room.
+
+Not done: parts in proportion to speed; waking an engine before the step's end when its replica is
+done or dead, because it would load the version that the step replaces.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 
 from rose import protocol as p
 from rose.config import Config
-from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.shared_devices import SharedDevices
 from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
@@ -35,21 +37,22 @@ from rose.observe.recorder import NullRecorder
 from rose.scheduler import events as ev
 from rose.transfer import mirror
 
-FOLDER = "gradients"  # in the run's
-ROOM = 1.1  # times what gradients take, that the machine's memory must have for them
-# of trainer.step_timeout_s, that the ranks wait for a replica which says nothing; or as long as
-# they worked themselves. The death of one is known at once.
+FOLDER = "gradients"  # name of the folder in the run's folder
+ROOM = 1.1  # free memory that the gradients' files need, over their size
+# Share of trainer.step_timeout_s that the ranks wait for a silent replica, or as long as their own
+# part took, if that is longer. The death of a replica is reported at once.
 PATIENCE = 0.1
 
 
 def remove_left(run_dir: Path) -> None:
-    """What attempts of the run that were killed have left of gradients."""
+    """Remove the files that killed attempts of the run left in memory and in its folder."""
     mirror.remove_left(run_dir)
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
-class Replicas(DeviceTurns):
-    """`ranks`: the rollout ranks by index. `on_fault` and `on_change` get (what, detail)."""
+class Replicas(SharedDevices):
+    """Trains steps with replicas. `ranks` maps index -> rank of the rollout ranks; `on_fault` and
+    `on_change` get (what, detail)."""
 
     def __init__(
         self,
@@ -70,20 +73,21 @@ class Replicas(DeviceTurns):
         self._rollouts, self._training, self._hub, self._changes = ranks, training, hub, changes
         self._on_fault, self._on_change = on_fault, on_change
         self._near, self._far = mirror.choose_path(run_dir), run_dir / FOLDER
-        self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of a gradient
-        self._stopped: set[str] = set()
-        self._why = ""  # no replica had a part of the last step
+        self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of its gradient
+        self._stopped: set[str] = set()  # workers whose replica was given up
+        self._why = ""  # reason why no replica had a part of the last step
         self._step = 0
-        self._rows: dict[str, list[int]] = {}  # of replicas whose gradient is awaited
-        self._orders: dict[str, list[p.Message]] = {}  # of those whose engine is not asleep yet
-        self._ordered: dict[str, float] = {}  # of the others, since when, monotonic
+        self._rows: dict[str, list[int]] = {}  # worker whose gradient is awaited -> its rows
+        # worker whose engine is not asleep yet -> messages for its replica
+        self._orders: dict[str, list[p.Message]] = {}
+        self._ordered: dict[str, float] = {}  # worker -> time of these messages, monotonic seconds
         self._found: dict[str, p.GradientComputed] = {}
-        self._row: dict[str, float] = {}  # for the step's row of metrics
-        self._plans: list[ev.PlanReplicas] = []  # that of the last step, and those for later ones
+        self._row: dict[str, float] = {}  # values for the step's row of metrics
+        self._plans: list[ev.PlanReplicas] = []  # plan of the last step, and plans for later steps
 
     async def train(self, step: int, groups: list[Group]) -> None:
-        """The trainer ranks get all that they need for the step, whose replicas are done when this
-        returns. Raises `RunFailed` where a trainer rank doesn't answer."""
+        """Give the trainer ranks and the replicas their parts; return when the replicas are done
+        and the ranks have all that they need. Raises `RunFailed` if a rank doesn't answer."""
         self._step = step
         chosen, why = self._choose(groups)
         if why and why != self._why:
@@ -95,11 +99,11 @@ class Replicas(DeviceTurns):
             self._row = {"replicas": 0, "replicas_lost": 0, "replica_token_share": 0.0} | planned
             return
         began = time.monotonic()
-        asked = self._deal(step, groups, chosen)
-        self._put_away([_index(worker) for worker in self._orders])
+        dealt = self._deal(step, groups, chosen)
+        self._order_sleep([_index(worker) for worker in self._orders])
         timeout_s = self._config.trainer.step_timeout_s
         await self._changes.until(
-            lambda: self._training.ahead,
+            lambda: self._training.ranks_done,
             timeout_s,
             lambda: f"trainer ranks to compute their part of step {step}",
         )
@@ -114,14 +118,14 @@ class Replicas(DeviceTurns):
             self._count(p.Role.ROLLOUT, "sleep")
         for worker in list(self._rows):
             self._give_up(worker, began, own_s, patience_s)
-        missing = [row for name in asked if name not in self._found for row in asked[name]]
+        missing = [row for name in dealt if name not in self._found for row in dealt[name]]
         found = list(self._found.values())
         self._training.finish(sorted(missing), [each.gradient for each in found])
-        computed = [row for each in found for row in asked[each.worker]]
+        computed = [row for each in found for row in dealt[each.worker]]
         self._row = {
-            "replicas": len(asked),
+            "replicas": len(dealt),
             "replica_token_share": self._training.tokens(computed) / self._training.tokens(),
-            "replicas_lost": len(asked) - len(found),
+            "replicas_lost": len(dealt) - len(found),
             "device_seconds_replica": sum(each.seconds for each in found),
             "seconds_replica": max((each.seconds for each in found), default=0.0),
             "seconds_replica_wait": time.monotonic() - began - own_s,
@@ -129,9 +133,9 @@ class Replicas(DeviceTurns):
         }
 
     def received(self, answer: p.DeviceChanged) -> None:
-        """A replica gets its part once its engine is asleep."""
+        """Take an engine's answer; when it is asleep, send its replica the part."""
         super().received(answer)
-        if answer.turn == self._turn and not answer.awake:
+        if answer.turn == self._order_number and not answer.awake:
             index = next(i for i, rank in self._rollouts.items() if rank == answer.rank)
             worker = f"rollout-{index}"
             for message in self._orders.pop(worker, ()):
@@ -140,12 +144,12 @@ class Replicas(DeviceTurns):
 
     def handle(self, message: p.ReplicaReady | p.GradientComputed | p.ReplicaLost) -> None:
         if message.worker in self._stopped:
-            return  # what was on its way when it was given up
+            return  # The replica was given up while this was on its way.
         match message:
             case p.ReplicaReady(worker=worker, pid=pid, nbytes=nbytes):
                 self._up[worker] = nbytes
                 self._on_change("replica ready", f"{worker}, process {pid}")
-                self._tell(ev.ReplicaReady, worker)
+                self._feed(ev.ReplicaReady, worker)
             case p.GradientComputed(worker=worker, step=step):
                 if step == self._step and self._rows.pop(worker, None) is not None:
                     self._found[worker] = message
@@ -155,10 +159,10 @@ class Replicas(DeviceTurns):
                 self._on_fault("replica died", f"{worker}: {error}; {after}")
                 self._rows.pop(worker, None)
                 self._orders.pop(worker, None)
-                self._tell(ev.ReplicaLost, worker)
+                self._feed(ev.ReplicaLost, worker)
 
     def planned(self, plan: ev.PlanReplicas) -> None:
-        """The scheduler has decided how many replicas train from a step on."""
+        """Note and report the scheduler's decision how many replicas train from a step on."""
         self._plans.append(plan)
         change = "still" if plan.replicas == plan.before else f"instead of {plan.before}"
         before = f" where {plan.expected_s:.3g} s were expected" if plan.expected_s else ""
@@ -170,19 +174,23 @@ class Replicas(DeviceTurns):
         )
 
     def close(self) -> None:
-        """The run is over, its ranks are gone or about to be ended: not before, as one might still
-        read or write a gradient."""
+        """Remove the gradients' files. Called after the ranks have left or are about to be ended,
+        because a rank might still read or write a gradient before."""
         self._clear()
 
     def take_row(self) -> dict[str, float]:
-        """For the row of a step that is over: nobody needs its gradients' files any more.
-        `replicas_planned`: how many were to have a part; `seconds_step_planned`: what the planner
-        expected of a step, if it has planned since the attempt's begin, beside `time_step`.
-        `replicas`: how many had a part, `replicas_lost` of them in vain; `replica_token_share`: of
-        the batch's tokens those that replicas computed; `seconds_replica`: from the order to the
-        gradient, of the slowest, and `device_seconds_replica` of all; `seconds_replica_wait`: what
-        the ranks waited for it; the trainer's `seconds_replica_read`: to read and add the
-        gradients."""
+        """Return the values for the row of a step that is over, and remove its gradients' files.
+
+        - `replicas`: replicas that had a part; `replicas_lost`: those of them without a gradient;
+        - `replica_token_share`: share of the batch's tokens that replicas computed;
+        - `seconds_replica`: from the order to the gradient, of the slowest replica;
+          `device_seconds_replica`: the sum over the replicas;
+        - `seconds_replica_wait`: how long the ranks waited for replicas;
+        - `replicas_planned`: replicas that were to have a part; `seconds_step_planned`: the
+          planner's prediction of `time_step`, if it has planned in this attempt.
+
+        The trainer adds `seconds_replica_read`, to read and add the gradients.
+        """
         self._clear()
         row, self._row = self._row, {}
         return row
@@ -192,8 +200,11 @@ class Replicas(DeviceTurns):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _choose(self, groups: list[Group]) -> tuple[list[str], str]:
-        """(workers that take part: their engine is up and has nothing to do; why none does, unless
-        none is to)."""
+        """Return (workers whose replica takes part, reason why none does).
+
+        A worker takes part if its replica and its engine are up. Unless rollouts run during
+        training, no turn may be open. The reason is "" also where the planner wants no replica.
+        """
         most = sum(map(len, groups)) - self._config.trainer.replicas
         alive = {name for name, worker in self._hub.dedicated() if worker.alive}
         names = self._names()
@@ -210,10 +221,11 @@ class Replicas(DeviceTurns):
         return up[:most], ""
 
     def _names(self) -> list[str]:
-        """Workers with a replica; where rollouts go on, those of them that rest."""
+        """Return the workers with a replica; where rollouts run during training, only those that
+        the scheduler idles."""
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
         if self._config.plans_replicas:
-            return [name for name in names if self._hub.rests(name)]
+            return [name for name in names if self._hub.is_idled(name)]
         return names
 
     def _planned_row(self, step: int) -> dict[str, float]:
@@ -226,43 +238,45 @@ class Replicas(DeviceTurns):
             **({"seconds_step_planned": plans[-1].forecast_s} if plans else {}),
         }
 
-    def _tell(self, event: type[ev.ReplicaReady] | type[ev.ReplicaLost], worker: str) -> None:
-        """The planner, where there is one."""
+    def _feed(self, event: type[ev.ReplicaReady] | type[ev.ReplicaLost], worker: str) -> None:
+        """Feed the event to the scheduler if it plans replicas."""
         if self._config.plans_replicas:
             self._hub.feed(event(at=time.time(), worker=worker))
 
-    def _put_away(self, engines: list[int]) -> None:
-        """Who holds the devices is open until these engines have woken again: nobody waits for one
-        that hangs before that."""
+    def _order_sleep(self, engines: list[int]) -> None:
+        """Order the engines (by index) to sleep, without waiting. `holder` is None until they wake
+        again, so an engine that hangs is noticed only then."""
         self._answers = {}
         if not engines:
             return
         ranks = self._ranks[p.Role.ROLLOUT] = {i: self._rollouts[i] for i in engines}
         self.holder = None
-        self._turn += 1
+        self._order_number += 1
         for rank in ranks.values():
-            self._send(rank, p.Sleep(self._turn))
+            self._send(rank, p.Sleep(self._order_number))
 
     def _deal(self, step: int, groups: list[Group], chosen: list[str]) -> dict[str, list[int]]:
-        """The rows of each that gets some. Trainer ranks have theirs when this returns."""
+        """Share out the batch's rows: send the trainer ranks theirs, and prepare the replicas'
+        messages. Return worker -> rows of each replica that gets some."""
         self._clear()
         folder = self._folder([self._up[worker] for worker in chosen])
         self._rows, self._found = {}, {}
         self._orders, self._ordered = {}, {}
         shares = self._training.share(step, groups, len(chosen))
-        asked = {}
+        dealt = {}
         for worker, messages in zip(chosen, shares, strict=True):
             if not messages:
                 continue
-            asked[worker] = self._rows[worker] = [row for m in messages[1:] for row in m.indices]
+            dealt[worker] = self._rows[worker] = [row for m in messages[1:] for row in m.indices]
             file = str(folder / f"{worker}-step-{step}")
             order = p.ComputeGradient(step, self._hub.version, self._hub.store, file)
             self._orders[worker] = [order, *messages]
-        return asked
+        return dealt
 
     def _folder(self, nbytes: list[int]) -> Path:
-        """A new one for so many files: of the machine's memory where that has room."""
-        with suppress(OSError):  # as a mirror is: what is refused there costs time alone
+        """Create the folder for gradients of these sizes, in the machine's memory if that has
+        room."""
+        with suppress(OSError):  # If the system refuses it, the run's folder is only slower.
             if sum(nbytes) * ROOM <= shutil.disk_usage(self._near.parent).free:
                 self._near.mkdir(mode=0o700, exist_ok=True)
                 return self._near
@@ -273,7 +287,7 @@ class Replicas(DeviceTurns):
         del self._rows[worker]
         self._stopped.add(worker)
         del self._up[worker]
-        self._tell(ev.ReplicaLost, worker)
+        self._feed(ev.ReplicaLost, worker)
         self._send(self._rollouts[_index(worker)], p.StopReplica())
         if self._orders.pop(worker, None) is not None:
             why = f"its engine has not fallen asleep in {time.monotonic() - began:.1f} s"

@@ -1,8 +1,8 @@
-"""Removes what a run has written of steps before the last observe.keep_steps: trajectories, events
-and the journals of earlier attempts.
+"""Removes files of steps before the last observe.keep_steps: trajectories, events and the journals
+of earlier attempts.
 
-A run that starts again needs none of these: what it goes on with is in checkpoints/, turns/ and
-snapshots/, which keep themselves short. Left out: the journal of this attempt, which replays only
+A run that starts again needs none of these. It resumes from checkpoints/, turns/ and snapshots/,
+which other modules keep short. The journal of the current attempt stays, because it replays only
 from its beginning.
 """
 
@@ -22,12 +22,13 @@ STEP_NAME = re.compile(r"step-(\d+)\.msgpack")
 
 
 class Retention:
-    """`keep`: how many steps to keep in full; None: all. `attempt`: the run's present one."""
+    """Removes old files when a step ends. `keep` is the number of newest steps whose files stay,
+    None for all; `attempt` is the number of the current attempt."""
 
     def __init__(self, run_dir: Path, keep: int | None, attempt: int) -> None:
         self._run_dir, self._keep, self._attempt = Path(run_dir), keep, attempt
-        # When each step ended, in seconds of the wall clock: those of earlier attempts, and those
-        # of this one, whose clock may have been set meanwhile.
+        # Step -> when it ended, in wall-clock seconds. Earlier attempts are separate, because the
+        # clock may have been set between the attempts.
         self._earlier: dict[int, float] = {}
         self._own: dict[int, float] = {}
         if keep is not None:
@@ -35,11 +36,11 @@ class Retention:
             self._earlier = {row["step"]: row["time"] for row in rows if "time" in row}
 
     def step_ended(self, step: int) -> None:
-        """Remove what is too old now that `step` has ended. What can't be removed stays."""
+        """Remove the files that are too old after `step`. A file that can't be removed stays."""
         if self._keep is None:
             return
         self._own[step] = time.time()
-        newest = step - self._keep  # the newest step that is not kept
+        newest = step - self._keep  # newest step whose files go
         rollouts = self._run_dir.glob(STEP_FILES)
         old = [path for path in rollouts if (number := _step_of(path)) and number <= newest]
         if (until := self._own.get(newest)) is not None:
@@ -61,13 +62,13 @@ class Retention:
 
 
 def _step_of(path: Path) -> int:
-    """Return the number of a file of trajectories; 0 of a file that somebody else has put there."""
+    """Return the step of a file of trajectories; 0 for a file that is not the run's."""
     found = STEP_NAME.fullmatch(path.name)
     return int(found[1]) if found else 0
 
 
 def _modified(path: Path) -> float:
-    """Return seconds of the wall clock; infinity for a file that is gone."""
+    """Return the time of the last write, in wall-clock seconds; infinity if the file is gone."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,10 +1,11 @@
-"""Slurm jobs that compute rewards, by demand: which to ask for and which to give back.
+"""Slurm jobs that compute rewards: which to request and which to cancel.
 
-A pool whose own workers are all up, and whose oldest answer has waited `LONG_S`, gets as many jobs
-as its queue has places for, `reward.max_jobs` of all pools at most; those on their way count. A job
-that has begun ends by itself (rose/reward/job.py), one that still queues is given back once nothing
-has waited for reward.idle_s. After a refusal nothing is asked for `BACK_OFF_S`, doubled by each
-further one in a row (`BackOff`). Left out: submitting and watching (provisioner.py).
+A pool requests jobs when all its own workers are up and its oldest score has waited `LONG_WAIT_S`.
+It gets enough jobs for every waiting score, counting jobs that have not joined yet; all pools
+together have `reward.max_jobs` at most. A running job ends by itself (rose/reward/job.py). A queued
+job is cancelled when its pool has had no waiting score for reward.idle_s. After a refusal no job is
+requested for `BACK_OFF_S`, doubled by each further refusal in a row (`BackOff`). provisioner.py
+submits and polls the jobs.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from rose.launch import lent
 from rose.scheduler import events as ev
 from rose.scheduler.state import BackOff
 
-LONG_S = 5.0
-BACK_OFF_S = 60.0
+LONG_WAIT_S = 5.0  # seconds that the oldest score waits before its pool requests jobs
+BACK_OFF_S = 60.0  # seconds without requests after the first refusal
 
 
 @dataclass
 class _Job:
-    pool: int
-    runs: bool = False
+    pool: int  # index
+    runs: bool = False  # Slurm has started it
 
 
 class RewardJobs:
+    """Requests jobs by the pools' demand. `on_fault` and `on_change` get (what, detail)."""
+
     def __init__(
         self,
         config: Config,
@@ -42,15 +45,15 @@ class RewardJobs:
     ) -> None:
         self._settings = config.reward
         cluster = config.cluster
-        # Each job has so many.
+        # reward workers of each job
         self._ranks = cpus_of(cluster, "reward", config.rollout) if cluster.slurm else 1
         self._provisioner = Provisioner(
             config, run_dir, self.feed, on_fault, on_change, lent.REWARDS
         )
         self.run, self._do = self._provisioner.run, self._provisioner.do
-        # by request; an earlier attempt's are there until it is known that they aren't
-        self._jobs = {name: _of(name) for name in lent.noted(run_dir, lent.REWARDS)}
-        self._quiet_since: dict[int, float] = {}  # by pool, monotonic
+        # request -> job. A job of an earlier attempt counts until Slurm says that it has ended.
+        self._jobs = {name: _job_named(name) for name in lent.noted(run_dir, lent.REWARDS)}
+        self._quiet_since: dict[int, float] = {}  # pool -> monotonic seconds
         self._back_off = BackOff()
 
     @property
@@ -58,16 +61,18 @@ class RewardJobs:
         return sum(job.runs for job in self._jobs.values())
 
     def demand(self, now: p.RewardDemand) -> None:
-        """What a pool needs, which reports as long as anything waits."""
+        """Request jobs for a pool, which sends its demand as long as any score waits."""
         if now.waiting:
             self._quiet_since.pop(now.index, None)
-            if now.waited_s > LONG_S and not self._back_off.waits(time.monotonic(), BACK_OFF_S):
+            if now.waited_s > LONG_WAIT_S and not self._back_off.waits(
+                time.monotonic(), BACK_OFF_S
+            ):
                 self._ask(now)
         else:
             self._quiet_since.setdefault(now.index, time.monotonic())
 
     def tick(self) -> None:
-        """Give back what nobody waits for any more."""
+        """Cancel queued jobs of pools without waiting scores."""
         for pool, since in self._quiet_since.items():
             if time.monotonic() - since > self._settings.idle_s:
                 for request in [r for r, j in self._jobs.items() if j.pool == pool and not j.runs]:
@@ -75,10 +80,10 @@ class RewardJobs:
                     self._do(ev.ReleaseCapacity(request))
 
     def feed(self, event: ev.Event) -> None:
-        """What became of a request."""
+        """Apply the outcome of a request."""
         match event:
-            case ev.CapacityQueued(request=name):  # maybe an earlier attempt's
-                self._jobs.setdefault(name, _of(name))
+            case ev.CapacityQueued(request=name):  # An earlier attempt may have submitted it.
+                self._jobs.setdefault(name, _job_named(name))
             case ev.CapacityGranted(request=name) if name in self._jobs:
                 self._jobs[name].runs = True
                 self._back_off.granted()
@@ -89,8 +94,8 @@ class RewardJobs:
                 self._back_off.refused(name, time.monotonic(), self._jobs)
 
     def _ask(self, now: p.RewardDemand) -> None:
-        mine = sum(job.pool == now.index for job in self._jobs.values())
-        coming = max(0, mine - -(-now.joined // self._ranks))
+        submitted = sum(job.pool == now.index for job in self._jobs.values())
+        coming = max(0, submitted - -(-now.joined // self._ranks))
         wanted = -(-now.waiting // (self._ranks * self._settings.per_worker)) - coming
         names = (f"reward-{now.index}-{n}" for n in itertools.count(1))
         for _ in range(min(wanted, self._settings.max_jobs - len(self._jobs))):
@@ -99,6 +104,6 @@ class RewardJobs:
             self._do(ev.RequestCapacity(name))
 
 
-def _of(request: str) -> _Job:
-    """`reward-POOL-NUMBER`."""
+def _job_named(request: str) -> _Job:
+    """Return the job of a request named `reward-POOL-NUMBER`."""
     return _Job(int(request.split("-")[1]))

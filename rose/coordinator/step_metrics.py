@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl from what a step produced; the names are those that the report reads."""
+"""Rows of metrics.jsonl for steps and evaluations, with the names that the report reads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rose.observe import held_out
 from rose.protocol import Trajectory
 from rose.trainer.algorithms.base import differ
 
-MOST_TASKS, MOST_HELD_OUT = 128, 1024  # tasks that a row of a step, or of an evaluation, counts
-MOST_VALUES = 64  # different rewards, or numbers of turns, that a row counts
+MOST_TASKS = 128  # tasks whose successes a step's row counts one by one
+MOST_HELD_OUT = 1024  # tasks whose successes an evaluation's row counts one by one
+MOST_VALUES = 64  # different rewards, or numbers of turns, that a row counts one by one
 
 
 def step_row(
@@ -26,14 +27,16 @@ def step_row(
     rollouts: Rollouts,
     at: float,
 ) -> dict[str, Any]:
-    """Values of one training step that ended at `at`; `times` of its phases in seconds. Rates are
-    in tokens/s of the rollout phase, or of the time up to the step's last token where rollouts go
-    on while the trainer trains. `time_idle` is the part of the rollout phase in which an engine, on
-    average, had no turn; `time_rollout` is the rest of it.
+    """Return the values of one training step that ended at `at`.
 
-    `staleness`, per token, is the number of versions between the weights that made it and those
-    that it trained; `group_staleness_max` counts from the version at which a group was admitted,
-    which batching policies bound.
+    `times` has the seconds of each phase. `trained` has the trainer's values, which are added.
+    Rates are tokens per second of the rollout phase or, where rollouts run while the trainer
+    trains, of the time up to the step's last token. `time_idle` is the part of the rollout phase in
+    which an engine, on average, had no turn; `time_rollout` is the remaining part.
+
+    `staleness` of a token is the number of versions between the weights that generated it and those
+    that it trained. `group_staleness_max` counts from the version at which a group was admitted;
+    batching policies bound it.
     """
     all_of = [t for group in groups for t in group]
     lengths = np.array([t.response_tokens for t in all_of])
@@ -92,16 +95,19 @@ def step_row(
 def reward_row(
     groups: list[list[Trajectory]], times: dict[str, float], failures: int
 ) -> dict[str, Any]:
-    """What scoring took in a step whose rewards a pool computed: `failures` are episodes without a
-    score since the step before. `time_reward_wait` is the part of the rollout phase, of `times`, in
-    which only scores were missing."""
+    """Return the times of scoring in a step whose rewards a pool computed.
+
+    `failures` is the number of episodes without a score since the step before. `time_reward_wait`
+    is the part of the rollout phase in which only scores were missing, in seconds.
+    """
     scored = [t for group in groups for t in group if "reward_wait_s" in t.stats]
     if not scored:
         return {}
-    spoken = max(t.finished - t.stats["reward_wait_s"] for t in scored)
+    last_episode_ended = max(t.finished - t.stats["reward_wait_s"] for t in scored)
     return {
         "time_reward_wait": min(
-            max(0.0, max(t.finished for t in scored) - spoken), times["rollout"] + times["idle"]
+            max(0.0, max(t.finished for t in scored) - last_episode_ended),
+            times["rollout"] + times["idle"],
         ),
         "reward_wait_s_mean": float(np.mean([t.stats["reward_wait_s"] for t in scored])),
         "reward_wait_s_max": max(t.stats["reward_wait_s"] for t in scored),
@@ -120,8 +126,8 @@ def _mean(name: str, trajectories: list[Trajectory]) -> float:
 
 
 def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """What checkpoints of a step's sandboxes cost: turns by what was captured; milliseconds that
-    one took of its agent's time; bytes."""
+    """Return the costs of the checkpoints of a step's sandboxes: turns by what was captured,
+    milliseconds of the agent's time for each, and bytes."""
     kept = [t.stats for group in groups for t in group if "checkpoint_seconds" in t.stats]
     if not kept:
         return {}
@@ -142,10 +148,12 @@ def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
 
 
 def evaluation(groups: list[list[Trajectory]], config: Config, step: int) -> dict[str, Any]:
-    """The row of an evaluation that began with the weights of `step`; a group is a task. The run's
-    own environments together, or all of eval.sets where these have no tasks; then each member of a
-    mixture and each set. `eval_versions_later` is how much newer than `step` its newest token's
-    weights are."""
+    """Return the row of an evaluation that began with the weights of `step`; a group is a task.
+
+    The row has values of the run's own environments together (if they have no tasks, of all
+    eval.sets), then of each member of a mixture and of each set. `eval_versions_later` is the
+    number of versions by which the weights of its newest token are newer than `step`.
+    """
     own = [group for group in groups if group[0].domain in config.env.members] or groups
     domains = [*(config.env.members if isinstance(config.env, Mixture) else ()), *config.eval.sets]
     stale = _staleness([t for group in groups for t in group], trained_on=step)
@@ -158,8 +166,8 @@ def evaluation(groups: list[list[Trajectory]], config: Config, step: int) -> dic
 
 
 def evaluation_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Means over all samples of all tasks; of several samples pass@k, too. Tasks that have fewer
-    than k don't count in it."""
+    """Return means over all samples of all tasks and, where tasks have several samples, pass@k over
+    the tasks with at least k samples."""
     trajectories = [t for group in groups for t in group]
     successes = sum(t.success for t in trajectories)
     most = max(map(len, groups))
@@ -183,8 +191,8 @@ def evaluation_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
 
 
 def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Values of a step for each member of a mixture, as `success/<member>`. A step may have no
-    trajectory of one, which then has only their number."""
+    """Return a step's values for each member of a mixture, as `success/<member>`. A member without
+    trajectories in the step has only `trajectories/<member>`."""
     row: dict[str, Any] = {}
     for name in members:
         own = [t for t in trajectories if t.domain == name]
@@ -204,8 +212,8 @@ def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[st
 def _by_task(
     key: str, trajectories: list[Trajectory], most: int
 ) -> dict[str, dict[str, list[int]]]:
-    """Return, as `key`, how often each task was solved and tried. Nothing where environments name
-    no tasks, or where there are more than `most`, as rows of a large file."""
+    """Return {key: task -> [times solved, times tried]}. Empty if the environments name no tasks,
+    and for more than `most` tasks, like the rows of a large file."""
     found: dict[str, list[int]] = {}
     for t in trajectories:
         if t.task:
@@ -216,8 +224,8 @@ def _by_task(
 
 
 def value_counts(values: Sequence[float]) -> list[list[float]]:
-    """Return [value, count] pairs, in order. More than `MOST_VALUES` different values are counted
-    in as many equal parts of their range, each of which stands at its middle."""
+    """Return [value, count] pairs in ascending order. More than `MOST_VALUES` different values are
+    counted in that many equal parts of their range, each with its middle as the value."""
     found, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     if len(found) > MOST_VALUES:
         counts, edges = np.histogram(values, MOST_VALUES)
@@ -226,8 +234,8 @@ def value_counts(values: Sequence[float]) -> list[list[float]]:
 
 
 def evaluation_by_domain(domains: Iterable[str], groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """What `evaluation_row` says, for each member of a mixture and each set that has held-out
-    tasks, as `eval_success/<member>`."""
+    """Return the values of `evaluation_row` for each member of a mixture and each set that has
+    held-out tasks, as `eval_success/<member>`."""
     return {
         f"{key}/{name}": value
         for name in domains
@@ -238,7 +246,7 @@ def evaluation_by_domain(domains: Iterable[str], groups: list[list[Trajectory]])
 
 
 def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
-    """The staleness of each token that the policy made, (T,) int; [0] of none."""
+    """Return the staleness of each token that the policy generated, (T,) int; [0] if none."""
     samples = [sample for t in trajectories for sample in t.samples()]
     versions = np.concatenate([np.frombuffer(s.versions, "<i4") for s in samples])
     made = versions[versions >= 0]
@@ -246,11 +254,11 @@ def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
 
 
 def _histogram(lengths: np.ndarray) -> list[list[int]]:
-    """[upper edge, count] pairs; edges grow by a quarter, so that short and long responses both
-    show."""
+    """Return [upper edge, count] pairs. Edges grow by a quarter each, so that the differences
+    between short responses and those between long ones are both visible."""
     edges = [8]
     while edges[-1] < lengths.max():
         edges.append(int(edges[-1] * 1.25) + 1)
-    # responses of up to `edge` tokens
+    # An integer length falls below its edge + 0.5, so each bin includes its upper edge.
     counts, _ = np.histogram(lengths, bins=[-1, *(edge + 0.5 for edge in edges)])
     return [[edge, int(n)] for edge, n in zip(edges, counts, strict=False)]

@@ -1,8 +1,8 @@
-"""A stop that comes while a step is trained: until the step's end nothing can be saved, as weights
-and optimizer states are neither those of one step nor of the next, so the end is waited for where
-it comes soon enough.
+"""A stop that arrives while a step is trained.
 
-How much of the time to stop that may take is `rose.launch.resume.step_end_s`.
+Nothing can be saved before the step's end, because weights and optimizer states belong neither to
+the last step nor to the next. So the run waits for the step's end if it is expected soon enough.
+`rose.launch.resume.step_end_s` says how long the run may wait.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Callable
 
 from rose.coordinator.waiting import Changes
 
-LAST = 3  # steps whose training tells how long the next one's takes
+RECENT_STEPS = 3  # steps, the longest of which predicts how long the next one's training takes
 
 
 class StepEnd:
-    """Told when the training of a step begins, and when every rank has applied it: a run that
-    stops doesn't wait until engines have the weights."""
+    """Predicts and awaits the end of the step that is being trained: when every trainer rank has
+    applied it. A run that stops does not wait for engines to load the weights."""
 
     def __init__(self, changed: Changes) -> None:
         self._changed = changed
-        self._began: float | None = None  # monotonic; null: no step is trained now
-        self._took: deque[float] = deque(maxlen=LAST)
+        self._began: float | None = None  # monotonic seconds; None: no step is being trained
+        self._took: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds
 
-    def begins(self) -> None:
+    def training_began(self) -> None:
         self._began = time.monotonic()
 
-    def ended(self) -> None:
+    def training_ended(self) -> None:
         self._took.append(time.monotonic() - self._began)
         self._began = None
 
     def left_s(self) -> float:
-        """Seconds until the end, if this step takes as long as the longest of the last ones; 0
-        where it has taken longer already, is over, or is the first, so that nobody knows."""
+        """Return the seconds until the step's end, if it takes as long as the longest recent one; 0
+        if it has taken longer, if no step is trained, and for the attempt's first step."""
         if self._began is None:
             return 0.0
         return max(0.0, max(self._took, default=0.0) - (time.monotonic() - self._began))
 
     async def wait(self, step: int, over: Callable[[], bool], limit_s: float) -> None:
-        """Until `step` is `over`, for `limit_s` at most; not at all where it would take longer.
-        Says which."""
+        """Wait until `over()`, for `limit_s` at most; return at once if `step` is predicted to take
+        longer. Prints which."""
         if (left_s := self.left_s()) > limit_s:
             print(
                 f"asked to end: step {step} is trained for some {left_s:.0f} s more, and "

@@ -1,14 +1,16 @@
-"""Gives the trainer ranks a step's groups: all at once, or with `trainer.stream` those that are
-certain to be in the batch while others still run.
+"""Sends a step's groups to the trainer ranks: all at once, or with `trainer.stream` in rounds, each
+with groups that are certain to be in the batch while others still run.
 
-Whenever every rank has done its part of what was sent, groups that have become certain since then
-follow as one round, planned over the ranks like a batch. So the trainer has work as long as there
-is any, and rounds grow while it is the slower side. What is left when the batch is complete
-is the last round; only then anything is applied (rose/trainer/growing.py). Left out: waiting for
-fuller micro-batches, whose tokens would then be computed when everybody waits for them.
+When every rank has computed its part of a round, the groups that have become certain since then
+follow as the next round, planned over the ranks like a batch. So the trainer always has work if
+there is any, and rounds grow while it is slower than the rollouts. When the batch is complete, its
+remaining groups are the last round, and only then the update is applied (rose/trainer/growing.py).
+A round does not wait for fuller micro-batches, because their tokens would then be computed after
+the batch is complete, when the rollouts may wait for the trainer.
 
-Where replicas take a part of the batch (rose/coordinator/replicas.py) the ranks' own part is a
-round ahead, too. The last has what replicas failed to compute, and names the gradients to be added.
+Where replicas take a part of the batch (rose/coordinator/replicas.py), the ranks' own part is sent
+as a round ahead of the last one. The last round has the rows that replicas failed to compute, and
+names the gradients to be added.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from rose.trainer import algorithms, segments
 from rose.trainer.batching import Plan, plan_batch, train_messages
 
 Group = list[p.Trajectory]
-# Micro-batches of a rank in a round, about: a stop saves the last step, and waits for the round
-# before. Smaller rounds would fill their micro-batches less. A round is one group at least, however
-# large.
-ROUND = 4
+# Bounds a round, which has one group at least, to about this many micro-batches of each rank. A run
+# that stops has to wait for the current round before it can save. Smaller rounds would have emptier
+# micro-batches.
+MICRO_BATCHES_OF_ROUND = 4
 
 
 class Training:
-    """`ranks`: the trainer's by index, complete before the first group."""
+    """Plans and sends the rounds of each step. `ranks` maps index -> rank of the trainer ranks and
+    is complete before the first group; `send` takes (rank, message)."""
 
     def __init__(
         self,
@@ -42,91 +45,94 @@ class Training:
         recorder: NullRecorder,
     ) -> None:
         self._config, self._ranks, self._send, self._recorder = config, ranks, send, recorder
-        # of prefix trees, once the trainer reports that its model can have some
+        # costs of prefix trees, set when the trainer reports that its model supports them
         self.costs: p.Costs | None = None
         algorithm = algorithms.build(config.algorithm.name, config.algorithm.args)
-        # whether what trajectories share is trained in the first of them alone
+        # True: a segment that several trajectories share is trained only in the first of them
         self._once: bool = getattr(algorithm, "trains_segments", False)
         self._stopping = False
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
         self._step = step
-        self._sent: dict[str, Group] = {}  # in order
-        self._samples = 0  # of these
-        self._waiting: dict[str, Group] = {}  # certain, and not sent
-        self._at_work: set[int] = set()  # ranks with a round whose end is not known
-        self._since: float | None = None  # when that was sent, until the batch is complete
-        self._hidden_s = 0.0
+        self._sent: dict[str, Group] = {}  # groups in the order of their rows
+        self._samples = 0  # rows of the groups sent
+        self._waiting: dict[str, Group] = {}  # certain groups that are not sent yet
+        self._working: set[int] = set()  # indices of ranks that have not reported the round's end
+        self._since: float | None = None  # time of the round's start; None: no round ahead runs
+        self._hidden_s = 0.0  # seconds of rounds before the batch was complete
 
     def add(self, name: str, group: Group) -> None:
-        """It will be one of the step's groups in any case."""
+        """Add a group that is certain to be in the step's batch."""
         self._waiting[name] = group
-        self._go_on()
+        self._start_round()
 
     def stop(self) -> None:
-        """The run ends: no further round is ahead of what the ranks are told now."""
+        """Send no further round ahead, because the run ends."""
         self._stopping = True
 
     def received(self, message: p.TrainedAhead) -> None:
+        """Note that a rank has computed its round, and send the next when all have."""
         if message.step == self._step:
-            self._at_work.discard(message.index)
-            if not self._at_work:
-                self._count()
-                self._go_on()
+            self._working.discard(message.index)
+            if not self._working:
+                self._count_hidden()
+                self._start_round()
 
     def complete(self, step: int, groups: list[Group]) -> None:
-        """Send what is left of the step's groups: the ranks apply the step. Raises `RunFailed`
-        where one that was sent isn't among them; nothing of the step is applied then."""
-        if self._step != step:  # no step has begun where the batch is a replayed one
+        """Send the step's remaining groups as the last round, after which the ranks update. Raises
+        `RunFailed`, before any update, if a group that was sent isn't among `groups`."""
+        if self._step != step:  # A replayed batch has no `begin_step`.
             self.begin_step(step)
-        self._count()
+        self._count_hidden()
         self._waiting.clear()
-        left = {group[0].group: group for group in groups}
+        remaining = {group[0].group: group for group in groups}
         for name in self._sent:
-            if left.pop(name, None) is None:
+            if remaining.pop(name, None) is None:
                 raise RunFailed(
                     f"group {name} was trained ahead for step {step}, whose batch is without it; "
                     "set trainer.stream=false"
                 )
-        self._round(left, more=False)
+        self._round(remaining, more=False)
 
     def share(self, step: int, groups: list[Group], replicas: int) -> list[list[p.Message]]:
-        """As `complete` of a whole batch, of which each of `replicas` gets a part: the messages for
-        each, none where its part is empty. Nothing is applied before `finish`."""
+        """Send the trainer ranks their part of a whole batch; return the messages for each replica,
+        none for one whose part is empty. The ranks update after `finish`."""
         self.begin_step(step)
-        self._take({group[0].group: group for group in groups})
-        plan, trees = self._planned(range(self._samples), True, replicas)
+        self._add_to_step({group[0].group: group for group in groups})
+        plan, trees = self._plan(range(self._samples), True, replicas)
         count = self._config.trainer.replicas
-        self._at_work = set(self._ranks)
+        self._working = set(self._ranks)
         self._send_round(plan[:count], trees, True)
         return [
             self._messages(own, trees, True) if any(map(any, own)) else [] for own in plan[count:]
         ]
 
     @property
-    def ahead(self) -> bool:
-        """Whether every rank has done what it was sent."""
-        return not self._at_work
+    def ranks_done(self) -> bool:
+        """True if every rank has computed what it was sent."""
+        return not self._working
 
     def finish(self, rows: list[int], sums: list[p.GradientSum]) -> None:
-        """The last round of a batch that was shared: `rows` that nobody has computed, and the
-        gradients of the others."""
+        """Send the last round of a batch that was shared with replicas: the `rows` that no replica
+        has computed, and the names of the other rows' gradients."""
         if rows:
-            plan, trees = self._planned(rows, True)
+            plan, trees = self._plan(rows, True)
         else:
             plan, trees = [[[[]]]] * self._config.trainer.replicas, False
         self._send_round(plan, trees, False, sums)
 
     def tokens(self, rows: Sequence[int] | None = None) -> int:
-        """Of these rows of the step, or of all."""
+        """Return the number of tokens in these rows of the step, or in all, with contexts."""
         chosen = self._rows if rows is None else [self._rows[row] for row in rows]
         return sum(len(row.mask) for row in chosen)
 
     def take_figures(self, train_s: float) -> dict[str, float]:
-        """For the step's row, empty without `trainer.stream`. `stream_hidden`: of the time that the
-        trainer worked on the step, the share before the batch was complete; `train_s` is the
-        rest."""
+        """Return values for the step's row; empty without `trainer.stream`.
+
+        `stream_hidden` is the share of the trainer's work on the step that was done before the
+        batch was complete. `train_s` are the seconds of its work after that.
+        """
         if not self._config.trainer.stream:
             return {}
         hidden_s, self._hidden_s = self._hidden_s, 0.0
@@ -135,23 +141,24 @@ class Training:
             "seconds_ahead": hidden_s,
         }
 
-    def _count(self) -> None:
+    def _count_hidden(self) -> None:
+        """Add the time since the start of the round that runs ahead."""
         if self._since is not None:
             now = time.time()
             self._hidden_s += now - self._since
             self._recorder.span("train_ahead", self._since, now, step=self._step)
             self._since = None
 
-    def _go_on(self) -> None:
-        if self._waiting and not self._at_work and not self._stopping:
-            self._since, self._at_work = time.time(), set(self._ranks)
-            self._round(self._next(), more=True)
+    def _start_round(self) -> None:
+        if self._waiting and not self._working and not self._stopping:
+            self._since, self._working = time.time(), set(self._ranks)
+            self._round(self._take_waiting(), more=True)
 
-    def _next(self) -> dict[str, Group]:
-        """Of the groups that wait, those of a round: one at least."""
+    def _take_waiting(self) -> dict[str, Group]:
+        """Remove the groups of a round from those that wait, and return them; one at least."""
         c, taken, tokens = self._config.trainer, {}, 0
         for name, group in self._waiting.items():
-            if taken and tokens >= ROUND * c.replicas * c.micro_batch_tokens:
+            if taken and tokens >= MICRO_BATCHES_OF_ROUND * c.replicas * c.micro_batch_tokens:
                 break
             taken[name] = group
             tokens += sum(len(sample.mask) for t in group for sample in t.samples())
@@ -162,12 +169,12 @@ class Training:
     def _round(self, groups: dict[str, Group], more: bool) -> None:
         part = more or bool(self._sent)
         first = self._samples
-        self._take(groups)
-        plan, trees = self._planned(range(first, self._samples), part)
+        self._add_to_step(groups)
+        plan, trees = self._plan(range(first, self._samples), part)
         self._send_round(plan, trees, more)
 
-    def _take(self, groups: dict[str, Group]) -> None:
-        """They are of the step."""
+    def _add_to_step(self, groups: dict[str, Group]) -> None:
+        """Append the groups' rows to the step's rows."""
         self._sent |= groups
         self._summary = replay.summarise(list(self._sent.values()), self._config)
         shared = self._summary.segments if self._once else []
@@ -176,8 +183,9 @@ class Training:
         self._rows, self._owners = map(list, zip(*found, strict=True))
         self._samples = len(self._rows)
 
-    def _planned(self, rows: Sequence[int], part: bool, replicas: int = 0) -> tuple[Plan, bool]:
-        """Of these rows over the ranks, and so many replicas behind them."""
+    def _plan(self, rows: Sequence[int], part: bool, replicas: int = 0) -> tuple[Plan, bool]:
+        """Return (plan, trees): the plan shares these rows among the ranks and, after them, the
+        `replicas`; `trees` is True if its micro-batches are prefix trees."""
         c = self._config.trainer
         plan, trees = plan_batch(
             [p.unpack_tokens(self._rows[row].tokens) for row in rows],
@@ -199,8 +207,9 @@ class Training:
         more: bool,
         sums: Sequence[p.GradientSum] = (),
     ) -> list[p.Message]:
-        batch = (self._summary, own, trees, self._rows, self._owners)
-        return train_messages(self._step, *batch, more, sums)
+        return train_messages(
+            self._step, self._summary, own, trees, self._rows, self._owners, more, sums
+        )
 
     def _send_round(
         self, plan: Plan, trees: bool, more: bool, sums: Sequence[p.GradientSum] = ()

@@ -1,15 +1,16 @@
-"""The turns of trajectories under way: in memory, for those whose environment host is lost, and on
-disk, so that a run that starts again goes on with them.
+"""A record of the turns of running trajectories: in memory for a lost environment host, on disk for
+a restart of the run.
 
-Environments are determined by their seeds and by what the policy does: a trajectory that begins
-anew and gets its recorded answers stands where it stood, and no token of it is made twice (Crab's
-"chat only" recovery, arXiv 2604.28138, made exact: an answer is only given to the very context that
-it was made for, so an environment that answers otherwise this time gets new turns from there on).
+Environments are determined by their seeds and by what the policy does. So a trajectory that starts
+again and gets its recorded turns reaches the same state, and no token is generated twice. This is
+Crab's "chat only" recovery (arXiv 2604.28138), made exact: a recorded turn is only returned for the
+context that it was generated for. If the environment behaves differently this time, the contexts
+differ from there on, and the trajectory gets new turns.
 
-A file holds what was recorded under one policy version; files whose turns no restart could use are
-removed with each checkpoint. A run that failed twice at one step might do so for its turns: the
-third start makes them anew. Policies don't observe turns that are answered from here. Left out: the
-state of machines that agents work on (rose/agent/snapshots.py).
+A file holds the turns that were recorded under one policy version. Each checkpoint removes files
+whose turns no restart could use. If a run has failed twice at one step, the recorded turns may be
+the reason, so the third start generates them again. The scheduler's policies don't see turns that
+are answered from the record. rose/agent/snapshots.py saves the machines that agents work on.
 """
 
 from __future__ import annotations
@@ -30,119 +31,131 @@ from rose.protocol import FinishReason, TurnRequest, TurnResult, unpack_tokens
 
 HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
-STARTS = "starts"  # file: the step, and how often it was started from without an orderly end
-MOST_STARTS = 2
-# In memory, of all running trajectories: some 160 million tokens, or 5 with a 30B mixture's experts
+STARTS = "starts"  # name of the file with a step, and the starts from it without an orderly end
+MOST_STARTS = 2  # starts from one step that use the recorded turns; the next one does not
+# Memory for all running trajectories, enough for some 160 million tokens, or for 5 million with the
+# experts of a 30B mixture.
 MOST_BYTES = 2**31
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """A turn, or with `finish` ABORT the tokens that it had when the run ended."""
+    """A turn; with `finish` ABORT the tokens of an incomplete turn."""
 
     key: bytes
     tokens: bytes  # int32 (n,)
     logprobs: bytes  # float32 (n,)
     versions: bytes  # int32 (n,)
     finish: FinishReason
-    experts: bytes = b""  # as `TurnResult`'s
+    experts: bytes = b""  # same format as in `TurnResult`
     routed: int = 0
 
 
-Records = dict[bytes, deque[Record]]  # by `_key`, in the order made
+Records = dict[bytes, deque[Record]]  # `_key` -> records in the order of their generation
 
 
 class _Running:
-    """What was made for running trajectories, of each until it ends, or until all have more than
-    `MOST_BYTES`: then the oldest is forgotten, and a lost host's part of it is made anew."""
+    """The recorded turns of each running trajectory. Beyond `MOST_BYTES` the oldest trajectory's
+    turns are dropped; if its host is lost, they are generated again."""
 
     def __init__(self) -> None:
-        self._made: dict[str, list[tuple[bytes, Record]]] = {}
-        self._again: dict[str, Records] = {}  # of trajectories that were started again
-        self._before: dict[str, int] = {}  # turns that are not in `_made`, but in a snapshot
+        # trajectory -> (`_key`, record) of its turns, in the order of their generation
+        self._recorded: dict[str, list[tuple[bytes, Record]]] = {}
+        # restarted trajectory -> records that its host has not requested again
+        self._unclaimed: dict[str, Records] = {}
+        # trajectory -> turns that a snapshot of an earlier attempt holds, and `_recorded` doesn't
+        self._in_snapshot: dict[str, int] = {}
         self._bytes = 0
         self._full = False
 
-    def add(self, trajectory: str, key: bytes, record: Record, asked: bool) -> None:
-        """`asked`: by the trajectory's host as it is now, which has it."""
-        self._made.setdefault(trajectory, []).append((key, record))
+    def add(self, trajectory: str, key: bytes, record: Record, delivered: bool) -> None:
+        """Record a turn. `delivered`: its host has the turn already and won't request it."""
+        self._recorded.setdefault(trajectory, []).append((key, record))
         self._bytes += _size(record)
-        if not asked and trajectory in self._again:
-            _learn(self._again[trajectory], key, record)
+        if not delivered and trajectory in self._unclaimed:
+            _insert(self._unclaimed[trajectory], key, record)
         while self._bytes > MOST_BYTES:
-            self.forget(next(iter(self._made)))
+            self.forget(next(iter(self._recorded)))
             if not self._full:
                 print(
-                    f"the turns of running trajectories take more than {MOST_BYTES >> 20} MiB: of "
-                    "the oldest none are kept for a lost environment host",
+                    f"the turns of running trajectories take more than {MOST_BYTES >> 20} MiB: "
+                    "those of the oldest are not kept for a lost environment host",
                     flush=True,
                 )
             self._full = True
 
-    def start_again(self, trajectory: str, turns: int = 0) -> None:
-        """From its beginning, or with its first `turns` turns."""
-        again = self._again[trajectory] = defaultdict(deque)
-        made, left = self._made.get(trajectory, ()), turns - self._before.get(trajectory, 0)
-        for key, record in made:
+    def restart(self, trajectory: str, turns: int = 0) -> None:
+        """Make the recorded turns after the trajectory's first `turns` turns available again."""
+        unclaimed = self._unclaimed[trajectory] = defaultdict(deque)
+        recorded = self._recorded.get(trajectory, ())
+        skip = turns - self._in_snapshot.get(trajectory, 0)
+        for key, record in recorded:
             complete = record.finish is not FinishReason.ABORT
-            if left <= 0:
-                _learn(again, key, record)
-            left -= complete
+            if skip <= 0:
+                _insert(unclaimed, key, record)
+            skip -= complete
 
     def resumed(self, trajectory: str, turns: int, earlier: bool) -> bool:
-        """It goes on with so many turns from a snapshot, maybe of an `earlier` attempt; whether
-        these are new here."""
-        new = earlier and trajectory not in self._before
+        """Note that the trajectory resumed from a snapshot that holds its first `turns` turns.
+
+        `earlier`: an earlier attempt of the run wrote the snapshot. Returns True if this attempt
+        has not counted these turns yet.
+        """
+        new = earlier and trajectory not in self._in_snapshot
         if new:
-            self._before[trajectory] = turns
-        if trajectory in self._again:
-            self.start_again(trajectory, turns)
+            self._in_snapshot[trajectory] = turns
+        if trajectory in self._unclaimed:
+            self.restart(trajectory, turns)
         return new
 
     def find(self, request: TurnRequest) -> Record | None:
-        """Of a trajectory that was started again: what had been made, each record once."""
-        if (again := self._again.get(request.trajectory)) is None:
+        """Return the recorded turn of a restarted trajectory, each record once; None if none."""
+        if (unclaimed := self._unclaimed.get(request.trajectory)) is None:
             return None
-        records = again.get(_key(request))
+        records = unclaimed.get(_key(request))
         return records.popleft() if records else None
 
     def turns(self, trajectory: str) -> int:
-        return len(self._made.get(trajectory, ()))
+        return len(self._recorded.get(trajectory, ()))
 
     def forget(self, trajectory: str) -> None:
-        self._before.pop(trajectory, None)
-        self._again.pop(trajectory, None)
-        self._bytes -= sum(_size(record) for _, record in self._made.pop(trajectory, ()))
+        self._in_snapshot.pop(trajectory, None)
+        self._unclaimed.pop(trajectory, None)
+        self._bytes -= sum(_size(record) for _, record in self._recorded.pop(trajectory, ()))
 
 
 class TurnLog:
-    """`step`: at which the run starts, whose weights are version `step`; turns of later versions
-    were made by weights that are lost. `behind`: the most versions that a recorded turn's oldest
-    token may be behind the weights of the turn's request; None: nothing is recorded."""
+    """The record on disk, and in `running` the record in memory.
 
-    def __init__(self, folder: Path, step: int, behind: int | None) -> None:
-        self._folder, self._behind = Path(folder), behind
-        self._snapshots = self._folder.parent / "snapshots"  # of the environment hosts
+    `step` is the step at which the run starts, and the version of its weights. Turns of later
+    versions are not used, because the weights that generated them are lost. `max_behind` bounds how
+    many versions a recorded turn's oldest token may be older than the weights at its request; None:
+    nothing is recorded on disk (rollout.resume_turns).
+    """
+
+    def __init__(self, folder: Path, step: int, max_behind: int | None) -> None:
+        self._folder, self._max_behind = Path(folder), max_behind
+        self._snapshots = self._folder.parent / "snapshots"  # written by the environment hosts
         self._trained: dict[int, list[str]] = {}  # step -> trajectories
-        self._forgotten: list[str] = []  # since the last checkpoint
-        self._known: Records = defaultdict(deque)  # by earlier attempts
+        self._forgotten: list[str] = []  # trajectories forgotten since the last checkpoint
+        self._known: Records = defaultdict(deque)  # turns that earlier attempts recorded
         self.running = _Running()
         self._file: BinaryIO | None = None
-        self._version = -1  # of the open file
-        self._newest_known = step
-        self.resumed_turns = self.resumed_tokens = 0  # since the step's begin
-        if behind is not None:
+        self._version = -1  # policy version of the open file
+        self._newest_known = step  # newest version that may have recorded turns
+        self.resumed_turns = self.resumed_tokens = 0  # not generated again, since `begin_step`
+        if max_behind is not None:
             self._folder.mkdir(exist_ok=True)
-            behind = -1 if self._fails(step) else behind
-        self._resumes = behind is not None and behind >= 0
+            max_behind = -1 if self._failed_too_often(step) else max_behind
+        self._resumes = max_behind is not None and max_behind >= 0
         for path, version in self._files():
-            if behind is not None and step - behind <= version <= step:
+            if max_behind is not None and step - max_behind <= version <= step:
                 for record in _read(path):
-                    _learn(self._known, record.key, record)
+                    _insert(self._known, record.key, record)
             else:
                 path.unlink(missing_ok=True)
 
-    def _fails(self, step: int) -> bool:
-        """Whether the run has begun at `step` before, and failed, too often; counts this start."""
+    def _failed_too_often(self, step: int) -> bool:
+        """Count this start at `step`; True if `MOST_STARTS` starts there have failed before."""
         path = self._folder / STARTS
         try:
             last, starts = map(int, path.read_text(encoding="utf-8").split())
@@ -152,42 +165,43 @@ class TurnLog:
         if failed:
             print(
                 f"the run failed {starts} times after step {step}: the turns that its unfinished "
-                "trajectories had are made anew",
+                "trajectories had are generated again",
                 flush=True,
             )
         write_whole(path, f"{step} {1 if failed or last != step else starts + 1}\n".encode())
         return failed
 
     def stopped(self) -> None:
-        """This attempt ends in order: its turns are not why."""
-        if self._behind is not None:
+        """Reset the count of failed starts, because this attempt ends in order."""
+        if self._max_behind is not None:
             (self._folder / STARTS).unlink(missing_ok=True)
 
     def find(self, request: TurnRequest, version: int) -> TurnResult | None:
-        """What an earlier attempt made of this very context, each record once. `version`: of the
-        newest weights. `finish` is ABORT if the turn was not complete."""
+        """Return the turn that an earlier attempt recorded for this context; None if none. Each
+        record is returned once, with `finish` ABORT if incomplete. `version`: the newest one."""
         if not self._known:
             return None
-        if version - self._behind > self._newest_known:
+        if version - self._max_behind > self._newest_known:
             self._known.clear()
             return None
         key = _key(request)
         records = self._known.get(key)
         while records:
             record = records.popleft()
-            if unpack_tokens(record.versions).min() >= version - self._behind:
+            if unpack_tokens(record.versions).min() >= version - self._max_behind:
                 if record.finish is not FinishReason.ABORT:
-                    self.running.add(request.trajectory, key, record, asked=True)
-                return self._taken(request, record)
+                    self.running.add(request.trajectory, key, record, delivered=True)
+                return self._resumed_turn(request, record)
         return None
 
-    def find_again(self, request: TurnRequest) -> TurnResult | None:
-        """As `find`, of what this attempt made before the trajectory's host was lost."""
+    def find_in_memory(self, request: TurnRequest) -> TurnResult | None:
+        """Return the turn that this attempt recorded before the trajectory's host was lost; None if
+        none. Each record is returned once."""
         record = self.running.find(request)
-        return self._taken(request, record) if record is not None else None
+        return self._resumed_turn(request, record) if record is not None else None
 
-    def _taken(self, request: TurnRequest, record: Record) -> TurnResult:
-        self.took_over(1, len(record.tokens) // 4)
+    def _resumed_turn(self, request: TurnRequest, record: Record) -> TurnResult:
+        self.count_resumed(1, len(record.tokens) // 4)
         return TurnResult(
             request.turn,
             record.tokens,
@@ -199,37 +213,36 @@ class TurnLog:
         )
 
     def versions(self, version: int) -> tuple[int, int]:
-        """The oldest and the newest by which an earlier attempt may have begun a trajectory that
-        starts under `version`; none where the second is less."""
-        return (version - self._behind, self._newest_known) if self._resumes else (0, -1)
+        """Return the (oldest, newest) version at which an earlier attempt may have started a
+        trajectory that starts at `version`; there is none where newest < oldest."""
+        return (version - self._max_behind, self._newest_known) if self._resumes else (0, -1)
 
     def forget(self, trajectory: str) -> None:
-        """Nobody will ask for it again."""
+        """Drop the trajectory's turns in memory and its snapshots, which nothing needs again."""
         self.running.forget(trajectory)
         self._forgotten.append(trajectory)
         shutil.rmtree(self._snapshots / trajectory, ignore_errors=True)
 
-    def forget_all(self, beginning: str) -> None:
-        """Trajectories of earlier attempts whose names begin so; their turns go with those of
-        their version."""
-        for path in self._snapshots.glob(f"{beginning}*"):
+    def forget_prefix(self, prefix: str) -> None:
+        """Forget the trajectories of earlier attempts whose names start with `prefix`. Their turns
+        on disk stay until the file of their version is removed."""
+        for path in self._snapshots.glob(f"{prefix}*"):
             self.forget(path.name)
 
     def trained(self, step: int, trajectories: list[str]) -> None:
-        """They are part of `step`: once a checkpoint has that, nobody will ask for them."""
+        """Note that `step` trains these trajectories; a checkpoint of `step` forgets them."""
         self._trained[step] = trajectories
 
-    def took_over(self, turns: int, tokens: int) -> None:
-        """Turns that needn't be made again."""
+    def count_resumed(self, turns: int, tokens: int) -> None:
+        """Count turns that need not be generated again."""
         self.resumed_turns += turns
         self.resumed_tokens += tokens
 
     def add(
-        self, request: TurnRequest, result: TurnResult, version: int, asked: bool = True
+        self, request: TurnRequest, result: TurnResult, version: int, delivered: bool = True
     ) -> None:
-        """Record a turn that ended under `version`, or with `finish` ABORT one that is cut there.
-        `asked`: by the host that the trajectory has now. Raises OSError, also for what was added
-        before."""
+        """Record a turn that ended at `version`; with `finish` ABORT it is incomplete. `delivered`:
+        the trajectory's current host gets it. Raises OSError, also for turns added before."""
         if not result.tokens:
             return
         key = _key(request)
@@ -242,8 +255,8 @@ class TurnLog:
             result.experts,
             result.routed,
         )
-        self.running.add(request.trajectory, key, record, asked)
-        if self._behind is None:
+        self.running.add(request.trajectory, key, record, delivered)
+        if self._max_behind is None:
             return
         if self._file is None or version != self._version:
             self.close()
@@ -253,13 +266,13 @@ class TurnLog:
         self._file.write(head + data)
 
     def flush(self) -> None:
-        """What was added outlives this process. Raises OSError."""
+        """Write the buffered turns, so that they survive this process. Raises OSError."""
         if self._file is not None:
             self._file.flush()
 
-    def saved(self, step: int) -> None:
-        """A checkpoint of `step` is on disk: a restart begins there or later."""
-        for late in self._forgotten:  # a host that died then may have written one more
+    def checkpoint_saved(self, step: int) -> None:
+        """Remove what no restart from the checkpoint of `step`, or a later one, needs."""
+        for late in self._forgotten:  # A host that was dying may have written one more snapshot.
             shutil.rmtree(self._snapshots / late, ignore_errors=True)
         self._forgotten.clear()
         over = set()
@@ -267,14 +280,14 @@ class TurnLog:
             for trajectory in self._trained.pop(trained):
                 self.forget(trajectory)
                 over.add(_prompt(trajectory))
-        # of an earlier attempt there may be members and tries that this one had no need of
+        # Earlier attempts may have left snapshots of other members and retries of these groups.
         for other in [path.name for path in self._snapshots.glob("g*") if over]:
             if _prompt(other) in over:
                 self.forget(other)
-        if self._behind is None:
+        if self._max_behind is None:
             return
         for path, version in self._files():
-            if version < step - self._behind:
+            if version < step - self._max_behind:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -286,13 +299,14 @@ class TurnLog:
         return self._folder / f"v{version:06d}.turns"
 
     def _files(self) -> list[tuple[Path, int]]:
-        """With their versions."""
+        """Return the files with their policy versions, oldest first."""
         found = sorted(self._folder.glob(PATTERN))
         return [(path, int(path.stem[1:])) for path in found if path.stem[1:].isdigit()]
 
 
-def _learn(known: Records, key: bytes, record: Record) -> None:
-    """Of a context with complete turns only these: what was begun has become one of them."""
+def _insert(known: Records, key: bytes, record: Record) -> None:
+    """Add a record in place of incomplete records of its context. An incomplete record is dropped
+    where the context has complete ones."""
     records = known[key]
     while records and records[-1].finish is FinishReason.ABORT:
         records.pop()
@@ -301,7 +315,7 @@ def _learn(known: Records, key: bytes, record: Record) -> None:
 
 
 def _prompt(trajectory: str) -> str:
-    """g12 of g12r1.3r2."""
+    """Return the first name of the trajectory's group: g12 of g12r1.3r2."""
     return trajectory.partition(".")[0].partition("r")[0]
 
 
@@ -311,19 +325,20 @@ def _size(record: Record) -> int:
 
 
 def _key(request: TurnRequest) -> bytes:
-    """Of the trajectory, its context, of which it knows the experts so far, and how the turn is
-    sampled. Not of the turn's number: an agent's concurrent calls come in any order."""
+    """Return a hash of the trajectory, its context, how many of the context's tokens have known
+    experts, and the sampling parameters. The turn's number is left out, because an agent's
+    concurrent calls arrive in any order."""
     routed = (request.routed,) if request.routed else ()
-    rest = msgspec.msgpack.encode((request.trajectory, request.sampling, *routed))
-    return xxhash.xxh3_128_digest(rest + request.tokens)
+    head = msgspec.msgpack.encode((request.trajectory, request.sampling, *routed))
+    return xxhash.xxh3_128_digest(head + request.tokens)
 
 
 def _read(path: Path) -> list[Record]:
-    """Up to where a crash tore the file, or the disk damaged it; what is behind is cut off, so that
-    the file can grow again."""
+    """Return the records before the first that a crash or the disk damaged. Truncates the file
+    there, so that it can grow again."""
     data, records, at = path.read_bytes(), [], 0
     decoder = msgspec.msgpack.Decoder(Record)
-    with suppress(msgspec.DecodeError, msgspec.ValidationError):  # of another release
+    with suppress(msgspec.DecodeError, msgspec.ValidationError):  # another release's format
         while at + HEAD <= len(data):
             length = int.from_bytes(data[at : at + 4], "little")
             whole = data[at + HEAD : at + HEAD + length]

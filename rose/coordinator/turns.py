@@ -1,9 +1,9 @@
-"""The coordinator's half that moves turns: between environment hosts, the scheduler and the
+"""The part of the coordinator that moves turns between environment hosts, the scheduler and the
 workers.
 
-Every event that the scheduler receives is made here and journaled; every action about turns and
-weights is carried out here. Actions about groups and batches go to `on_action`: they belong to the
-step loop.
+Every event passes `TurnHub.feed`, which journals it and passes it to the scheduler. `TurnHub`
+carries out the scheduler's actions about turns and weights. Actions about groups and batches belong
+to the step loop and go to `on_action`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rose import protocol as p
 from rose.coordinator.drafts import Decoding, Siblings
 from rose.coordinator.journal import Journal
-from rose.coordinator.ledger import NOBODY, Ledger
+from rose.coordinator.ledger import NO_HOST, Ledger
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.worker import POOLS, Worker
 from rose.observe.recorder import NullRecorder
@@ -23,10 +23,19 @@ from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue
 
-HYBRID_LOADS = 3  # of one version: one that is damaged for an engine is not tried again and again
+# After this many failed loads of a version, a hybrid engine waits for the next version. So it does
+# not read a damaged version again and again.
+MOST_HYBRID_LOADS = 3
 
 
 class TurnHub:
+    """Passes messages of environment hosts and workers to the scheduler, and its actions to them.
+
+    `send` takes (rank, message), `on_fault` (what, detail). `siblings`: engines draft from the
+    other turns of a group (rollout/draft=group). `hybrids`: ranks of engines on the trainer's
+    devices.
+    """
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -40,41 +49,39 @@ class TurnHub:
         siblings: bool = False,
         hybrids: Collection[int] = (),
     ) -> None:
-        """`siblings`: whether engines draft from what groups say (rollout/draft=group). `hybrids`:
-        ranks of engines on the trainer's devices."""
         self.log = log
         self.siblings = Siblings(send) if siblings else None
-        self.resumed_snapshots = 0  # episodes that went on from one, since `begin_step`
-        self._world_size = world_size  # workers beyond it are borrowed
+        self.resumed_snapshots = 0  # trajectories that resumed from a snapshot, since `begin_step`
+        self._world_size = world_size  # workers at this rank and above are borrowed
         self._hybrids = hybrids
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
         self._queue = ActionQueue(scheduler, self._carry_out, journal)
         self.ledger = Ledger()
         self.workers: dict[str, Worker] = {}
-        self.store = ""  # where versions are
-        self.version = -1
-        self.sync_bytes = 0
-        self.sync_pause_s = 0.0
+        self.store = ""  # folder of the weight store
+        self.version = -1  # newest published
+        self.sync_bytes = 0  # loaded of the newest version, by all workers
+        self.sync_pause_s = 0.0  # longest pause of a worker for the newest version
         self.engine_restarts = 0
-        self.returned = 0  # turns that engines gave back since `begin_step`
-        self.made = dict.fromkeys(POOLS, 0)  # tokens since the start
-        # tokens since `begin_step` of workers that are gone
+        self.returned = 0  # turns that engines returned since `begin_step`
+        self.generated = dict.fromkeys(POOLS, 0)  # pool -> tokens in this attempt
+        # pool -> tokens since `begin_step` of workers that have left or were lost
         self.past = dict.fromkeys(POOLS, 0)
         self.decoding = Decoding()
         self.progress_at = time.time()  # last progress of any kind
-        self._begun_at = self._token_at = (
-            0.0  # the last `begin_step`, and the last token since then
-        )
-        self._made: dict[str, int] = {}  # running trajectory -> tokens received for it
-        # running trajectory -> turns that its environment has, since it was last started
-        self._depth: dict[str, int] = {}
-        self._left: set[str] = set()  # running trajectories whose host was lost
-        self._resting: set[str] = set()  # workers that provisioning lets rest
+        self._begun_at = 0.0  # time of the last `begin_step`
+        self._token_at = 0.0  # time of the last token since then
+        self._tokens: dict[str, int] = {}  # running trajectory -> tokens received for it
+        # running trajectory -> turns completed since it was last started, a snapshot's included
+        self._turns_done: dict[str, int] = {}
+        # running trajectories that started again after their host was lost or released them
+        self._restarted: set[str] = set()
+        self._idled: set[str] = set()  # workers that the scheduler does not use (`RestWorker`)
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             p.TurnRequest: self._turn_requested,
             p.TrajectoryResumed: self._trajectory_resumed,
-            p.TurnProgress: self._count,
+            p.TurnProgress: self._take_tokens,
             p.TurnFinished: self._turn_finished,
             p.TurnReturned: self._turn_returned,
             p.WorkerReady: self._worker_ready,
@@ -87,21 +94,22 @@ class TurnHub:
             p.VersionFailed: self._version_failed,
         }
 
-    # ----------------------------------------------------------------- what the step loop asks
+    # ----------------------------------------------------------------- for the step loop
 
     def publish(self, version: int, store: str, tokens: int = 0) -> None:
-        """Every worker takes this version, for which so many were trained, before any further
-        turn."""
+        """Have every worker load this version before it gets another turn. `store` is the folder of
+        the weight store, `tokens` the size of the version's batch (0: unknown)."""
         self.version, self.store = version, store
         self.sync_bytes, self.sync_pause_s = 0, 0.0
         self.feed(ev.VersionPublished(at=time.time(), version=version, tokens=tokens))
         for name, worker in list(self.workers.items()):
             failed, worker.failed_loads = worker.failed_loads, 0
-            if worker.alive and failed >= HYBRID_LOADS:
-                self._has(name, worker)  # it has waited for this one
+            if worker.alive and failed >= MOST_HYBRID_LOADS:
+                # The scheduler takes it to be still loading, and orders no load before its end.
+                self._load_ended(name, worker)
 
     def begin_step(self) -> None:
-        """Counters of the workers start anew."""
+        """Reset the counters of the step."""
         self._begun_at = self._token_at = time.time()
         for worker in self.workers.values():
             worker.begin_step(self._begun_at)
@@ -113,23 +121,23 @@ class TurnHub:
 
     @property
     def generating_s(self) -> float:
-        """From the last `begin_step` to the last token since then: beyond the rollout phase when
-        trajectories run on while the trainer trains."""
+        """Seconds from the last `begin_step` to the last token since then. They exceed the rollout
+        phase where trajectories run while the trainer trains."""
         return self._token_at - self._begun_at
 
     def busy_s(self, at: float) -> float:
-        """Of a dedicated engine on average, seconds with at least one turn since `begin_step`; 0
-        without engines."""
+        """Return the seconds since `begin_step` in which a dedicated engine had at least one turn,
+        averaged over the engines; 0 without engines."""
         busy = [w.busy_s(at) for _, w in self.dedicated()]
         return sum(busy) / len(busy) if busy else 0.0
 
     def stale_workers(self) -> list[str]:
-        """Dedicated workers that are up and don't hold the newest version yet. Nobody waits for a
-        borrowed one, nor for one that rests."""
+        """Return the workers that the step loop waits for: dedicated ones that are up, are used by
+        the scheduler and don't hold the newest version yet."""
         return [
             name
             for name, w in self.dedicated()
-            if w.alive and w.version != self.version and name not in self._resting
+            if w.alive and w.version != self.version and name not in self._idled
         ]
 
     def dedicated(self) -> list[tuple[str, Worker]]:
@@ -143,31 +151,34 @@ class TurnHub:
 
     @property
     def borrowed(self) -> int:
-        """Workers of other jobs."""
+        """Number of workers of other jobs."""
         return len(self._of("borrowed"))
 
     @property
     def own(self) -> int:
-        """Workers of the run's own."""
+        """Number of the run's own workers."""
         return len(self.workers) - self.borrowed
 
-    def rests(self, worker: str) -> bool:
-        """Whether provisioning lets it rest."""
-        return worker in self._resting
+    def is_idled(self, worker: str) -> bool:
+        """True while the scheduler does not use the worker (`RestWorker`)."""
+        return worker in self._idled
 
     @property
     def uses_hybrids(self) -> bool:
-        """Whether any engine on the trainer's devices may take turns."""
-        return any(w.alive and name not in self._resting for name, w in self.hybrid())
+        """True if any engine on the trainer's devices may take turns."""
+        return any(w.alive and name not in self._idled for name, w in self.hybrid())
 
     def hybrids_up(self) -> set[int]:
-        """Ranks of those whose engine is up."""
+        """Return the ranks of the hybrid engines that are up."""
         return {w.rank for _, w in self.hybrid() if w.alive}
 
-    def end(self, trajectory: p.Trajectory) -> None:
-        """It is in. An agent may have ended while turns of it ran."""
+    def trajectory_ended(self, trajectory: p.Trajectory) -> None:
+        """Report the end to the scheduler and drop turns that still run.
+
+        Turns can still run because an agent may exit without awaiting them.
+        """
         self.progress_at = time.time()
-        if trajectory.stats.get("cut_turns") or trajectory.id in self._left:
+        if trajectory.stats.get("cut_turns") or trajectory.id in self._restarted:
             self._drop_turns(trajectory.id)
         self._forget_trajectory(trajectory.id)
         if trajectory.phase is p.Phase.EVAL:
@@ -179,8 +190,7 @@ class TurnHub:
         )
 
     def cancel(self, trajectory: str) -> int:
-        """Forget a trajectory's turns and stop the engines that work on them; how many tokens it
-        had."""
+        """Drop a trajectory and abort its turns; return the number of tokens received for it."""
         self._drop_turns(trajectory)
         tokens = self._forget_trajectory(trajectory)
         self.log.forget(trajectory)
@@ -189,27 +199,31 @@ class TurnHub:
 
     def _forget_trajectory(self, trajectory: str) -> int:
         self.log.running.forget(trajectory)
-        self._left.discard(trajectory)
-        self._depth.pop(trajectory, None)
-        return self._made.pop(trajectory, 0)
+        self._restarted.discard(trajectory)
+        self._turns_done.pop(trajectory, None)
+        return self._tokens.pop(trajectory, 0)
 
     def in_environment(self, trajectory: str) -> bool:
-        """Whether its host, as it is now, waits for no turn of it."""
-        asked = set(self.ledger.of_trajectory(trajectory)) - set(self.ledger.left(trajectory))
-        return not asked
+        """True if the trajectory's current host awaits no turn of it."""
+        open_turns = set(self.ledger.of_trajectory(trajectory))
+        return not open_turns - set(self.ledger.orphans(trajectory))
 
-    def depth(self, trajectory: str) -> int:
-        """How many turns it has had since it was last started, with those of a snapshot."""
-        return self._depth.get(trajectory, 0)
+    def turns_done(self, trajectory: str) -> int:
+        """Return the turns completed since the trajectory was last started, a snapshot's
+        included."""
+        return self._turns_done.get(trajectory, 0)
 
-    def leaves_host(self, trajectory: str) -> None:
-        """The trajectory starts again, on another host or a new process of it: its open turns go on
-        meanwhile, and it gets all that it asks for again."""
+    def restart_trajectory(self, trajectory: str) -> None:
+        """Prepare for the trajectory's start on another host, or in a new process of its host.
+
+        Its open turns keep running. The new host requests the recorded turns again and gets them
+        from memory.
+        """
         self.progress_at = time.time()
-        self.log.running.start_again(trajectory)
-        self.ledger.leave(trajectory)
-        self._left.add(trajectory)
-        self._depth.pop(trajectory, None)
+        self.log.running.restart(trajectory)
+        self.ledger.orphan(trajectory)
+        self._restarted.add(trajectory)
+        self._turns_done.pop(trajectory, None)
 
     def _drop_turns(self, trajectory: str) -> None:
         for turn in self.ledger.of_trajectory(trajectory):
@@ -220,19 +234,19 @@ class TurnHub:
             worker = self.workers[name]
             worker.turn_closed(time.time())
             self._send(worker.rank, p.AbortTurn(turn, self.ledger.attempt_of(turn)))
-        made = self.ledger.made(turn)
+        tokens = self.ledger.received(turn)
         self.ledger.drop(turn)
-        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=tokens))
 
     def feed(self, event: ev.Event) -> None:
-        """Pass the event to the scheduler; carry out its actions. Called while an action is carried
-        out, it returns at once, and the event is handled after the actions that are left."""
+        """Pass the event to the scheduler and carry out its actions. When called from within an
+        action, return at once; the event is handled after the remaining actions."""
         self._queue.feed(event)
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.AssignTurn(turn, worker, attempt, max_tokens):
-                if turn in self.ledger:  # else an action before this one has cancelled it
+                if turn in self.ledger:  # False if an action before this one has ended it
                     self.workers[worker].turn_opened(time.time())
                     message = self.ledger.dispatch(turn, worker, attempt, max_tokens)
                     self._send(self.workers[worker].rank, message)
@@ -242,9 +256,9 @@ class TurnHub:
             case ev.LoadWeights(worker, version):
                 self._send(self.workers[worker].rank, p.LoadVersion(version, self.store))
             case ev.UseWorker(worker) | ev.RestWorker(worker):
-                rests = isinstance(action, ev.RestWorker)
-                (self._resting.add if rests else self._resting.discard)(worker)
-                known = self.workers.get(worker)  # a policy may name one that has left
+                idled = isinstance(action, ev.RestWorker)
+                (self._idled.add if idled else self._idled.discard)(worker)
+                known = self.workers.get(worker)  # None if a policy names one that has left
                 if known is not None and known.pool == "hybrid":
                     self._on_action(action)
             case _:
@@ -253,14 +267,14 @@ class TurnHub:
     def _abort(self, turn: str, worker: str, attempt: int, why: str) -> None:
         if why == "stalled":
             self._on_fault("stalled turn", f"{turn} on {worker}, attempt {attempt}: moved")
-        self.ledger.take_back(turn)
+        self.ledger.unassign(turn)
         self.workers[worker].turn_closed(time.time())
         self._send(self.workers[worker].rank, p.AbortTurn(turn, attempt))
 
     # ----------------------------------------------------------------- messages
 
     def handle(self, source: int, message: p.Message) -> bool:
-        """True when the message was about turns or workers."""
+        """Handle a message about turns or workers; return False for any other."""
         handler = self._handlers.get(type(message))
         if handler is None:
             return False
@@ -268,18 +282,18 @@ class TurnHub:
         return True
 
     def _turn_requested(self, source: int, m: p.TurnRequest) -> None:
-        made = 0
-        if m.trajectory in self._left and self._still_runs(source, m):
+        tokens = 0
+        if m.trajectory in self._restarted and self._adopt_open_turn(source, m):
             return
-        if (recorded := self.log.find_again(m)) is None:
+        if (recorded := self.log.find_in_memory(m)) is None:
             recorded = self.log.find(m, self.version)
             if recorded is not None:
-                self._count_made(m.trajectory, len(recorded.tokens) // 4)
+                self._count_tokens(m.trajectory, len(recorded.tokens) // 4)
         if recorded is not None:
-            made = len(recorded.tokens) // 4
+            tokens = len(recorded.tokens) // 4
             self.progress_at = time.time()
             if recorded.finish is not p.FinishReason.ABORT:
-                self._give(m.trajectory, source, recorded)
+                self._answer(m.trajectory, source, recorded)
                 return
         self.ledger.open(m, source, recorded)
         self.feed(
@@ -290,7 +304,7 @@ class TurnHub:
                 group=m.group,
                 context_tokens=len(m.tokens) // 4,
                 max_new_tokens=m.sampling.max_new_tokens,
-                made_tokens=made,
+                made_tokens=tokens,
                 domain=m.domain,
                 outcome=m.outcome,
                 held_out=m.phase is p.Phase.EVAL,
@@ -298,110 +312,112 @@ class TurnHub:
         )
 
     def _trajectory_resumed(self, source: int, m: p.TrajectoryResumed) -> None:
-        """A snapshot spared these turns."""
+        """Count the turns of the snapshot, which are not generated again."""
         self.resumed_snapshots += 1
         self.progress_at = time.time()
-        self.log.took_over(m.turns, m.tokens)
-        self._depth[m.id] = m.turns
+        self.log.count_resumed(m.turns, m.tokens)
+        self._turns_done[m.id] = m.turns
         if self.log.running.resumed(m.id, m.turns, m.earlier):
-            self._count_made(m.id, m.tokens)
+            self._count_tokens(m.id, m.tokens)
 
-    def _still_runs(self, source: int, m: p.TurnRequest) -> bool:
-        """Whether the lost host had asked for this turn, which is the new one's then. Another of
-        its turns that has this one's name or context is cut, and what it has recorded."""
-        for turn in self.ledger.left(m.trajectory):
+    def _adopt_open_turn(self, source: int, m: p.TurnRequest) -> bool:
+        """Give the new host the open turn that the lost host requested with this very request.
+
+        Returns False if there is none. Another open turn of the lost host that has the same name or
+        context is aborted, and its tokens are recorded.
+        """
+        for turn in self.ledger.orphans(m.trajectory):
             before = self.ledger.request_of(turn)
             if (before.turn, before.sampling, before.tokens) == (m.turn, m.sampling, m.tokens):
                 self.ledger.adopt(turn, source)
-                self.log.took_over(1, self.ledger.made(turn))
+                self.log.count_resumed(1, self.ledger.received(turn))
                 return True
             if turn == m.turn or before.tokens == m.tokens:
-                if (cut := self.ledger.cut_of(turn)) is not None:
-                    self.log.add(*cut, self.version, asked=False)
+                if (cut := self.ledger.partial_result(turn)) is not None:
+                    self.log.add(*cut, self.version, delivered=False)
                 self._drop_turn(turn)
         return False
 
     def _turn_finished(self, source: int, m: p.TurnFinished) -> None:
-        if self._count(source, m) is None:
+        if self._take_tokens(source, m) is None:
             return
-        self._leaves_worker(m.turn)
+        self._attempt_ended(m.turn)
         if m.finish is p.FinishReason.LENGTH and self.ledger.chunk_ended(m.turn):
             self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt, chunk=True))
         else:
             self._close_turn(m.turn, m.finish)
 
     def _turn_returned(self, source: int, m: p.TurnReturned) -> None:
-        if self._count(source, m) is None:
+        if self._take_tokens(source, m) is None:
             return
-        self._leaves_worker(m.turn)
+        self._attempt_ended(m.turn)
         if self.ledger.complete(m.turn):
             self._close_turn(m.turn, p.FinishReason.LENGTH)
             return
         self.returned += 1
         self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt))
 
-    def _leaves_worker(self, turn: str) -> None:
-        """Its attempt is over."""
+    def _attempt_ended(self, turn: str) -> None:
         self.workers[self.ledger.worker_of(turn)].turn_closed(time.time())
-        self.ledger.take_back(turn)
+        self.ledger.unassign(turn)
 
-    def _count(
+    def _take_tokens(
         self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
     ) -> int | None:
-        """Take the tokens of a message; None if it is about an attempt that was given up."""
+        """Add the tokens of a message to its turn; return how many, or None for a late message."""
         name = self.ledger.worker_of(m.turn)
         if m.turn in self.ledger and (name is None or self.workers[name].rank != source):
-            return None  # taken back and waiting in the queue, or with another by now
+            return None  # The turn waits in the queue, or another worker has it.
         count = self.ledger.add(m)
         if count:
             now = self.progress_at = self._token_at = time.time()
             worker = self.workers[name]
             worker.tokens += count
-            self.made[worker.pool] += count
+            self.generated[worker.pool] += count
             worker.total_tokens += count
-            self._count_made(self.ledger.trajectory_of(m.turn), count)
+            self._count_tokens(self.ledger.trajectory_of(m.turn), count)
             if self.siblings is not None:
-                self.siblings.got(self.ledger.request_of(m.turn), name, m.tokens)
+                self.siblings.add_tokens(self.ledger.request_of(m.turn), name, m.tokens)
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
 
-    def _count_made(self, trajectory: str, tokens: int) -> None:
-        self._made[trajectory] = self._made.get(trajectory, 0) + tokens
+    def _count_tokens(self, trajectory: str, tokens: int) -> None:
+        self._tokens[trajectory] = self._tokens.get(trajectory, 0) + tokens
 
     def _close_turn(self, turn: str, finish: p.FinishReason) -> None:
-        made = self.ledger.made(turn)
+        tokens = self.ledger.received(turn)
         self._deliver(turn, finish)
-        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=made))
+        self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=tokens))
 
     def _deliver(self, turn: str, finish: p.FinishReason) -> None:
         request = self.ledger.request_of(turn)
         if self.siblings is not None:
-            self.siblings.closed(request)
+            self.siblings.turn_ended(request)
         host, result = self.ledger.close(turn, finish)
-        self.log.add(request, result, self.version, asked=host != NOBODY)
-        if host != NOBODY:
-            self._give(request.trajectory, host, result)
+        self.log.add(request, result, self.version, delivered=host != NO_HOST)
+        if host != NO_HOST:
+            self._answer(request.trajectory, host, result)
 
-    def _give(self, trajectory: str, host: int, result: p.TurnResult) -> None:
-        self._depth[trajectory] = self.depth(trajectory) + 1
+    def _answer(self, trajectory: str, host: int, result: p.TurnResult) -> None:
+        self._turns_done[trajectory] = self.turns_done(trajectory) + 1
         self._send(host, result)
 
     def record_open_turns(self) -> None:
-        """The run ends: what open turns have is where a restart goes on. Raises OSError."""
-        for request, result in self.ledger.cut():
+        """Record the tokens of open turns as the run ends, for a restart. Raises OSError."""
+        for request, result in self.ledger.partial_results():
             self.log.add(request, result, self.version)
         self.log.flush()
 
     def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
         kind = "dedicated" if source < self._world_size else m.kind
-        self._resting.discard(m.worker)
+        self._idled.discard(m.worker)
         if source in self._hybrids:
             kind = "hybrid"
-            self._resting.add(m.worker)  # until the scheduler uses it
+            self._idled.add(m.worker)  # The scheduler orders `UseWorker` to use it.
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:
-            self.workers[m.worker].restarts(before)
+            self.workers[m.worker].continue_counts_of(before)
         print(
             f"{m.worker} is ready: engine process {m.engine_pid}, {m.kv_tokens} KV tokens, start "
             f"{m.incarnation}",
@@ -424,14 +440,14 @@ class TurnHub:
         if worker is None or worker.incarnation != m.incarnation:
             return
         self.engine_restarts += m.restarting
-        held = self._take_turns(m.worker, m.error)
+        held = self._unassign_all(m.worker, m.error)
         self._on_fault(
             "engine died",
             f"{m.worker}: {m.error}; {held} turns go elsewhere"
             + (", the engine is restarted" if m.restarting else ""),
         )
         if not m.restarting:
-            self._forget(m.worker)
+            self._remove(m.worker)
             if not self.workers:
                 self._on_action(
                     ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}")
@@ -445,41 +461,41 @@ class TurnHub:
         self.lose(m.worker, m.reason)
 
     def lose(self, name: str, why: str) -> int:
-        """A worker is gone for good: its turns go on elsewhere from the tokens received; how many
-        these are."""
+        """Remove a worker for good; return the number of turns that it had. They continue on other
+        workers from the tokens received."""
         if name not in self.workers:
             return 0
-        held = self._take_turns(name, why)
-        self._forget(name)
+        held = self._unassign_all(name, why)
+        self._remove(name)
         return held
 
     def share_siblings(self) -> None:
-        """Engines that draft from what groups say get what theirs have got elsewhere."""
+        """Send each engine the tokens that its groups got on other engines, to draft from."""
         if self.siblings is None:
             return
-        held = self.ledger.groups_held()
+        held = self.ledger.groups_by_worker()
         for name, worker in self.workers.items():
             if worker.alive:
                 self.siblings.flush(name, worker.rank, sorted(held.get(name, ())))
 
     def group_ended(self, group: str) -> None:
         if self.siblings is not None:
-            self.siblings.end(group)
+            self.siblings.group_ended(group)
 
-    def _forget(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         worker = self.workers.pop(name)
         self.past[worker.pool] += worker.tokens
 
-    def _take_turns(self, name: str, why: str) -> int:
+    def _unassign_all(self, name: str, why: str) -> int:
         worker = self.workers[name]
         worker.turn_closed(time.time(), worker.open_turns)
         worker.alive = False
         if self.siblings is not None:
-            self.siblings.forget(name)
+            self.siblings.forget_worker(name)
         held = self.ledger.of_worker(name)
         ended = [turn for turn in held if self.ledger.complete(turn)]
         for turn in held:
-            self.ledger.take_back(turn)
+            self.ledger.unassign(turn)
         for turn in ended:
             self._deliver(turn, p.FinishReason.LENGTH)
         self.feed(ev.WorkerLost(at=time.time(), worker=name, reason=why, ended=ended))
@@ -515,25 +531,26 @@ class TurnHub:
         worker.version = m.version
         self.sync_bytes += m.nbytes
         self.sync_pause_s = max(self.sync_pause_s, m.pause_s)
-        self._has(m.worker, worker)
+        self._load_ended(m.worker, worker)
 
     def _version_failed(self, source: int, m: p.VersionFailed) -> None:
         worker = self.workers.get(m.worker)
         if worker is not None and worker.incarnation != m.incarnation:
             return
-        # one that nobody waits for was too slow, or a newer version is there: the next one, then
+        # The step loop waits for dedicated workers to load the newest version. Any other failed
+        # load is left behind: the scheduler orders the newest version.
         if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
             if worker.pool == "hybrid" and m.version == self.version:
                 worker.failed_loads += 1
-                last = worker.failed_loads == HYBRID_LOADS
+                last = worker.failed_loads == MOST_HYBRID_LOADS
                 then = "not before the next version" if last else "again"
                 self._on_fault("version not loaded", f"{m.worker}: {m.error}; {then}")
                 if last:
                     return
-            self._has(m.worker, worker)
+            self._load_ended(m.worker, worker)
             return
         self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))
 
-    def _has(self, name: str, worker: Worker) -> None:
-        """What it loaded, or tried to, is over."""
+    def _load_ended(self, name: str, worker: Worker) -> None:
+        """Report to the scheduler which version the worker holds after a load or a failed one."""
         self.feed(ev.WorkerLoaded(at=time.time(), worker=name, version=worker.version))

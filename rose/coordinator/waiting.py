@@ -1,5 +1,5 @@
-"""Waits of a task for states that other tasks change: each has a deadline and the name of what it
-waits for."""
+"""Waiting of one task for a state that other tasks change. Each wait has a deadline and a text that
+names what it waits for."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ import asyncio
 import time
 from collections.abc import Callable
 
-SILENT_S = 30.0  # seconds without progress from which the user is shown what is waited for
-SAID_S = 60.0  # seconds without progress after which a fault says it
-LOOK_S = 1.0  # between two looks at a silence that nothing ends
+SHOW_SILENCE_S = 30.0  # seconds without progress, after which the live display shows the wait
+REPORT_SILENCE_S = 60.0  # seconds without progress, after which the wait is reported as a fault
+POLL_S = 1.0  # seconds between two checks of the silence while nothing changes
 
 
 class RunFailed(RuntimeError):
-    """The run can't go on; the message is the cause."""
+    """Raised when the run can't go on; the message is the cause."""
 
 
 class Changes:
-    """`show(what)` shows the user what is waited for."""
+    """Signals changes of state to the tasks that wait. `show(what)` displays what a task waits
+    for."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
         self._changed = asyncio.Event()
 
     def set(self) -> None:
-        """Something has changed: who waits looks again."""
+        """Wake every waiting task, so that it checks its state again."""
         self._changed.set()
 
     async def until(
         self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]
     ) -> None:
-        """Raises `RunFailed` with what it waited for."""
+        """Wait until `ready()`; raise `RunFailed` with `what()` after `deadline_s`."""
         if not await self.within(ready, deadline_s, what):
             raise RunFailed(f"waited {deadline_s:g} s for {what()}")
 
     async def within(
         self, ready: Callable[[], bool], deadline_s: float, what: Callable[[], str]
     ) -> bool:
-        """Whether it became so within the deadline."""
+        """Wait until `ready()`; return False if it isn't within `deadline_s`."""
         end = time.monotonic() + deadline_s
         while not ready():
             left = end - time.monotonic()
@@ -53,29 +54,32 @@ class Changes:
         silent_s: Callable[[], float],
         patience_s: float,
         what: Callable[[], str],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        """Wait while there is progress of any kind; only silence has a deadline. `say` gets what is
-        waited for once in each silence of `SAID_S`. Raises `RunFailed`."""
-        said = shown = False
+        """Wait until `ready()`, as long as there is progress of any kind.
+
+        `silent_s()` is the time since the last progress. In each silence, `report` gets the text
+        once, after `REPORT_SILENCE_S`. Raises `RunFailed` after a silence of `patience_s`.
+        """
+        reported = shown = False
         while not ready():
             silent = silent_s()
-            if silent > min(SILENT_S, patience_s):
-                words = f"no token and no trajectory for {silent:.0f} s while {what()}"
+            if silent > min(SHOW_SILENCE_S, patience_s):
+                text = f"no token and no trajectory for {silent:.0f} s while {what()}"
                 if silent > patience_s:
-                    raise RunFailed(words)
-                if silent > SAID_S and not said:
-                    say(words)
-                    said = True
-                self._show(f"progress: {words}")
+                    raise RunFailed(text)
+                if silent > REPORT_SILENCE_S and not reported:
+                    report(text)
+                    reported = True
+                self._show(f"progress: {text}")
                 shown = True
             elif shown:
                 self._show("")
-                said = shown = False
-            await self._next(LOOK_S)
+                reported = shown = False
+            await self._next(POLL_S)
 
     async def _next(self, seconds: float) -> None:
-        """Until the next change, or for so long: the caller's loop decides and says why."""
+        """Wait for the next change, `seconds` at most. The caller then checks what it is."""
         self._changed.clear()
         try:
             async with asyncio.timeout(seconds):

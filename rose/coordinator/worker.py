@@ -1,5 +1,7 @@
-"""What the coordinator counts of one engine: its turns, its tokens, and the seconds that it was
-busy. Left out: what the scheduler decides by (rose/scheduler/fleet.py)."""
+"""The coordinator's counters of one engine: its turns, its tokens, and its busy seconds.
+
+The state that the scheduler decides by is in rose/scheduler/fleet.py.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ from dataclasses import dataclass
 
 from rose.scheduler.events import Kind
 
-POOLS = ("dedicated", "hybrid", "borrowed")  # what workers are to a run
+POOLS = ("dedicated", "hybrid", "borrowed")  # groups of workers in the metrics
 
 
 @dataclass
 class Worker:
+    """Counters of one engine process. A restarted engine gets a new `Worker`, with the next
+    incarnation."""
+
     rank: int
     incarnation: int
     version: int
@@ -22,9 +27,9 @@ class Worker:
     running: int = 0
     waiting: int = 0
     open_turns: int = 0
-    failed_loads: int = 0  # of the newest version
-    _busy_s: float = 0.0  # with at least one turn, since `begin_step`, up to `_busy_since`
-    _busy_since: float = 0.0
+    failed_loads: int = 0  # failed attempts to load the newest version
+    _busy_s: float = 0.0  # seconds with at least one turn, from `begin_step` to `_busy_since`
+    _busy_since: float = 0.0  # wall-clock seconds
 
     @property
     def borrowed(self) -> bool:
@@ -32,7 +37,7 @@ class Worker:
 
     @property
     def pool(self) -> str:
-        """dedicated, hybrid or borrowed."""
+        """The element of `POOLS` that the worker counts in."""
         return "borrowed" if self.borrowed else self.kind
 
     def turn_opened(self, at: float) -> None:
@@ -46,17 +51,17 @@ class Worker:
         self.open_turns -= turns
 
     def busy_s(self, at: float) -> float:
-        """Seconds with at least one turn, since `begin_step`."""
+        """Return the seconds since `begin_step` in which the engine had at least one turn."""
         return self._busy_s + (at - self._busy_since if self.open_turns else 0.0)
 
     def begin_step(self, at: float) -> None:
-        """Turns may run on from the step before."""
-        self.tokens, self._busy_s, self._busy_since = 0, 0.0, at
+        """Reset the step's counters; turns of the step before may still run."""
+        self.tokens = 0
+        self._busy_s = 0.0
+        self._busy_since = at
 
-    def restarts(self, before: Worker) -> None:
-        """What its earlier process did in this step still counts."""
-        self.tokens, self.total_tokens, self._busy_s = (
-            before.tokens,
-            before.total_tokens,
-            before._busy_s,
-        )
+    def continue_counts_of(self, before: Worker) -> None:
+        """Take over the counts of the engine's process before its restart."""
+        self.tokens = before.tokens
+        self.total_tokens = before.total_tokens
+        self._busy_s = before._busy_s

@@ -1,12 +1,13 @@
-"""What of ROSE will work on this machine or cluster, mostly in under a minute: a line per part, ok,
-warning or failed with the remedy.
+"""Find out what of ROSE will work on this machine or cluster, mostly in under a minute. Print a
+line per part: ok, warning, or failed with the remedy.
 
     python -m rose.doctor [--folder SHARED_FOLDER] [HYDRA OVERRIDES, such as cluster=slurm]
 
-Starts a few processes and, with cluster=slurm, short jobs of one task: one over the two components
-of a run, one beside it that a third joins (and one with GPUs, if cluster.gpus wants some); with
-env=terminal env.args.tasks=FOLDER the tests of each task. Leaves nothing behind. Exit code 0 if
-nothing failed. Left out: whether an experiment fits (launch.py with cluster.dry_run=true).
+Starts a few processes. With cluster=slurm it also submits short jobs of one task: one over the two
+components of a run, one that a third job joins, and one with GPUs if cluster.gpus asks for some.
+With env=terminal env.args.tasks=FOLDER it runs the tests of each task. Leaves nothing behind. Exit
+code 0 if nothing failed. Left out: whether an experiment fits (launch.py with
+cluster.dry_run=true).
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _refuse(words: str) -> int:
 
 
 def examine(c: Config, folder: Path) -> Iterator[Finding]:
-    """Every finding, in the order of the parts; the checks run side by side."""
-    holds_runs = machine.file_system(folder)  # first: others write there
+    """Yield every finding, in the order of the parts; the checks run side by side."""
+    holds_runs = machine.file_system(folder)  # The first, since other checks write there.
     shared = folder if holds_runs.state != "failed" else None
     checks: list[Callable[[], list[Finding]]] = [
         lambda name=name: [machine.package(name)] for name in machine.PACKAGES

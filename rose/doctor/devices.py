@@ -1,9 +1,9 @@
-"""GPUs of a node: driver and CUDA, memory, links, /dev/shm; each with the remedy.
+"""Check the GPUs of a node: driver and CUDA, memory, links, /dev/shm; each with the remedy.
 
     python -m rose.doctor.devices WANTED SHM_GIB        on a node of a Slurm job; emits its findings as events
 
-`nvidia-smi` reports the driver; a process of its own reports what torch makes of it. Left out: whether
-they compute right and how fast (scripts/gpu_check.py), and NCCL (all_reduce.py).
+`nvidia-smi` reports the driver; a separate process reports whether torch can use it. Left out: correct
+results and speed (scripts/gpu_check.py), and NCCL (all_reduce.py).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ FIELDS = "index,name,driver_version,memory.total,memory.free,compute_cap,mig.mod
 # The oldest Linux driver for each version of CUDA, by its notes on "minor version compatibility".
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 OLDEST_GPU = (8, 0)  # bfloat16, which all GPU presets train in, needs Ampere
-FREE_SHARE = 0.95  # of a GPU's memory; with less another process is on it, and vLLM refuses
+# Share of a GPU's memory that must be free. With less, another process is on it, and vLLM refuses.
+FREE_SHARE = 0.95
 SHM = Path("/dev/shm")
-LEAST_SHM_GIB = 1.0  # NCCL and vLLM's worker queues; a container's default of 64 MiB lets both fail
+# GiB for NCCL and vLLM's worker queues. With a container's default of 64 MiB both fail.
+LEAST_SHM_GIB = 1.0
 GIB = 2**30
 
 PART = "GPUs here"
@@ -37,7 +39,7 @@ INSTALL = "make gpu, or pip install --no-deps -r requirements/gpu.txt into its o
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of `nvidia-smi --query-gpu`; memory in MiB; `capability` (9, 0) is sm_90."""
+    """A line of `nvidia-smi --query-gpu`. Memory is in MiB; `capability` (9, 0) is sm_90."""
 
     index: int
     name: str
@@ -45,11 +47,12 @@ class Gpu:
     total_mib: int
     free_mib: int
     capability: tuple[int, int]
-    sliced: bool  # into MIG slices
+    sliced: bool  # True if cut into MIG slices
 
 
 def parse(text: str) -> list[Gpu]:
-    """Lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader,nounits`, no others."""
+    """Return the GPUs in the lines of `nvidia-smi --query-gpu=FIELDS
+    --format=csv,noheader,nounits`; skip other lines."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -63,11 +66,12 @@ def parse(text: str) -> list[Gpu]:
 
 
 def _number(cell: str) -> int:
-    return int(cell) if cell.isdigit() else 0  # "[N/A]", as on a GPU in MIG mode
+    return int(cell) if cell.isdigit() else 0  # A GPU in MIG mode has "[N/A]".
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
-    """The matrix of `nvidia-smi topo -m`: (GPU, GPU) -> NV18, PIX, SYS ..., each pair once."""
+    """Return the matrix of `nvidia-smi topo -m` as (GPU, GPU) -> NV18, PIX, SYS ..., each pair
+    once."""
     found = {}
     for line in matrix.splitlines():
         cells = re.sub(r"\x1b\[[\d;]*m", "", line).split()
@@ -78,18 +82,19 @@ def links(matrix: str) -> dict[tuple[int, int], str]:
 
 
 def examine(c: Config) -> list[Finding]:
-    """This machine's, by what the run wants here."""
+    """Return the findings about this machine, compared with what the run needs here."""
     local = c.cluster.kind == "local"
     return of_node(c.cluster.gpus if local else 0, shm_gib(c) if local else 0.0)
 
 
 def shm_gib(c: Config) -> float:
-    """What the mirror of a machine's rollout ranks may take of /dev/shm."""
+    """Return the GiB of /dev/shm that the mirror of a machine's rollout ranks may take."""
     return c.transfer.mirror_gib if c.cluster.gpus and c.rollout.replay is None else 0.0
 
 
 def of_node(wanted: int, shm: float) -> list[Finding]:
-    """`wanted`: GPUs that the run will have here; `shm`: GiB that it may take of /dev/shm."""
+    """Return the findings about this node. `wanted`: GPUs that the run will have here; `shm`: GiB
+    that it may take of /dev/shm."""
     smi = shutil.which("nvidia-smi")
     asked = run([smi, f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]) if smi else None
     listed = parse(asked.out) if asked else []
@@ -113,7 +118,7 @@ def of_node(wanted: int, shm: float) -> list[Finding]:
 
 
 def here(listed: Sequence[Gpu], wanted: int) -> Finding:
-    """Their number and free memory."""
+    """Return the finding about the GPUs' number and free memory."""
     counts = Counter(gpu.name for gpu in listed)
     kinds = ", ".join(f"{count} x {name}" for name, count in counts.items())
     least = min(listed, key=lambda gpu: gpu.free_mib)
@@ -143,12 +148,13 @@ def here(listed: Sequence[Gpu], wanted: int) -> Finding:
 
 
 def named(wanted: int) -> list[Finding]:
-    """A failure where CUDA_VISIBLE_DEVICES leaves fewer than the run wants."""
+    """Return a failure if CUDA_VISIBLE_DEVICES leaves fewer GPUs than the run needs; []
+    otherwise."""
     variable = os.environ.get(gpus.VARIABLE)
     try:
         names = gpus.given(gpus.installed(), variable)
     except ConfigError:
-        return []  # a name of no GPU here, which rose/doctor/machine.py tells
+        return []  # The variable has an unknown name, which rose/doctor/machine.py reports.
     if variable is None or len(names) >= wanted:
         return []
     words = f"names {len(names)} GPUs; the run wants {wanted}"
@@ -157,7 +163,8 @@ def named(wanted: int) -> list[Finding]:
 
 
 def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
-    """The driver against the CUDA that torch was built for, and what torch makes of it."""
+    """Compare the driver with the CUDA that torch was built for, and report whether torch
+    computes."""
     part, driver = "driver and CUDA", listed[0].driver
     view = next((event for event in seen.events() if event["what"] == "torch"), None)
     if view is None:
@@ -175,7 +182,7 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
             words += " (by a compatibility package: LD_LIBRARY_PATH must have it on every rank)"
         return Finding("ok", part, words)
     remedy = (
-        "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may tell of an Xid error, and for an "
+        "CUDA_VISIBLE_DEVICES may be empty; else `dmesg` may show an Xid error, and for an "
         "NVSwitch box nvidia-fabricmanager must run in the driver's version"
     )
     if too_old:
@@ -185,7 +192,7 @@ def cuda(listed: Sequence[Gpu], seen: Ended) -> Finding:
 
 
 def old(listed: Sequence[Gpu]) -> list[Finding]:
-    """GPUs on which the presets can't run."""
+    """Return a warning for each GPU on which the presets can't run."""
     return [
         Finding(
             "warning",
@@ -199,12 +206,13 @@ def old(listed: Sequence[Gpu]) -> list[Finding]:
 
 
 def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
-    """NVLink or what else joins the GPUs, and whether they read each other's memory."""
+    """Return the finding about the links between GPUs, and whether they can read each other's
+    memory."""
     part = "links between GPUs"
     view = next((event for event in seen.events() if event["what"] == "torch"), {})
     kinds = ", ".join(f"{kind} ({n} pairs)" for kind, n in Counter(pairs.values()).items())
     blocked = view.get("no_peer", [])
-    words = kinds or "nvidia-smi topo -m tells nothing"
+    words = kinds or "nvidia-smi topo -m shows nothing"
     if blocked:
         a, b = blocked[0]
         words += f"; GPUs {a} and {b} can't read each other's memory ({len(blocked)} pairs)"
@@ -220,8 +228,8 @@ def between(pairs: dict[tuple[int, int], str], seen: Ended) -> Finding:
 
 
 def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Finding:
-    """Room for NCCL, vLLM's queues, and the mirror of new weights; `too_small`: the state when the
-    first two lack it."""
+    """Return the finding about room for NCCL, vLLM's queues, and the mirror of new weights.
+    `too_small`: the state if NCCL and the queues have no room."""
     part = str(folder)
     try:
         size = os.statvfs(folder)
@@ -244,7 +252,7 @@ def shared_memory(wanted_gib: float, too_small: str, folder: Path = SHM) -> Find
 
 
 def findings(done: Ended) -> list[Finding]:
-    """The findings of this program on another node."""
+    """Return the findings of this program on another node."""
     found = [
         Finding(e["state"], f"{e['part']} on {e['node']}", e["words"], e["remedy"])
         for e in done.events()
@@ -255,7 +263,7 @@ def findings(done: Ended) -> list[Finding]:
 
 
 def emit_torch() -> None:
-    """Emit what torch makes of this machine's GPUs, as one event: {"what": "torch", "version",
+    """Emit, as one event, what torch can do with this machine's GPUs: {"what": "torch", "version",
     "cuda": what it was built for or null, "count", "error": "" if it computes on each, "no_peer":
     pairs that can't read each other's memory}. Called in a process of its own (`python -m
     rose.doctor.devices torch`), since a broken driver can end it."""

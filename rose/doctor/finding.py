@@ -1,5 +1,5 @@
-"""What the doctor finds of a part, and the processes by which it finds out, here or by srun.
-Imports nothing but the standard library."""
+"""Define a finding, which is the doctor's result about one part, and run the processes that find
+it, here or by srun. Imports nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from rose.config import Component, Config
 
-DEADLINE_S = 55.0  # of one check; they run side by side
-IMPORT_S = 300.0  # thousands of files, read for the first time from a busy parallel file system
-END_S = 5.0
-QUEUE_S = 40  # the backfill scheduler, which starts heterogeneous jobs, looks every 30 s by default
-GPUS_S = IMPORT_S + DEADLINE_S  # for torch to be read from a busy file system, and then to compute
+DEADLINE_S = 55.0  # seconds for one check; checks run side by side
+# Seconds for an import: thousands of files, read for the first time from a busy file system.
+IMPORT_S = 300.0
+END_S = 5.0  # seconds for a process to end after SIGTERM
+# Seconds that a job may wait in the queue. Slurm's backfill scheduler, which starts heterogeneous
+# jobs, runs every 30 s by default.
+QUEUE_S = 40
+GPUS_S = IMPORT_S + DEADLINE_S  # seconds to import torch and then compute on the GPUs
 CPUS_PER_GPU = 2  # a process per GPU imports torch, and NCCL has a thread beside it
-_MAX_BYTES = 2**20
-_POLL_S = 0.02
+_MAX_BYTES = 2**20  # bytes of a process's output that are read
+_POLL_S = 0.02  # seconds between two polls of a process and its output
 _EVENT = '{"what": '
 _DECODER = json.JSONDecoder()
 
@@ -36,7 +39,7 @@ class Finding(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a process ended (124: not by itself), and its output."""
+    """The exit code of a process (124: it had to be ended), and its output."""
 
     code: int
     out: str
@@ -44,20 +47,21 @@ class Ended(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The line that probably says what was wrong."""
+        """Return the line that probably names the error."""
         lines = (self.err.strip() or self.out.strip() or f"exit code {self.code}").splitlines()
         ours = [line for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
         return (ours or lines)[-1].strip()
 
     def events(self) -> list[dict[str, Any]]:
-        """What it printed by `emit`, in order. An event may begin within a line: a launcher that
-        merges the output of several ranks can put it between another's and their line break."""
+        """Return what the process printed by `emit`, in order. An event may begin within a line: a
+        launcher that merges the output of several ranks can insert it before another event's line
+        break."""
         found, at = [], self.out.find(_EVENT)
         while at >= 0:
             try:
                 content, end = _DECODER.raw_decode(self.out, at)
             except ValueError:
-                end = at + 1  # a library's or Slurm's own words, or an event that was cut
+                end = at + 1  # Other output, of a library or of Slurm, or an incomplete event.
             else:
                 found.append(content)
             at = self.out.find(_EVENT, end)
@@ -65,8 +69,8 @@ class Ended(NamedTuple):
 
 
 def emit(what: str, **details: Any) -> None:
-    """One event of a program that the doctor started, for `Ended.events`."""
-    # in one write, unlike print's
+    """Print an event of a program that the doctor started, for `Ended.events`."""
+    # One write, where print would make two that other output can separate.
     sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")
     sys.stdout.flush()
 
@@ -76,7 +80,7 @@ def node() -> str:
 
 
 class Child:
-    """A process whose words are read while it runs, and that does not outlive the `with`."""
+    """A process whose output can be read while it runs. It ends with the `with` block."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed by __exit__)
@@ -102,7 +106,8 @@ class Child:
         return Ended(124 if code is None else code, out, err)
 
     def until(self, enough: Callable[[Ended], object], deadline_s: float) -> bool:
-        """Wait until `enough`: True; False when it ended without, or after `deadline_s`."""
+        """Wait until `enough` is true and return True. Return False if the process ends before
+        that, or after `deadline_s`."""
         end = time.monotonic() + deadline_s
         while not enough(self.so_far()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -111,7 +116,7 @@ class Child:
         return True
 
     def wait(self, deadline_s: float) -> Ended:
-        """Its end, or ended by us after `deadline_s`."""
+        """Wait for the process to end; end it after `deadline_s`."""
         try:
             self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -121,7 +126,8 @@ class Child:
         return self.so_far()
 
     def _end(self) -> None:
-        """SIGTERM first: srun gives its job back, and mpiexec ends its ranks."""
+        """End the process, by SIGTERM first: then srun releases its job, and mpiexec ends its
+        ranks."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -139,12 +145,14 @@ def run(
 
 
 def srun(*options: str, queue_s: int = QUEUE_S, work_s: float = 60.0) -> list[str]:
-    """A job of `work_s` seconds at most, in whole minutes; ends unless it starts in `queue_s`."""
+    """Return the beginning of a command that runs as a Slurm job of at most `work_s` seconds, in
+    whole minutes. The command fails if the job doesn't start within `queue_s` seconds."""
     return ["srun", f"--immediate={queue_s}", f"--time={math.ceil(work_s / 60)}", *options]
 
 
 def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
-    """Options for one task on a node of this component; with GPUs only if the run has some."""
+    """Return srun's options for one task on a node of this component; with GPUs only if the run has
+    some."""
     options = {n: getattr(component, n) for n in ("partition", "account", "qos", "constraint")}
     named = [f"--{name}={value}" for name, value in options.items() if value is not None]
     with_gpus = [f"--gpus-per-node={gpus}"] if c.cluster.gpus else []
@@ -152,7 +160,8 @@ def task(c: Config, component: Component, gpus: int = 1) -> list[str]:
 
 
 def gpu_task(c: Config, component: Component, gpus: int) -> list[str]:
-    """The same for one that computes on `gpus` of the node's: with CPUs for them, and the memory
-    that ranks have, but for all of a node's ("0"), which a node with other jobs hasn't."""
+    """Return the options for a task that computes on `gpus` GPUs of the node: with CPUs for them,
+    and with the memory that ranks have. If ranks have all of a node's memory ("0"), ask for none: a
+    node with other jobs can't give it."""
     memory = [f"--mem={component.mem}"] if component.mem not in (None, "0") else []
     return [*task(c, component, gpus), f"--cpus-per-task={CPUS_PER_GPU * gpus}", *memory]

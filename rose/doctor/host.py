@@ -1,10 +1,10 @@
-"""The coordinator's side of a join, without a run: its own half for borrowed ranks alone.
+"""Run the coordinator's side of a join without a run: only its half for borrowed ranks.
 
     python -m rose.doctor.host RUN_DIR          RUN_DIR/config.json, as in a run
 
-Started as a run's ranks are (mpiexec or srun), so that the porters begin where a coordinator's
-would. Prints `open`, then every join, first message, loss and leave; ends when one rank was lost
-and one has left, or after `HOST_S`.
+It is started as a run's ranks are (mpiexec or srun), so that the porters start where a
+coordinator's would. Prints `open`, then every join, first message, loss and leave. Ends when one
+rank was lost and one has left, or after `HOST_S`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rose.config import Config
 from rose.coordinator.borrowed import Borrowed
 from rose.doctor.finding import emit
 
-HOST_S = 150.0
-FIRST_ADDRESS = 1  # this process's own world has rank 0
+HOST_S = 150.0  # seconds: as long as the check may take (`join.JOIN_S`)
+FIRST_ADDRESS = 1  # address of the first borrowed rank; this process's own world has rank 0
 
 
 class Listener:
-    """Takes the place of the run's turns."""
+    """A stand-in for the run's turns, which takes the messages of borrowed ranks."""
 
     version = 0
 
@@ -48,7 +48,7 @@ class Listener:
 
 
 async def host(c: Config, run_dir: Path) -> None:
-    """Raises what ends the coordinator's half."""
+    """Wait for the ranks that join and leave. Raises the error that ends the coordinator's half."""
     listener, left = Listener(), asyncio.Event()
 
     def changed(what: str, detail: str) -> None:
@@ -68,7 +68,7 @@ async def host(c: Config, run_dir: Path) -> None:
     await asyncio.wait({serving, seen}, timeout=HOST_S, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
-    serving.cancel()  # ends the porters
+    serving.cancel()  # This ends the porters.
     await asyncio.wait({serving})
 
 
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1])
     asyncio.run(host(configuration.load(directory / "config.json"), directory))
     sys.stdout.flush()
-    os._exit(0)  # MPI is not finalised: after a peer's death that can abort
+    os._exit(0)  # Skip MPI's Finalize, which can abort after a peer's death.

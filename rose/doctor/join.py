@@ -1,7 +1,8 @@
-"""Join and survive a killed peer: a rank joins as serving ranks do, is killed, the next one joins.
+"""Check that ranks can join, and that a run survives a killed one: a rank joins as serving ranks do
+and is killed, and the next one joins.
 
-What the coordinator's side (rose/doctor/host.py) saw decides; the other one (rose/doctor/joiner.py)
-tells why.
+The events of the coordinator's side (rose/doctor/host.py) decide; those of the other side
+(rose/doctor/joiner.py) give the cause.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from rose.launch import container
 from rose.launch import local as launcher
 
 PART = "join and survive a killed peer"
-QUEUE_S = 15  # of each job; plain ones start as soon as there is room
-OPEN_S = 60.0
-JOIN_S = 150.0  # for two ranks to join and one to be noticed as lost, on nodes that are busy
-LOST_AFTER_S = 5.0  # at least: the other checks keep the cores busy, and who is slow is not lost
+QUEUE_S = 15  # seconds that each job may wait; plain jobs start as soon as there is room
+OPEN_S = 60.0  # seconds for the coordinator's side to start
+JOIN_S = 150.0  # seconds for two ranks to join and one to be found lost, on busy nodes
+# Seconds of silence, at least, after which a rank counts as lost. The other checks keep the cores
+# busy, and a slow rank must not count as lost.
+LOST_AFTER_S = 5.0
 REMEDY = "another cluster/mpi= may (mpich_wheel was tried); cluster.mpi.join=false borrows no ranks"
+# (event, number of the borrowed rank, failure if the event is missing), in order.
 STAGES = (
     ("joined", 1, "no rank could join"),
     ("received", 1, "a rank joined, and no message of it arrived"),
@@ -36,12 +40,12 @@ STAGES = (
 
 
 def local(c: Config, folder: Path | None) -> Finding:
-    """Both sides on this machine."""
+    """Try both sides on this machine."""
     return _join(c, folder, [*launcher.MPIEXEC, "-n", "1"], lambda _: [()])
 
 
 def over_nodes(c: Config, folder: Path | None) -> Finding:
-    """Each side a job of its own, on two nodes where there are two."""
+    """Try each side as a job of its own, on two nodes if two are free."""
     host = [*srun(*c.cluster.mpi.srun, queue_s=QUEUE_S), *task(c, c.cluster.slurm.trainer)]
     joiner = [
         *srun("--mpi=none", "--kill-on-bad-exit=0", queue_s=QUEUE_S),
@@ -56,7 +60,8 @@ def _join(
     host: Sequence[str],
     joiners: Callable[[str], Sequence[Sequence[str]]],
 ) -> Finding:
-    """`host`: what starts that side; `joiners(its node)`: ways to start the other, to be tried."""
+    """Try a join. `host`: the command that starts the coordinator's side; `joiners(its node)`:
+    commands for the other side, of which the first that starts is used."""
     if not c.cluster.mpi.join:
         words = f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})"
         remedy = "Idle serving GPUs can't help: a run uses its dedicated rollout ranks only"
@@ -90,7 +95,8 @@ def _nodes(ended: Ended, what: str) -> list[str]:
 
 
 def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
-    """The finding from both sides' events. `two_nodes`: they should have been on different ones."""
+    """Return the finding from both sides' events. `two_nodes`: they should have run on two
+    nodes."""
     events = host.events()
     seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
     missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]
@@ -107,8 +113,8 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
     after = seen["joined", "borrowed-1"]["detail"].rpartition(", ")[2]
     words = (
         f"one of {there} joined {here} ({after}), was killed, which was noticed "
-        f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last word; the next joined and "
-        "left"
+        f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last message; the next joined "
+        "and left"
     )
     if two_nodes and here == there:
         remedy = "Both sides ran on one node: try again when two are free"

@@ -1,8 +1,9 @@
-"""The serving side of a join, without an engine: a rank joins and is killed, another one leaves.
+"""Run the serving side of a join without an engine: one rank joins and is killed, another joins and
+leaves.
 
-    python -m rose.doctor.joiner RUN_DIR          of rose.doctor.host
+    python -m rose.doctor.joiner RUN_DIR          the RUN_DIR of rose.doctor.host
 
-Each is forked from here, as `rose.serving` does it, and an MPI world of its own.
+Each rank is forked from here, as in `rose.serving`, and is an MPI world of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from rose.comm import join, mpi_process
 from rose.comm.wire import decode, encode
 from rose.doctor.finding import emit
 
-FOUND_S = 30.0  # until the host's endpoint is seen
-ANSWER_S = 45.0
-STAY_S = 45.0
-BEATS = 2  # of the host, until it is killed or leaves
+FOUND_S = 30.0  # seconds for the host's endpoint to appear
+ANSWER_S = 45.0  # seconds for the host to answer an application
+STAY_S = 45.0  # seconds for the heartbeats and the dismissal after joining
+BEATS = 2  # heartbeats of the host before the rank is killed or leaves
 
 
 def main(run_dir: Path) -> int:
@@ -56,13 +57,14 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)  # MPI is not finalised, as in rose.serving
+    os._exit(code)  # Skip MPI's Finalize, as rose.serving does.
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
-    """Answer heartbeats; at the second be killed, or leave. Raises what breaks it off."""
+    """Join and answer heartbeats; after `BEATS` of them kill this process if it `dies`, else leave.
+    Raises `TimeoutError` if the host falls silent."""
     answer = application.ask(ANSWER_S)
-    from rose.comm.link import Link  # initialises MPI, which reads its environment then
+    from rose.comm.link import Link  # This initialises MPI, which reads its environment now.
 
     link = Link(application.connect(answer.port))
     link.send(encode(p.JoinHello(application.token, answer.worker)))

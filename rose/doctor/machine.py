@@ -1,5 +1,5 @@
-"""This machine: packages, the file system where runs are written, NCCL between its GPUs, and one
-MPI world of two ranks, here or over two components of a Slurm job."""
+"""Check this machine: packages, the file system where runs are written, NCCL between its GPUs, and
+one MPI world of two ranks, here or over two components of a Slurm job."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rose.files import lock_now
 from rose.launch import gpus as launcher
 from rose.launch import local
 
-FILE_MIB = 64
-SLOW_MIB_PER_S = 100
+FILE_MIB = 64  # size of the file that is written to measure the file system
+SLOW_MIB_PER_S = 100  # slower file systems get a warning
 PACKAGES = ("mpi4py.MPI", "torch", "deepspeed", "vllm", "h5py", "submitit")
 
 
 def package(name: str) -> Finding:
-    """Does it import here?"""
+    """Try to import a package here."""
     top = name.split(".")[0]
     program = f"import {name}; print({top}.__version__)"
     done = run([sys.executable, "-c", program], deadline_s=IMPORT_S)
@@ -41,7 +41,7 @@ def package(name: str) -> Finding:
 
 
 def file_system(folder: Path) -> Finding:
-    """Rename, fsync, lock and speed where runs are written."""
+    """Try rename, fsync, lock and speed where runs are written."""
     part = f"file system of {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,14 @@ def file_system(folder: Path) -> Finding:
 
 
 def sandboxes() -> list[Finding]:
-    """The backends of env=terminal, each tried by starting a sandbox. None of them is a warning
-    only, as no other environment needs one."""
+    """Try the backends of env=terminal, each by starting a sandbox. If none works that is only a
+    warning, since no other environment needs one."""
     return of_backends(sandbox.describe())
 
 
 def tasks(c: Config) -> list[Finding]:
-    """The tests of all tasks of environments that can try them (`trial`), each run once: that takes
-    as long as they take, and hanging ones their time limit."""
+    """Run the tests of all tasks once, of each environment that can try them (`trial`). It takes as
+    long as they take, and a test that hangs takes its time limit."""
     findings = []
     for key, member in c.environments.values():
         try:
@@ -98,7 +98,7 @@ def of_backends(found: list[sandbox.Found]) -> list[Finding]:
         part = f"sandboxes, {each.backend}"
         if each.problem and not works:
             findings.append(Finding("warning", part, each.problem, "env=terminal can't run here"))
-        elif each.problem:  # of the best one that is a loss
+        elif each.problem:  # Only the loss of the best backend is a warning.
             state = "warning" if each is found[0] else "ok"
             findings.append(Finding(state, part, f"not used: {each.problem}"))
         else:
@@ -109,7 +109,8 @@ def of_backends(found: list[sandbox.Found]) -> list[Finding]:
 
 
 def gpus(c: Config) -> list[Finding]:
-    """Those of this machine, and NCCL between those that were given: it connects no MIG slices."""
+    """Return the findings about this machine's GPUs, and about NCCL between those that were given.
+    MIG slices are left out, since NCCL connects none."""
     found = devices.examine(c)
     try:
         names = launcher.given(launcher.installed(), os.environ.get(launcher.VARIABLE))
@@ -122,13 +123,14 @@ def gpus(c: Config) -> list[Finding]:
 def nccl(
     count: int, c: Config, python: Sequence[str] = (sys.executable,), deadline_s: float = IMPORT_S
 ) -> Finding:
-    """An all-reduce over `count` GPUs, as ranks do it, here or where `python` (an srun) starts."""
+    """Try an all-reduce over `count` GPUs, as ranks do it, here or where `python` (an srun)
+    starts."""
     argv = [*python, "-m", "rose.doctor.all_reduce", "nccl", str(count)]
     return reduced(run(argv, local.environment(c), deadline_s), count)
 
 
 def reduced(done: Ended, count: int) -> Finding:
-    """The finding from the end of rose.doctor.all_reduce."""
+    """Return the finding from the end of rose.doctor.all_reduce."""
     part = f"NCCL between {count} GPUs"
     for event in done.events():
         if event["what"] == "all-reduce" and done.code == 0:
@@ -142,14 +144,14 @@ def reduced(done: Ended, count: int) -> Finding:
 
 
 def local_world(c: Config) -> Finding:
-    """Two ranks in one MPI world on this machine."""
+    """Try two ranks in one MPI world on this machine."""
     argv = [*local.MPIEXEC, "-n", "2", sys.executable, "-m", "rose.doctor.rank"]
     remedy = "pip install mpich mpi4py: on one machine MPICH connects the ranks"
     return world(run(argv, local.environment(c)), "mpiexec", remedy)
 
 
 def world(done: Ended, how: str, remedy: str) -> Finding:
-    """The finding from two ranks' events about their MPI world."""
+    """Return the finding from two ranks' events about their MPI world."""
     part = f"one MPI world, {how}"
     events = [event for event in done.events() if event["what"] == "world"]
     if done.code or not events:

@@ -1,10 +1,10 @@
-"""On a node of each component: files that go to the other node and back, then one MPI world.
+"""Exchange files between two nodes, then try one MPI world. Runs on a node of each component.
 
     python -m rose.doctor.rank                  the world only
     python -m rose.doctor.rank FOLDER SIDE      SIDE: 0 writes first, 1 answers
 
-Says {"what": "files", "round_trips": [seconds]}, or "missing": path, then {"what": "world", "size":
-ranks}. Imports nothing but the standard library before the files are through.
+Emits {"what": "files", "round_trips": [seconds]}, or "missing": path, then {"what": "world",
+"size": ranks}. Imports nothing but the standard library until the files have arrived.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rose.doctor.finding import Ended, Finding, emit
 
-ROUNDS = 5
-SEEN_S = 10.0  # a file that takes longer is not shared
-SLOW_S = 1.0
+ROUNDS = 5  # files that go to the other node and are answered
+SEEN_S = 10.0  # seconds for a file to appear on the other node, else the folder isn't shared
+SLOW_S = 1.0  # seconds for a file to appear from which the user is warned
 POLL_S = 0.005
 PART = "files seen between nodes"
 
@@ -32,14 +32,15 @@ def main() -> None:
     from rose.comm import mpi_process
 
     world = MPI.COMM_WORLD
-    mpi_process.unname(world)
+    mpi_process.unlink_shared(world)
     emit("world", size=world.Get_size(), library=MPI.Get_library_version().split("\n")[0].strip())
     world.Barrier()
     os._exit(0)
 
 
 def exchange(folder: Path, side: int) -> dict:
-    """`side` 0 writes a file and waits for the other's answer, `ROUNDS` times."""
+    """Exchange `ROUNDS` files with the other side. Side 0 writes a file and waits for an answer;
+    side 1 waits for a file and answers."""
     end = time.monotonic() + SEEN_S
     while not folder.is_dir():
         if time.monotonic() > end:
@@ -60,7 +61,7 @@ def exchange(folder: Path, side: int) -> dict:
 
 
 def _publish(path: Path) -> None:
-    """Make a file as the run does: whole, on the disk, then under its name."""
+    """Write a file as the run does: under another name, to the disk, and then renamed."""
     part = path.with_suffix(".part")
     with part.open("w", encoding="utf-8") as file:
         file.write(path.name)
@@ -70,7 +71,7 @@ def _publish(path: Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether it is seen, with its content, within `SEEN_S`."""
+    """True if the file appears, with its content, within `SEEN_S`."""
     end = time.monotonic() + SEEN_S
     while time.monotonic() < end:
         if path.exists() and path.read_text(encoding="utf-8") == path.name:
@@ -80,7 +81,7 @@ def _appears(path: Path) -> bool:
 
 
 def files(done: Ended, folder: Path) -> Finding:
-    """The finding about `folder` from two sides' events."""
+    """Return the finding about `folder` from two sides' events."""
     events = [event for event in done.events() if event["what"] == "files"]
     unseen = next((event for event in events if "missing" in event), None)
     if unseen is not None:

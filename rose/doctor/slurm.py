@@ -1,4 +1,5 @@
-"""Slurm: its commands and settings, then jobs of one task that do what a run does on its nodes."""
+"""Check Slurm: its commands and settings, then jobs of one task that do what a run does on its
+nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from rose.launch import container, local
 
 
 def examine(c: Config, folder: Path | None) -> list[Finding]:
-    """`folder`: where runs are written; None if nothing can be."""
+    """Return the findings about Slurm. `folder`: where runs are written; None if nothing can be
+    written."""
     found = settings(c)
     if any(finding.state == "failed" for finding in found):
         return found
 
     def in_turn() -> list[Finding]:
-        """The small jobs first: one over two components may wait for nodes and hold up the rest."""
+        """Run the small jobs first, since the one over two components may wait for nodes and delay
+        them."""
         last = join.over_nodes(c, folder)
         return [*over_components(c, folder), last]
 
@@ -30,7 +33,7 @@ def examine(c: Config, folder: Path | None) -> list[Finding]:
 
 
 def settings(c: Config) -> list[Finding]:
-    """Commands, settings, and kinds of MPI."""
+    """Check Slurm's commands, its settings, and its kinds of MPI."""
     commands = ("sbatch", "srun", "squeue", "sacct", "scontrol", "scancel")
     if missing := [program for program in commands if shutil.which(program) is None]:
         words = f"no {', '.join(missing)} on PATH"
@@ -65,7 +68,7 @@ def settings(c: Config) -> list[Finding]:
 
 
 def _why_silent(words: str) -> str:
-    """Return the remedy for what scontrol has said."""
+    """Return the remedy for a message of scontrol."""
     if "munge" in words.lower() or "auth" in words.lower():
         return (
             "munge: is munged up, with the cluster's key and clock? `munge -n | unmunge` tries it"
@@ -74,7 +77,7 @@ def _why_silent(words: str) -> str:
 
 
 def _kinds_of_mpi(c: Config) -> list[Finding]:
-    """A failure when srun lacks the kind that cluster.mpi.srun names."""
+    """Return a failure if srun lacks the kind of MPI that cluster.mpi.srun names; [] otherwise."""
     kinds = run(["srun", "--mpi=list"])
     listed = (kinds.out + kinds.err).replace(",", " ").split()
     options = c.cluster.mpi.srun
@@ -88,7 +91,8 @@ def _kinds_of_mpi(c: Config) -> list[Finding]:
 
 
 def over_components(c: Config, folder: Path | None) -> list[Finding]:
-    """A heterogeneous job of a task in each component: files between nodes, and one MPI world."""
+    """Run a heterogeneous job with a task in each component: files between nodes, and one MPI
+    world."""
     argv = srun(*c.cluster.mpi.srun)
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=folder, ignore_cleanup_errors=True
@@ -110,7 +114,8 @@ def over_components(c: Config, folder: Path | None) -> list[Finding]:
 
 
 def gpus(c: Config) -> list[Finding]:
-    """GPUs of one node of the trainer's component, as many as a run has, and NCCL between them."""
+    """Check the GPUs of one node of the trainer's component, as many as a run has, and NCCL between
+    them."""
     count = min(c.cluster.gpus, c.cluster.slurm.trainer.gpus_per_node)
     starter = [
         *srun("--mpi=none", work_s=GPUS_S),

@@ -1,6 +1,6 @@
-"""vLLM behind a small interface (start, generate, abort, load_version, stats, shutdown), the KV
-memory that it can give back, its drafts, and the rank around it (`rank`).
+"""vLLM behind a small interface (start, generate, abort, load_version, stats, shutdown), its
+returnable KV memory, its speculative drafts, and the rollout rank around it (`rank`).
 
-May import `rose.config`, `rose.comm`, `rose.observe` and `rose.transfer`; knows nothing of the
-scheduler, the trainer or lending. Importing this package imports neither vLLM nor torch.
+It may import `rose.config`, `rose.comm`, `rose.observe` and `rose.transfer`; it knows nothing of
+the scheduler, the trainer or lending. Importing this package imports neither vLLM nor torch.
 """

@@ -1,9 +1,11 @@
-"""An engine that gives the memory of its weights and KV cache back and takes it again: mixed into
-`Engine`.
+"""A mixin of `Engine` that releases the memory of its weights and KV cache and takes it again.
 
-Two ways. `deactivate` forgets the weights: they are read again from the model's folder. `sleep`
-keeps them in host memory, and the version with them: a device is shared in turn with a trainer that
-way. The workers' side is rose/engine/inactive.py.
+There are two ways:
+1. `deactivate` forgets the weights; `activate` reads them again from the model's folder.
+2. `sleep` keeps the weights, and so the policy version, in host memory. An engine and a trainer
+   rank that use the same device alternately work this way.
+
+rose/engine/inactive.py does the work inside vLLM's worker.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ from rose.engine import plugin
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-ACTIVATE_TIMEOUT_S = 300.0  # to read the weights again, or for a thread that reads them to end
+# Bounds reading the weights again, and waiting for a worker's thread that still reads them.
+ACTIVATE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Memory of an engine's devices that it gave back (`gib` > 0) or took (< 0), GiB."""
+    """Memory in GiB that an engine released (`gib` > 0) or took (`gib` < 0)."""
 
-    gib: float  # of the worker that moved least
-    free_gib: float  # afterwards, of the fullest device
-    total_gib: float
+    gib: float  # change at the tensor-parallel worker where it was smallest
+    free_gib: float  # free memory of the fullest device afterwards
+    total_gib: float  # size of the smallest device
 
     def __add__(self, later: Moved) -> Moved:
         return Moved(self.gib + later.gib, later.free_gib, later.total_gib)
@@ -34,24 +37,27 @@ NOTHING = Moved(0.0, 0.0, 0.0)
 
 
 class Activation:
-    """`active`: whether it serves. `asleep`: it keeps its weights in host memory and has no KV
-    cache; turns wait. `_activations` counts both: what was cached before one never matches after
-    it."""
+    """Puts an engine to sleep and wakes it, deactivates and activates it."""
 
-    active, asleep, _activations = True, False, 0
+    active = True  # false from `deactivate` to `activate`
+    # True while the weights are in host memory and there is no KV cache. Turns wait meanwhile.
+    asleep = False
+    # Number of times that the engine slept or was deactivated. It is part of the salt of cached
+    # prefixes, so that a prefix from before never matches afterwards.
+    _activations = 0
     _weights_here = True  # false from `sleep` to `wake_weights`
 
     async def sleep(self) -> Moved:
-        """Give back the memory of the KV cache and, on a GPU, of the weights, which stay in host
-        memory. Turns that run are interrupted, and go on after `wake`.
+        """Release the KV cache and, on a GPU, the weights, which are copied to host memory.
 
-        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`;
-        `EngineDied`.
+        Running turns are interrupted and continue after `wake`. Raises `EngineError` on a GPU
+        without vLLM's sleep mode and when `Staging._end_session` does; `EngineDied` when the
+        process dies.
         """
         self._check_sleep_mode()
         async with self._loading:
             self._check_active()
-            await self._quiet(ACTIVATE_TIMEOUT_S)
+            await self._end_session(ACTIVATE_TIMEOUT_S)
             self._weights_here = False
             if not self.asleep:
                 self.asleep, self._activations = True, self._activations + 1
@@ -64,14 +70,16 @@ class Activation:
             return _moved(await self._worker_or_death("rose_sleep"))
 
     async def wake_weights(self) -> Moved:
-        """First half of waking: afterwards `load_version` is possible. Raises `EngineDied`."""
+        """Bring the weights back to the device; then `load_version` is possible. This is the first
+        half of waking; `wake` is the second. Raises `EngineDied`."""
         async with self._loading:
             moved = _moved(await self._worker_or_death("rose_wake", "weights"))
             self._weights_here = True
             return moved
 
     async def wake(self) -> Moved:
-        """The KV cache's memory too; serve again. Raises `EngineDied`."""
+        """Take the KV cache's memory again and serve. Raises `EngineDied`, and `EngineError` when
+        `wake_weights` was not called before."""
         async with self._loading:
             if not self.asleep:
                 return NOTHING
@@ -84,35 +92,31 @@ class Activation:
             return moved
 
     async def deactivate(self) -> None:
-        """Give back the memory of weights and KV cache; the process stays. Turns that run end with
-        finish ABORT.
-
-        Raises `EngineError` on a GPU without vLLM's sleep mode, or as `Staging._quiet`;
-        `EngineDied`.
-        """
+        """Release the memory of weights and KV cache, and keep the process. Running turns end with
+        finish ABORT. Raises `EngineError` on a GPU without vLLM's sleep mode and when
+        `Staging._end_session` does; `EngineDied` when the process dies."""
         core = self._llm.engine_core
         self._check_sleep_mode()
         async with self._loading:
             if not self.active:
                 return
-            await self._quiet(ACTIVATE_TIMEOUT_S)
+            await self._end_session(ACTIVATE_TIMEOUT_S)
             self.active, self._activations = False, self._activations + 1
             for turn in self._turns.values():
                 turn.aborted = True
-            # The prefix cache stays: vLLM can't clear it while blocks are withheld. The salt keeps
-            # it from matching.
+            # vLLM can't clear the prefix cache while blocks are withheld, so it stays. The changed
+            # salt keeps it from matching.
             await self._call(
                 core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S
             )
             await self._abort_requests()
-            await self._rest(True)
+            await self._set_scheduler_inactive(True)
             await self._worker_or_death("rose_deactivate")
 
     async def activate(self) -> None:
-        """Read the folder's weights, version -1, and serve again; `load_version` brings the newest.
-
-        Raises `EngineDied`, also when the weights can't be read or aren't those of before.
-        """
+        """Read the weights of the model's folder, which are version -1, and serve again.
+        `load_version` brings the newest version. Raises `EngineDied` when the process dies, and
+        when the weights can't be read or differ from those that the folder had before."""
         async with self._loading:
             if self.active:
                 return
@@ -120,19 +124,22 @@ class Activation:
             self.version = -1
             core = self._llm.engine_core
             await self._call(core.set_weight_version_async(str(self.version)), RPC_TIMEOUT_S)
-            await self._rest(False)
+            await self._set_scheduler_inactive(False)
             await self._call(core.resume_scheduler_async(), RPC_TIMEOUT_S)
             self.active = True
 
-    async def _rest(self, resting: bool) -> None:
-        """Where the device is shared, the scheduler takes none of its KV memory meanwhile."""
-        if plugin.FOLDER in os.environ:  # as vLLM's plugin looks at it, who makes this call
+    async def _set_scheduler_inactive(self, inactive: bool) -> None:
+        """Let vLLM's scheduler, on a shared device, take no KV memory while `inactive`."""
+        # The plugin defines `rose_set_inactive` under this condition.
+        if plugin.FOLDER in os.environ:
             await self._call(
-                self._llm.engine_core.call_utility_async("rose_rest", resting), RPC_TIMEOUT_S
+                self._llm.engine_core.call_utility_async("rose_set_inactive", inactive),
+                RPC_TIMEOUT_S,
             )
 
     async def _worker_or_death(self, method: str, *args) -> list:
-        """What fails midway leaves weights that are nobody's."""
+        """Call `method` in every worker, and kill the engine process if it fails. A failure midway
+        leaves weights that belong to no version. Raises `EngineDied`."""
         try:
             return await self._worker(method, ACTIVATE_TIMEOUT_S, *args)
         except (TransferError, EngineError) as error:
@@ -145,7 +152,7 @@ class Activation:
         config = self._llm.vllm_config
         if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
             raise EngineError(
-                "an engine on a GPU gives its memory back if it was started with "
+                "an engine on a GPU can release its memory only if it was started with "
                 "rollout.engine_args.enable_sleep_mode=true"
             )
 
@@ -160,6 +167,6 @@ class Activation:
 
 
 def _moved(found: list[list[float]]) -> Moved:
-    """The least of the workers' (given back, free, total)."""
-    given, free, total = zip(*found, strict=False)
-    return Moved(min(given, key=abs), min(free), min(total))
+    """Combine the workers' (released, free, total) in GiB: each is the smallest of all workers."""
+    released, free, total = zip(*found, strict=False)
+    return Moved(min(released, key=abs), min(free), min(total))

@@ -1,11 +1,10 @@
-"""The adapter of an engine: vLLM's LoRA, with one adapter that every turn uses and whose memory
-versions are put into.
+"""The LoRA adapter of an engine: one adapter that every turn uses and that new versions overwrite.
 
-vLLM wraps the layers that have targets and keeps an adapter's matrices in slots beside them, each
-projection of a fused layer apart, A as (rank, columns) and B, times alpha / rank, as (rows, rank).
-There is one slot. It begins with zeros, which is the base model; afterwards only
-rose/engine/weight_transfer.py writes there, in place, so that graphs and requests never notice.
-Called in vLLM's worker, but for `adapter_request`.
+vLLM wraps the layers that the adapter targets and keeps its matrices in slots beside them, one pair
+for each projection of a fused layer: A as (rank, columns), and B, times alpha / rank, as
+(rows, rank). ROSE's engines have one slot. It begins with zeros, which leaves the base model as it
+is. Afterwards only rose/engine/weight_transfer.py writes there, in place, so that CUDA graphs and
+running requests need no change. All functions but `adapter_request` run in vLLM's worker.
 """
 
 from __future__ import annotations
@@ -22,30 +21,31 @@ ID = 1
 
 
 def adapter_request():
-    """vLLM's `LoRARequest` of the adapter."""
+    """vLLM's `LoRARequest` that selects the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("rose", ID, "none: versions are put into the slot")
 
 
 def begin(model_runner) -> None:
-    """Make the adapter and give it the slot."""
+    """Create the adapter, all zeros, and activate it in the slot."""
     manager = model_runner.lora_manager
     manager.add_dummy_lora(adapter_request(), 1)
     manager.set_active_adapters({adapter_request()}, None)
     clear(model_runner.get_model())
-    # vLLM forgets all adapters after an update of the weights, as theirs were for the old ones.
+    # vLLM drops all adapters after a weight update, since they belonged to the old weights.
     model_runner.reset_lora_state = lambda: None
 
 
 def base(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter, by its name in a model without LoRA."""
+    """Map the name that a parameter has in a model without LoRA to the parameter."""
     return {name.replace(".base_layer.", "."): p for name, p in model.named_parameters()}
 
 
 def slots(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A version's name of each matrix -> the slot's memory for it, (rank, columns) or
-    (rows, rank) of the slot's rank; {} in an engine without LoRA."""
+    """Map the name that each matrix has in a version to the slot's memory for it. Shapes are (rank,
+    columns) for A and (rows, rank) for B, with the slot's rank. The result is empty in an engine
+    without LoRA."""
     found = {}
     for name, layer in _wrapped(model).items():
         parent, _, fused = name.rpartition(".")
@@ -57,17 +57,18 @@ def slots(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def clear(model: nn.Module) -> None:
-    """The adapter is of zeros again, also where the memory's content was lost."""
+    """Fill the adapter with zeros, also after its memory lost its content."""
     for values in slots(model).values():
         values.zero_()
     if hasattr(model, "lora_manager"):
-        model.lora_manager._last_mapping = None  # else what was lost of it is taken for there
+        # Makes vLLM write its adapter indices again: the memory that holds them was lost, too.
+        model.lora_manager._last_mapping = None
 
 
 @contextmanager
 def detached(model: nn.Module) -> Iterator[None]:
-    """The layers as they were before vLLM wrapped them, as its loader knows only their names.
-    Nothing may run meanwhile."""
+    """Unwrap the layers within this context, because vLLM's loader knows only the names of
+    unwrapped layers. No step may run meanwhile."""
     wrapped = _wrapped(model)
     for name, layer in wrapped.items():
         _put(model, name, layer.base_layer)

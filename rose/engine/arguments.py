@@ -1,7 +1,7 @@
-"""The names of vLLM's engine arguments, read from its source: importing vLLM takes seconds, and a
-launcher has no other need of it.
+"""The names of vLLM's engine arguments, read from its source.
 
-Left out: their types, which vLLM checks as an engine starts.
+Importing vLLM would take seconds, and the launcher needs nothing else of it. The arguments' types
+are not read: vLLM checks them when an engine starts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 
 from rose.config import Config, ConfigError
 
-FILE, CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
+FILE = "engine/arg_utils.py"
+CLASSES = ("EngineArgs", "AsyncEngineArgs")
 
 
 def names() -> set[str]:
-    """Of the vLLM that is installed here; none where there is none, or one that has them
-    elsewhere."""
+    """Return the argument names of the installed vLLM; empty if none is installed, or if its file
+    is not at `FILE`."""
     spec = importlib.util.find_spec("vllm")
     folders = (spec and spec.submodule_search_locations) or ()
     files = [path for folder in folders if (path := Path(folder) / FILE).is_file()]
@@ -31,8 +32,8 @@ def names() -> set[str]:
 
 
 def check(c: Config) -> None:
-    """Raises `ConfigError` for an argument in rollout.engine_args that vLLM doesn't have. A
-    container has a vLLM of its own."""
+    """Raise `ConfigError` for an argument in rollout.engine_args that vLLM doesn't have. A job in a
+    container is not checked, since its vLLM is the container's."""
     given = c.rollout.engine_args
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     known = names() if given and not contained else set()

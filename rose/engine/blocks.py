@@ -1,11 +1,13 @@
-"""Which blocks of a KV cache hold memory, and which pages of it may therefore go back to the
-system. Pure.
+"""Count which blocks of a KV cache hold memory, and so which pages can be returned to the system.
 
-A block (vLLM's unit, say 16 tokens) owns one span of bytes in every layer's region; a page (4 KiB
-of the system's, 2 MiB of CUDA's) can lie in several spans. So each page counts the held spans in
-it: it is asked of the pool when the first comes and given back when the last one goes, whatever the
-order of the calls. Adjacent blocks released together give back most. Left out: KV caches of several
-groups or layouts whose blocks are not whole spans; `layout_of` refuses them.
+This module only computes; a `Pool` moves the memory.
+
+A block (vLLM's unit, for example 16 tokens) owns one span of bytes in every layer's region. A page
+(4 KiB on a CPU, 2 MiB with CUDA) can overlap several spans. So each page counts the held spans that
+overlap it: the pool maps a page when its first span is held and releases it with its last span,
+whatever the order of the calls. Releasing adjacent blocks together frees the most pages. KV caches
+of several groups, and layouts whose blocks are not whole spans, are not supported: `layout_of`
+raises `ValueError` for them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import numpy as np
 
 from rose.memory import Ranges
 
-FAILED = -1  # what a worker answers when its device has no memory for the blocks
+# A worker returns this instead of a byte count when its device has no memory for the blocks.
+FAILED = -1
 
 
 class Pool(Protocol):
-    """A range of virtual addresses whose pages get memory and lose it; fresh ones read as zeros."""
+    """A range of virtual addresses whose pages can be mapped to memory and released again. A page
+    that was just mapped reads as zeros."""
 
     page: int  # bytes
     nbytes: int  # a multiple of `page`
@@ -32,11 +36,13 @@ class Pool(Protocol):
     def release(self, ranges: Ranges) -> None: ...
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Every page may be touched meanwhile; what is written to those without memory is lost."""
+        """Allow kernels to touch every page within this context. Writes to unmapped pages are
+        lost."""
 
 
 class Layout(NamedTuple):
-    """Block b of region r owns bytes [starts[r] + b * strides[r], + strides[r]) of `nbytes`."""
+    """Position of the blocks in a KV cache of `nbytes` bytes. Block b owns `strides[r]` bytes from
+    `starts[r] + b * strides[r]` on in each region r."""
 
     nbytes: int
     blocks: int
@@ -49,9 +55,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(kv_cache, name: str) -> Layout:
-    """Of vLLM's `KVCacheConfig` and the name of its resolved layout, a permutation of the axes
-    Layer, Block, Head, tokeN, Content. Raises `ValueError` for what can't be lent block by block.
-    """
+    """Compute the layout from vLLM's `KVCacheConfig` and the name of its resolved layout. The name
+    is a permutation of the axes Layer, Block, Head, tokeN, Content. Raises `ValueError` for a KV
+    cache that can't be lent block by block."""
     groups = len(kv_cache.kv_cache_groups)
     if groups != 1:
         raise ValueError(
@@ -88,17 +94,18 @@ def _checked(layout: Layout) -> Layout:
 
 
 class BlockMemory:
-    """Holds no block at first. `map` passes over ids that are held, `release` those that aren't."""
+    """The blocks of a KV cache that hold memory; none at first. `map` skips ids that are already
+    held, and `release` ids that are not."""
 
     def __init__(self, pool: Pool, layout: Layout) -> None:
         self.pool, self.layout = pool, layout
         self._held = np.zeros(layout.blocks, bool)
-        self._spans = np.zeros(pool.nbytes // pool.page, np.int32)  # held spans in each page
+        self._spans = np.zeros(pool.nbytes // pool.page, np.int32)  # held spans per page
         self._suspended = False
 
     @property
     def held(self) -> int:
-        """Blocks."""
+        """Number of blocks that hold memory."""
         return int(self._held.sum())
 
     @property
@@ -106,8 +113,9 @@ class BlockMemory:
         return 0 if self._suspended else int((self._spans > 0).sum()) * self.pool.page
 
     def map(self, ids: Iterable[int]) -> int:
-        """These blocks may be used from here on; returns the bytes asked of the pool. What the pool
-        raises leaves everything as it was. Raises `ValueError` for an id that is none."""
+        """Map the memory of these blocks, so that they may be used. Return the bytes newly mapped.
+        If the pool raises an error, nothing has changed. Raises `ValueError` for an id outside the
+        cache."""
         runs = self._runs(ids, held=False)
         fresh = self._count(runs, 1)
         try:
@@ -121,8 +129,9 @@ class BlockMemory:
         return _total(fresh)
 
     def release(self, ids: Iterable[int]) -> int:
-        """Forget what is in these blocks; returns the bytes that went back. Raises `ValueError` for
-        an id that is none, or 0: that is vLLM's null block, which kernels touch for padding."""
+        """Release the memory of these blocks and their content. Return the bytes released. Raises
+        `ValueError` for an id outside the cache, and for block 0, vLLM's null block, which kernels
+        touch for padding."""
         runs = self._runs(ids, held=True)
         if runs and runs[0][0] == 0:
             raise ValueError("block 0 is vLLM's null block and is never given back")
@@ -134,26 +143,27 @@ class BlockMemory:
         return _total(idle)
 
     def suspend(self) -> None:
-        """Give every page back, and remember which blocks were held."""
+        """Release every page, and remember which blocks were held."""
         if not self._suspended:
             self.pool.release(_ranges(np.flatnonzero(self._spans), self.pool.page))
             self._suspended = True
 
     def resume(self) -> None:
-        """Ask for the pages of the blocks held; they read as zeros."""
+        """Map the pages of the held blocks again; they read as zeros."""
         if self._suspended:
             self.pool.map(_ranges(np.flatnonzero(self._spans), self.pool.page))
             self._suspended = False
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Any block may be touched meanwhile. What was in those held stays, and nothing else."""
+        """Allow kernels to touch every block within this context. Only held blocks keep their
+        content."""
         with self.pool.scratch():
             yield
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
 
     def _runs(self, ids: Iterable[int], held: bool) -> list[tuple[int, int]]:
-        """[low, high) of neighbouring ids among those that are held, or are not."""
+        """Runs [low, high) of adjacent ids among those of `ids` whose state is `held`."""
         wanted = np.unique(np.fromiter(ids, np.int64))
         if wanted.size and not (wanted[0] >= 0 and wanted[-1] < self.layout.blocks):
             raise ValueError(
@@ -163,7 +173,8 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """Count these runs' spans in or out; the pages that got their first or lost their last."""
+        """Add `change` (1 or -1) to the count of every page for each span of these runs. Returns
+        the byte ranges of the pages that got their first span or lost their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
             for low, high in runs:
@@ -183,7 +194,7 @@ class BlockMemory:
 
 
 def _ranges(numbers: np.ndarray, unit: int) -> Ranges:
-    """[start, end) * unit of the runs in ascending whole numbers."""
+    """Runs [start, end) of adjacent integers in ascending `numbers`, both ends times `unit`."""
     if not numbers.size:
         return []
     cuts = np.flatnonzero(np.diff(numbers) != 1)

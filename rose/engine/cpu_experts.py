@@ -1,8 +1,8 @@
-"""vLLM's experts on a CPU, with weights as they were read.
+"""vLLM's experts on a CPU, with their weights in the order in which they were read.
 
-vLLM's own kernels reorder each expert's weights as they are loaded, so that an update in place
-would change other values than it means to. Here every expert that has tokens is two plain products,
-in the weights' dtype: slower, and exact in float32. For tests and small models, as the CPU is.
+vLLM's own kernels reorder each expert's weights when they are loaded, so that an update in place
+would change the wrong values. Here every expert that has tokens is two plain matrix products in the
+weights' dtype: slower, and exact in float32. CPU engines serve tests and small models only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 def keep_plain() -> None:
-    """For all models that are loaded from now on in this process."""
+    """Replace vLLM's CPU experts for all models that this process loads afterwards."""
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = _apply
 
@@ -42,5 +42,5 @@ def _apply(
             continue
         tokens, place = (local == expert).nonzero(as_tuple=True)
         gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, -1)
-        made = F.linear(F.silu(gate) * up, w2[expert])
-        output.index_add_(0, tokens, (made * topk_weights[tokens, place, None]).to(output.dtype))
+        result = F.linear(F.silu(gate) * up, w2[expert])
+        output.index_add_(0, tokens, (result * topk_weights[tokens, place, None]).to(output.dtype))

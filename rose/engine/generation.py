@@ -1,7 +1,7 @@
-"""Turns of an engine, from their prompts to their ends, over flips of the weights: mixed into
-`Engine`.
+"""A mixin of `Engine` that generates turns, also while new weights are put in place.
 
-A turn is one vLLM request or several: one that new weights interrupt goes on as another.
+A turn is one vLLM request or several: when new weights interrupt a request, the turn continues as
+another request.
 """
 
 from __future__ import annotations
@@ -16,41 +16,49 @@ from rose.engine.start import EngineDied, EngineError
 
 
 class Chunk(NamedTuple):
-    """Tokens since the last chunk. `logprobs` are of the distribution that they were drawn from, at
-    rollout.temperature, of the tokens that rollout.top_p and top_k leave."""
+    """The tokens of a turn since its last chunk, all of one policy version. `logprobs` are those of
+    the distribution that the tokens were sampled from: after rollout.temperature, and over the
+    tokens that rollout.top_p and top_k leave."""
 
     tokens: list[int]
     logprobs: list[float]
-    version: int  # policy version that made them
+    version: int  # policy version that generated the tokens
     finish: protocol.FinishReason | None
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    # with `routing`, as a request ends: `routed` rows, as `protocol.TurnResult` has them
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    # The experts of `routed` tokens, as in `protocol.TurnResult`. An engine with `routing` sends
+    # them with the chunk that ends a vLLM request.
     experts: bytes = b""
     routed: int = 0
 
 
 @dataclass
 class Turn:
-    request: str
+    request: str  # id of the vLLM request that generates the turn's tokens
     aborted: bool = False
-    evicted: bool = False  # its engine's scheduler gave it back
+    evicted: bool = False  # true if the engine's co-serving scheduler evicted it
 
 
 class Generation:
-    """`_turns`: those that run, by their ids."""
+    """Generates and aborts the turns of an engine. `_turns` maps the ids of running turns to
+    them."""
 
     async def generate(
         self, turn_id: str, tokens: bytes, sampling: protocol.Sampling, routed: int = 0
     ) -> AsyncIterator[Chunk]:
-        """Continue `tokens` (int32, packed); the last chunk has `finish`: ABORT after `abort`, or
-        when a co-serving engine gives the turn back (stop_reason `plugin.EVICTED`). With routing
-        all chunks together have the experts of what follows the first `routed` tokens, but for the
-        turn's last token, which goes through the model with the next turn.
+        """Continue `tokens` (int32, packed), and yield what is generated.
+
+        Only the last chunk has `finish`. It is ABORT after `abort`, and when a co-serving engine
+        evicts the turn (vLLM's stop_reason is `plugin.EVICTED`).
+
+        An engine with `routing` also yields the experts of every token after the first `routed`
+        ones, except the turn's last token: it goes through the model with the next turn.
 
         The sampler's seed is a function of `sampling.seed` and the number of tokens, so that a turn
-        continued from partial tokens doesn't draw the same numbers again. Raises `EngineDied`;
-        `EngineError` if the engine is inactive, or `turn_id` is already running here, or has a seed
-        that would kill this engine: vLLM on CPU cannot prefill a seeded prompt in parts.
+        continued from partial tokens doesn't draw the same random numbers again.
+
+        Raises `EngineDied`; `EngineError` if the engine is inactive, if `turn_id` is already
+        running here, or if a seed would kill this engine: vLLM on a CPU cannot prefill a seeded
+        prompt in chunks.
         """
         self._check_active()
         if turn_id in self._turns:
@@ -81,7 +89,7 @@ class Generation:
                 async for chunk in self._stream(turn, turn_id, prompt, sampling, left, routed):
                     prompt += chunk.tokens
                     routed += chunk.routed
-                    # the abort came before vLLM knew the request
+                    # `abort` was called before vLLM had the request.
                     if turn.aborted and chunk.finish is None:
                         await self._llm.abort(turn.request)
                     interrupted = chunk.finish is protocol.FinishReason.ABORT and not (
@@ -102,7 +110,7 @@ class Generation:
         max_tokens: int,
         routed: int,
     ) -> AsyncIterator[Chunk]:
-        """One vLLM request, from start to its own end."""
+        """Run one vLLM request to its end, whatever ends it, and yield its output."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -110,9 +118,11 @@ class Generation:
 
         self._serial += 1
         turn.request = f"{turn_id}#{self._serial}"
-        version, first, made = self.version, True, 0
-        # the number of tokens is part of the seed: a turn that goes on elsewhere doesn't draw the
-        # same again
+        version = self.version
+        first = True
+        generated = 0  # tokens of this request
+        # The number of tokens is part of the seed, so that a turn that continues elsewhere doesn't
+        # draw the same random numbers again.
         seed = None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -124,17 +134,19 @@ class Generation:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            ignore_eos=True,  # else a tokenizer's, where an engine has one, would end turns too
+            # `stop_token_ids` alone end a turn, not the end token of a tokenizer that vLLM loads.
+            ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
             routed_experts_prompt_start=routed,
             skip_clone=True,
         )
-        # a prefix that older weights cached, or whose memory was given back, never matches
+        # The salt keeps prefixes from matching that other weights cached, or whose memory was
+        # released since.
         request = tokens_input(list(prompt), cache_salt=f"v{version}a{self._activations}")
         self._prompted += len(prompt)
         try:
-            begun = self._llm.generate(request, params, turn.request, lora_request=self._adapter)
-            async for output in begun:
+            outputs = self._llm.generate(request, params, turn.request, lora_request=self._adapter)
+            async for output in outputs:
                 part, cached = output.outputs[0], output.num_cached_tokens or 0
                 tokens = list(part.token_ids)
                 logprobs = list(part.logprobs.logprobs) if part.token_ids else []
@@ -142,24 +154,27 @@ class Generation:
                 first = False
                 finish = protocol.FinishReason(part.finish_reason) if part.finish_reason else None
                 turn.evicted = part.stop_reason == plugin.EVICTED
-                ends = self._version_ends(turn.request, part, version, made, len(tokens))
-                for low, high, made_by in ends[:-1]:
-                    yield Chunk(tokens[low:high], logprobs[low:high], made_by, None, cached)
-                low, high, made_by = ends[-1]
-                made += len(tokens)
+                spans = self._version_spans(turn.request, part, version, generated, len(tokens))
+                for low, high, by in spans[:-1]:
+                    yield Chunk(tokens[low:high], logprobs[low:high], by, None, cached)
+                low, high, by = spans[-1]
+                generated += len(tokens)
                 self._generated += len(tokens)
                 rows = part.routed_experts
-                experts = (b"", 0) if rows is None else (rows.tobytes(), len(rows))
-                yield Chunk(tokens[low:high], logprobs[low:high], made_by, finish, cached, *experts)
+                experts = b"" if rows is None else rows.tobytes()
+                routed = 0 if rows is None else len(rows)
+                yield Chunk(
+                    tokens[low:high], logprobs[low:high], by, finish, cached, experts, routed
+                )
         except EngineDeadError as error:
             raise EngineDied(f"engine process {self.pid} died during turn {turn_id}") from error
 
-    def _version_ends(
-        self, request: str, part, version: int, made: int, count: int
+    def _version_spans(
+        self, request: str, part, version: int, generated: int, count: int
     ) -> list[tuple[int, int, int]]:
-        """(low, high, version) of the `count` new tokens of an output, after `made` earlier ones of
-        its request: vLLM notes with each step's outputs which weights made them. One entry at
-        least."""
+        """Split the `count` new tokens of an output into (low, high, version); at least one span.
+        vLLM notes with each engine step's outputs which weights generated them. `generated` is the
+        number of the request's earlier tokens, `version` the version at its start."""
         processor = self._llm.output_processor
         states = [
             processor.request_states[i]
@@ -168,10 +183,10 @@ class Generation:
         ]
         if states:
             starts = states[0].weight_version_starts
-        else:  # its last output: vLLM has forgotten the request
+        else:  # vLLM drops a request's state with its last output
             starts = [(span.version, span.start) for span in part.weight_versions or ()]
         begins = [(0, version)] + [
-            (start - made, int(label)) for label, start in starts if label != "default"
+            (start - generated, int(label)) for label, start in starts if label != "default"
         ]
         found = []
         for (low, label), (high, _) in zip(begins, [*begins[1:], (count, 0)], strict=False):
@@ -181,7 +196,7 @@ class Generation:
         return found or [(0, count, begins[-1][1])]
 
     async def abort(self, turn_id: str) -> None:
-        """End a turn's iterator with what it has and finish ABORT; unknown turns have ended."""
+        """End a turn with finish ABORT and the tokens so far. An unknown turn has already ended."""
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.aborted = True

@@ -1,14 +1,13 @@
-"""GPU memory for the activations of a step, which an engine that shares its device keeps for
-itself.
+"""GPU memory for the activations of an engine step, reserved where engines share a device.
 
-vLLM reserves it by taking less KV cache, but not where it is told how much to take
-(`kv_cache_memory_bytes`); and when it captures CUDA graphs it gives back to the device what its
-profile run had of it. The other engine's weights or either's pages of KV cache would take it, and
-this engine would end at its next full step. So what the profile run took is measured, and when all
-graphs are captured torch's allocator takes so much as one piece and keeps it, of which it cuts what
-steps want.
+vLLM leaves room for activations by allocating less KV cache, but not when
+`kv_cache_memory_bytes` sets the cache's size. And when vLLM captures CUDA graphs, it returns to the
+device what its profile run had allocated. The other engine's weights, or KV pages of either engine,
+could then take that memory, and this engine would fail at its next full step. So we measure the
+peak of the profile run. Once all graphs are captured, torch's caching allocator takes that much as
+one segment and keeps it, and steps allocate from this segment.
 
-Left out: what a step takes beyond vLLM's profile run, as of log-probabilities of prompts.
+What a step allocates beyond vLLM's profile run, as for log-probabilities of prompts, isn't covered.
 """
 
 from __future__ import annotations
@@ -20,19 +19,23 @@ import torch
 
 from rose.engine.vmm import SPARE
 
-FRAGMENTS = 1.125  # of what steps use: pieces are cut, and not every rest is of use
+# Factor on the measured peak. It covers fragmentation: the allocator splits the segment, and not
+# every remainder is of use.
+FRAGMENTS = 1.125
 GIB = 2**30
 
 
 class Headroom:
-    """Of one worker, on its CUDA device. `nbytes`: of the largest step, known after `measured`."""
+    """The memory that one vLLM worker's steps need on its CUDA device. `nbytes` is the need of the
+    largest step, `FRAGMENTS` included; 0 until `measured` has run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.nbytes = device, 0
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around vLLM's profile run, a largest step. Raises `RuntimeError` for want of memory."""
+        """Measure vLLM's profile run, a step of the largest size, within this context. Raises
+        `RuntimeError` when it runs out of memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
@@ -47,8 +50,8 @@ class Headroom:
         self.nbytes = int(FRAGMENTS * (peak - lasting))
 
     def keep(self, spare: int = SPARE) -> None:
-        """From here on this engine has memory for any step. Raises `RuntimeError` when the device
-        hasn't so much, and `spare` bytes beyond it."""
+        """Reserve `nbytes` in torch's allocator, so that every later step has its memory. Raises
+        `RuntimeError` unless the device has `nbytes` free, and `spare` bytes beyond them."""
         torch.cuda.empty_cache()
         try:
             torch.empty(self.nbytes, dtype=torch.int8, device=self.device)

@@ -1,11 +1,12 @@
-"""A worker whose weights and KV cache are given back while its process, kernels and graphs stay:
-mixed into vLLM's.
+"""A mixin of vLLM's worker that releases its weights and KV cache, but keeps its process, kernels
+and CUDA graphs.
 
-Deactivated it forgets the weights, asleep it keeps them in host memory.
+A deactivated worker forgets the weights; a sleeping one keeps them in host memory.
 
-On a GPU by vLLM's sleep mode (level 2: nothing is kept), on a CPU, where vLLM's does nothing, by
-dropping the pages of the parameters. Either way every tensor keeps its address, and the weights are
-read again from the model's folder into them by vLLM's loader. Importing this imports vLLM.
+On a GPU this uses vLLM's sleep mode: level 2, which keeps nothing, to deactivate, and level 1 to
+sleep. vLLM's sleep mode does nothing on a CPU, so there we drop the pages of the parameters. Either
+way every tensor keeps its address, and to activate, vLLM's loader reads the weights from the
+model's folder into the same tensors. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ from vllm.model_executor.model_loader import get_model_loader
 from rose import heap, memory
 from rose.engine import adapter
 from rose.engine.vmm import SPARE
-from rose.memory import give_back
+from rose.memory import release_pages
 
-SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's tags of what a sleeping engine gives back
+SLEEP_TAGS = frozenset({"weights", "kv_cache"})  # vLLM's tags for the memory that sleep releases
 
 
 class InactiveWorker:
-    """Mixed into vLLM's worker beside `WorkerExtension`. Nothing may run between the two calls."""
+    """Mixed into vLLM's worker beside `WorkerExtension`. No step may run between `rose_deactivate`
+    and `rose_activate`, or `rose_sleep` and `rose_wake`."""
 
-    _rose_initial: dict[str, str] | None = None  # checksums of the folder's weights, if seen
-    _rose_asleep: set[str] | frozenset[str] = frozenset()  # what `rose_wake` brings back
+    # Checksums of the weights in the model's folder; None until a deactivation has taken them.
+    _rose_initial: dict[str, str] | None = None
+    _rose_asleep: set[str] | frozenset[str] = frozenset()  # tags not woken yet
 
     def rose_deactivate(self) -> None:
-        """Forget weights and KV cache. Raises `RuntimeError` on a GPU without sleep mode."""
+        """Release weights and KV cache without a copy. Raises `RuntimeError` on a GPU without sleep
+        mode."""
         on_cpu = self.device.type == "cpu"
         if not on_cpu and not self.model_config.enable_sleep_mode:
-            raise RuntimeError("started without enable_sleep_mode, so weights can't be given back")
+            raise RuntimeError("started without enable_sleep_mode, so weights can't be released")
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
-        self.weight_transfer_engine.begin_anew()
+        self.weight_transfer_engine.reset()
         if self.rose_kv is not None:
             self.rose_kv.suspend()
         if not on_cpu:
@@ -45,17 +49,18 @@ class InactiveWorker:
         spans = _storages(model.parameters()) - _storages(model.buffers())
         if self.rose_kv is None:
             spans |= _storages(self.model_runner.kv_caches)
-        give_back(spans)
-        heap.give_back()  # what loading the model left in the allocator
+        release_pages(spans)
+        heap.release_free()  # memory that loading the model left in the allocator
 
     def rose_activate(self) -> None:
-        """Read the folder's own weights. Raises what the loader raises, and `RuntimeError` when the
-        weights are not those of before, or when the device has too little memory for steps."""
+        """Read the weights of the model's folder. Raises what vLLM's loader raises, and
+        `RuntimeError` when the weights differ from those that the folder had before, or when the
+        device has too little memory for steps."""
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()
         if self.rose_headroom is not None:
-            # the rest may be what the spare memory is for, by now
+            # Half the usual margin: kernels loaded since the start may have used the other half.
             self.rose_headroom.keep(SPARE // 2)
         if self.rose_kv is not None:
             self.rose_kv.resume()
@@ -75,23 +80,24 @@ class InactiveWorker:
         adapter.clear(model)
 
     def rose_sleep(self) -> tuple[float, float, float]:
-        """Give back the KV cache and, on a GPU, the weights, whose copy stays in host memory.
-        Returns GiB given back, free on the device afterwards, and in all. Asleep already: nothing
-        happens."""
-        before = memory.look(self.device)
+        """Release the KV cache and, on a GPU, the weights, of which host memory keeps a copy. Does
+        nothing to a worker that is fully asleep. Returns GiB released, free on the device
+        afterwards, and the device's total."""
+        before = memory.device_memory(self.device)
         if self.device.type != "cpu":
-            if self._rose_asleep != SLEEPS:
+            if self._rose_asleep != SLEEP_TAGS:
                 self.sleep(level=1)
         else:
-            give_back(_storages(self.model_runner.kv_caches))
-            heap.give_back()
-        self._rose_asleep = set(SLEEPS)
+            release_pages(_storages(self.model_runner.kv_caches))
+            heap.release_free()
+        self._rose_asleep = set(SLEEP_TAGS)
         return self._rose_moved(before)
 
     def rose_wake(self, tag: str) -> tuple[float, float, float]:
-        """Take the memory of "weights" or "kv_cache" again; the figures of `rose_sleep`. On a CPU
-        the weights never went, and the KV cache's pages come as they are touched."""
-        before = memory.look(self.device)
+        """Take the memory of `tag`, "weights" or "kv_cache", again; the result is `rose_sleep`'s.
+        On a CPU there is nothing to do: the weights never left, and the system maps the KV cache's
+        pages as they are touched."""
+        before = memory.device_memory(self.device)
         if tag in self._rose_asleep:
             if self.device.type != "cpu":
                 self.wake_up([tag])
@@ -99,12 +105,12 @@ class InactiveWorker:
         return self._rose_moved(before)
 
     def _rose_moved(self, before: memory.DeviceMemory) -> tuple[float, float, float]:
-        now = memory.look(self.device)
-        return now.given_since(before), now.free, now.total
+        now = memory.device_memory(self.device)
+        return now.freed_since(before), now.free, now.total
 
 
 def _storages(tensors) -> set[tuple[int, int]]:
-    """(address, bytes) of what these tensors lie in; tied ones once."""
+    """(address, bytes) of each storage behind these tensors; a shared storage counts once."""
     return {
         (storage.data_ptr(), storage.nbytes()) for storage in (t.untyped_storage() for t in tensors)
     }

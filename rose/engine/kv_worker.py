@@ -1,16 +1,16 @@
-"""KV memory that a worker gives back to the system by block: mixed into vLLM's worker, called by
-its scheduler.
+"""A mixin of vLLM's worker that maps and releases KV memory block by block at the scheduler's call.
 
-In an engine that shares its device (ROSE_COSERVING is set) the one buffer of vLLM's KV cache comes
-from a page pool, `rose.memory` on a CPU and `rose.engine.vmm` on a GPU. vLLM has a
-context around that allocation, for its sleep mode and for KV connectors; here a `TorchFunctionMode`
-takes its place, which answers the one `torch.zeros`. At first only block 0 has memory, vLLM's null
-block: the scheduler maps what it means to use. Before there is a scheduler vLLM warms up its
-kernels with real steps on blocks 1, 2, ... (v1/worker/gpu/warmup.py), which share one page of
-memory meanwhile: nobody reads what these steps make. All else that runs without a scheduler - the
-profile run, the capture of CUDA graphs, dummy steps, padding - writes nowhere (slot -1) and reads
-block 0. On a GPU the worker also keeps the memory that its steps take besides
-(rose/engine/headroom.py). Importing this imports vLLM.
+In an engine that shares its device (ROSE_COSERVING is set), the one buffer of vLLM's KV cache comes
+from a page pool: `rose.memory.HostPages` on a CPU, `rose.engine.vmm.PagePool` on a GPU. vLLM
+allocates that buffer inside a context that it has for sleep mode and KV connectors. We replace this
+context by a `TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
+
+At first only block 0, vLLM's null block, has memory; the scheduler maps the blocks that it means to
+use. Before there is a scheduler, vLLM warms up its kernels with real steps on blocks 1, 2, ...
+(v1/worker/gpu/warmup.py). Meanwhile these blocks share one page, as nothing reads what these steps
+write. All else that runs without a scheduler - the profile run, the capture of CUDA graphs, dummy
+steps, padding - writes nowhere (slot -1) and reads block 0. On a GPU the worker also reserves the
+memory of its activations (rose/engine/headroom.py). Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ logger = init_logger(__name__)
 
 
 class KvAllocation(TorchFunctionMode):
-    """Context in which vLLM allocates the KV cache of `worker`; afterwards `worker.rose_kv` is its
-    `BlockMemory`.
-
-    Raises `ValueError` for a KV cache that can't be lent by block, `RuntimeError` when vLLM
-    allocated it in another way than expected.
-    """
+    """Context in which vLLM allocates the KV cache of `worker` from a page pool. It sets
+    `worker.rose_kv` to the cache's `BlockMemory`. Raises `ValueError` for a KV cache that can't be
+    lent by block, `RuntimeError` when vLLM allocated several buffers, or none."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -76,7 +73,8 @@ def new_pool(nbytes: int, device: torch.device) -> Pool:
 
 
 def _warm_up_in_scratch(worker: Worker) -> None:
-    """On the instance, as vLLM's classes for GPUs and CPUs each have their own."""
+    """Let `worker`'s warm-up steps touch every block, then reserve the memory of its steps. Patches
+    the instance, because vLLM's GPU and CPU classes each have a warm-up of their own."""
     warm_up = worker.compile_or_warm_up_model
 
     def compile_or_warm_up_model():
@@ -90,7 +88,8 @@ def _warm_up_in_scratch(worker: Worker) -> None:
 
 
 def _measure_headroom(worker: Worker) -> None:
-    """Measure at vLLM's profile run, which follows the model's loading; on the instance, too."""
+    """Measure the memory of steps during vLLM's profile run, which follows loading the model.
+    Patches the instance, as `_warm_up_in_scratch` does."""
     profile = worker.determine_available_memory
     worker.rose_headroom = Headroom(worker.device)
 
@@ -116,13 +115,13 @@ Worker._maybe_get_memory_pool_context = _context
 class KvWorker:
     """Mixed into vLLM's worker. Block ids are those of the scheduler's block pool."""
 
-    rose_kv: BlockMemory | None = None
-    rose_headroom: Headroom | None = None  # none on a CPU, where all memory is the system's
+    rose_kv: BlockMemory | None = None  # None unless the engine shares its device
+    rose_headroom: Headroom | None = None  # None unless the engine shares a GPU
 
     def rose_kv_layout(self) -> dict:
-        """`blocks`, `block_bytes`, over all layers, and where they lie: `nbytes`, `starts`,
-        `strides` of `blocks.Layout`; `page_bytes` of the system or the GPU; `held` blocks;
-        `mapped_bytes`."""
+        """Describe the KV cache to the scheduler. The keys are the fields of `blocks.Layout`;
+        `block_bytes`, a block's bytes in all layers; `page_bytes`, the pool's page size; `held`,
+        the number of blocks that hold memory; and `mapped_bytes`."""
         kv = self._rose_lent()
         return kv.layout._asdict() | {
             "block_bytes": kv.layout.block_bytes,
@@ -132,9 +131,8 @@ class KvWorker:
         }
 
     def rose_map_blocks(self, block_ids: list[int]) -> int:
-        """Before these blocks are used. Returns the bytes that this took from the system, see
-        `BlockMemory.map`; FAILED when it has not so many, and then none of them has memory that
-        hadn't before."""
+        """Map the memory of these blocks, before a step uses them. Return the bytes newly mapped.
+        Returns FAILED when the device has too little memory; then no further block was mapped."""
         try:
             return self._rose_lent().map(block_ids)
         except (MemoryError, CudaError) as error:
@@ -142,8 +140,8 @@ class KvWorker:
             return FAILED
 
     def rose_release_blocks(self, block_ids: list[int]) -> int:
-        """Release these blocks; what is in them is lost. Returns the bytes that the system got; see
-        `BlockMemory.release`. On a GPU this waits for the steps that were submitted."""
+        """Release the memory of these blocks and their content. Return the bytes released. On a GPU
+        this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
 
     def _rose_lent(self) -> BlockMemory:

@@ -1,13 +1,17 @@
-"""Where a Hugging Face tensor lives in vLLM's parameters, for every tensor-parallel rank. Pure.
+"""The place of each Hugging Face tensor in vLLM's parameters, for every tensor-parallel rank.
 
-Covers the decoder family that Qwen2, Qwen3 and Llama share: q, k, v fused into `qkv_proj` (with
-bias in Qwen2), gate and up fused into `gate_up_proj`, rows of fused layers and columns of `o_proj`
-and `down_proj` split over ranks, key-value heads replicated where there are fewer of them than
-ranks, the vocabulary padded to a multiple of 64 and split, norms on every rank; and adapters, whose
-matrices an engine keeps apart for every projection. Qwen3's mixtures have a router on every rank
-and all experts of a layer in two parameters, one expert below the other: `w13_weight`, gate above
-up, and `w2_weight`. Each expert is split as an MLP is or, with expert parallelism, stands whole on
-one rank. Quantized layouts are not here.
+Pure functions. They cover the decoder family that Qwen2, Qwen3 and Llama share:
+- q, k and v are fused into `qkv_proj` (with bias in Qwen2), gate and up into `gate_up_proj`;
+- rows of fused layers and columns of `o_proj` and `down_proj` are split over ranks;
+- key-value heads are replicated where there are fewer of them than ranks;
+- the vocabulary is padded to a multiple of 64 and split;
+- norms, and the routers of Qwen3's mixtures, are on every rank;
+- a layer's experts lie in two parameters, one expert below the other: `w13_weight`, with gate above
+  up, and `w2_weight`. An expert is split like an MLP or, with expert parallelism, lies whole on one
+  rank;
+- adapters have one pair of matrices for each projection, fused or not.
+
+Quantized layouts are not supported.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ _EXPERT = re.compile(
 
 
 class LocalSlice(NamedTuple):
-    """`parameter[destination] = tensor[source]` on one tensor-parallel rank."""
+    """A copy of part of a tensor: `parameter[destination] = tensor[source]` on one rank."""
 
     parameter: str
     destination: tuple[slice, ...]
@@ -42,12 +46,9 @@ class LocalSlice(NamedTuple):
 def cuts(
     name: str, shape: tuple[int, ...], model: ModelShape, degrees: Iterable[int]
 ) -> tuple[list[int], list[int]]:
-    """The rows and columns of HF tensor `name` at which some rank's part begins or ends, for
-    servers of any of these tensor-parallel degrees. Degrees that don't divide the model are passed
-    over: no server has them.
-
-    Raises `ValueError` as `slices` does.
-    """
+    """Rows and columns of HF tensor `name` at which a rank's part begins or ends, ascending. All
+    tensor-parallel `degrees` count. Degrees that don't divide the model are skipped, as no engine
+    can have them. Raises `ValueError` as `slices` does."""
     found: tuple[set[int], set[int]] = (set(), set())
     slices(name, shape, model, 0, 1)
     for degree in degrees:
@@ -69,12 +70,14 @@ def slices(
     tp_size: int,
     expert_parallel: bool = False,
 ) -> LocalSlice | None:
-    """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds; null for
-    `lm_head.weight` of a model with tied embeddings, which vLLM doesn't keep twice, and for another
-    rank's expert. Of what has three dimensions there, `destination` takes the first two as one.
+    """The part of HF tensor `name` that rank `tp_rank` of `tp_size` holds.
 
-    Raises `ValueError` for a tensor that this family doesn't have, a shape that isn't the model's,
-    or a `tp_size` that doesn't divide what it must.
+    None for `lm_head.weight` of a model with tied embeddings, which vLLM keeps only once, and for
+    an expert of another rank. For a parameter with three dimensions, `destination` indexes it with
+    the first two flattened into one.
+
+    Raises `ValueError` for a tensor that this family doesn't have, a shape that differs from the
+    model's, or a `tp_size` that doesn't divide the dimension to be split.
     """
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
@@ -115,7 +118,7 @@ def slices(
     if (block, projection) in (("self_attn", "o_proj"), ("mlp", "down_proj")):
         width = model.heads * model.head_dim if block == "self_attn" else model.intermediate
         _expect(name, shape, (model.hidden,) if bias else (model.hidden, width))
-        if bias:  # whole everywhere; vLLM adds it on rank 0
+        if bias:  # whole on every rank; vLLM adds it on rank 0
             return LocalSlice(name, (slice(0, model.hidden),), (slice(0, model.hidden),))
         columns = _divide(name, width, tp_size)
         return LocalSlice(
@@ -136,8 +139,9 @@ def _adapter(
     tp_rank: int,
     tp_size: int,
 ) -> LocalSlice:
-    """Of A (rank, columns) the columns that the rank has of the matrix, of B (rows, rank) the rows;
-    from the first on in the engine's memory for this matrix, whose rank may be larger."""
+    """The part of an adapter's matrix beside the part of the base matrix that `tp_rank` holds. It
+    has the same columns of A (rank, columns), or the same rows of B (rows, rank). The destination
+    begins at 0 in the engine's slot, whose LoRA rank may be larger."""
     whole = model.projections.get(projection)
     if whole is None:
         raise ValueError(f"tensor {name!r} is beside no projection of a layer")
@@ -160,7 +164,7 @@ def _expert(
     tp_rank: int,
     tp_size: int,
 ) -> LocalSlice:
-    """Expert `number` of those of this rank, or its part of it."""
+    """The part of an expert that `tp_rank` holds; `number` counts the experts of this rank."""
     width = _divide(name, model.expert_intermediate, tp_size)
     own, hidden = slice(tp_rank * width, (tp_rank + 1) * width), slice(0, model.hidden)
     if projection == "down_proj":
@@ -191,12 +195,13 @@ def _qkv(
     tp_rank: int,
     tp_size: int,
 ) -> LocalSlice:
-    """Local rows of qkv_proj: this rank's query heads, then its key heads, then its value heads."""
+    """The part of q, k or v in this rank's qkv_proj, whose rows are the rank's query heads, then
+    its key heads, then its value heads."""
     heads = model.heads if projection == "q_proj" else model.kv_heads
     total = heads * model.head_dim
     _expect(name, shape, (total,) if kind == "bias" else (total, model.hidden))
     q_rows = _divide(name, model.heads, tp_size) * model.head_dim
-    if tp_size >= model.kv_heads:  # each key-value head stands on tp_size / kv_heads ranks
+    if tp_size >= model.kv_heads:  # each key-value head is on tp_size / kv_heads ranks
         kv_rows, kv_rank = model.head_dim, tp_rank // _divide(name, tp_size, model.kv_heads)
     else:
         kv_rows, kv_rank = _divide(name, model.kv_heads, tp_size) * model.head_dim, tp_rank

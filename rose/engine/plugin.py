@@ -1,10 +1,11 @@
-"""vLLM's entry point into ROSE (group `vllm.general_plugins`): loaded in every process of an
-engine.
+"""ROSE's vLLM plugin (entry point group `vllm.general_plugins`): vLLM loads it in every process of
+an engine.
 
-It gives our schedulers what vLLM doesn't: the engine core around them, to reach its workers and to
-wake its loop. A scheduler of another class is left alone. It gives vLLM the GPU of a MIG slice. And
-on a CPU it does what vLLM leaves to its environment: it asks Linux for AMX, and keeps the memory of
-one step for the next.
+It patches vLLM in three ways:
+1. ROSE's co-serving schedulers get the engine core around them, to call its workers and to wake its
+   loop. A scheduler of another class is left alone.
+2. vLLM finds the physical GPU of a MIG slice.
+3. On a CPU, it asks Linux for AMX, and glibc keeps the memory of one step for the next.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from rose.config.checks import NO_DRAFTS
 from rose.engine.drafts import EXTENSION
 
 # Names that engines, schedulers and commands agree on.
-FOLDER = "ROSE_COSERVING"  # environment: the folder of a device's boards
-CONFIG = "config.json"  # in it: what `rose.lending.vllm.device.Device` reads
-STEPS = "ROSE_COSERVING_STEPS"  # environment: a file for an engine's steps, a JSON object a line
-EVICTED = "rose-evicted"  # vLLM's stop_reason of a request handed back for want of memory or time
+# Environment variable with the folder of a device's boards; set where engines share a device.
+FOLDER = "ROSE_COSERVING"
+CONFIG = "config.json"  # file in that folder, read by `rose.lending.vllm.device.Device`
+# Environment variable with a file to which an engine appends each step as a line of JSON.
+STEPS = "ROSE_COSERVING_STEPS"
+# vLLM's stop_reason of a request that our scheduler evicted to free memory or time.
+EVICTED = "rose-evicted"
 
 
 def register() -> None:
-    """May be called any number of times in a process. In engines that share no device it only does
-    what is for CPUs and for MIG slices."""
+    """Patch vLLM in this process; a second call changes nothing. Without `FOLDER` in the
+    environment, it only does what is for CPUs and MIG slices."""
     from vllm.platforms import current_platform
 
     ask_for_amx()
@@ -44,7 +48,8 @@ def register() -> None:
     from rose.processes import die_with_parent
 
     parent = multiprocessing.parent_process()
-    if parent is not None:  # vLLM's engine would wait for ever for an API server that was killed
+    if parent is not None:
+        # vLLM's engine process would wait for ever for an API server that was killed.
         die_with_parent(parent.pid)
     original = EngineCoreProc.run_busy_loop
     if getattr(original, "attaches", False):
@@ -55,19 +60,23 @@ def register() -> None:
             self.scheduler.attach(self)
         return original(self)
 
-    def rose_rest(self, resting):
-        """A utility for `Engine`: see `RolloutScheduler.rest`; nothing for other schedulers."""
-        if hasattr(self.scheduler, "rest"):
-            self.scheduler.rest(resting)
+    def rose_set_inactive(self, inactive):
+        """Called by `Engine`: see `RolloutScheduler.set_inactive`. Ignored by other schedulers."""
+        if hasattr(self.scheduler, "set_inactive"):
+            self.scheduler.set_inactive(inactive)
 
     run_busy_loop.attaches = True
-    EngineCoreProc.run_busy_loop, EngineCoreProc.rose_rest = run_busy_loop, rose_rest
+    EngineCoreProc.run_busy_loop = run_busy_loop
+    EngineCoreProc.rose_set_inactive = rose_set_inactive
 
 
 def end_quickly(core: type) -> None:
-    """For vLLM's EngineCoreProc, whose process ends with it, and its memory with the process. vLLM
-    has Python's collector look through all that was ever imported before, twice: more CPU time than
-    the engine's start. Not for GPUs: the order in which sleep mode's pools go depends on it."""
+    """Make `core`, vLLM's EngineCoreProc, shut down without garbage collections.
+
+    vLLM runs Python's collector twice, over all that was ever imported: more CPU time than the
+    engine's start takes. It frees nothing that the end of the process would not. Not for GPUs,
+    where the order in which sleep mode's memory pools are freed depends on the collections.
+    """
     original = core.shutdown
     if getattr(original, "quick", False):
         return
@@ -84,9 +93,9 @@ def end_quickly(core: type) -> None:
 
 
 def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
-    """Raises `ValueError` for an engine on a CPU that would decode speculatively, however it was
-    asked to: by its arguments, or by a model's own config.json. Not for the methods of `mended`
-    with a worker that mends vLLM's sampling (rose/engine/drafts/rejection.py)."""
+    """Raise `ValueError` for an engine on a CPU that would decode speculatively. Its arguments or
+    the model's config.json may ask for that. The methods in `mended` are allowed with a worker
+    extension that corrects vLLM's sampling (rose/engine/drafts/rejection.py)."""
     from vllm.platforms import current_platform
 
     speculative = vllm_config.speculative_config
@@ -98,9 +107,8 @@ def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
 
 
 def ask_for_amx() -> None:
-    """Linux gives a process the AMX tiles that it asked for (arch_prctl); without, the first
-    attention in bfloat16 on a CPU that has them ends vLLM 0.32's engine by SIGILL. Nothing happens
-    on other CPUs."""
+    """Ask Linux for the AMX tiles (arch_prctl), on a CPU that has them. Without this request, the
+    first attention in bfloat16 kills vLLM 0.32's engine with SIGILL."""
     import torch
 
     if torch.cpu._is_amx_tile_supported():
@@ -108,7 +116,8 @@ def ask_for_amx() -> None:
 
 
 def find_gpus_of_slices(platform: type, nvml) -> None:
-    """Mend `platform`, vLLM's for CUDA; `nvml`: its module pynvml. May be called again."""
+    """Make `platform`, vLLM's CUDA platform, map the UUID of a MIG slice to its physical GPU.
+    `nvml` is vLLM's pynvml module. A second call changes nothing."""
     original = platform.device_control_id_to_physical_device_id
     if getattr(original, "knows_slices", False):
         return
@@ -121,10 +130,11 @@ def find_gpus_of_slices(platform: type, nvml) -> None:
             part = nvml.nvmlDeviceGetHandleByUUID(device_id)
             return nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
         finally:
-            nvml.nvmlShutdown()  # it counts: NVML stays open for whoever opened it before
+            nvml.nvmlShutdown()  # counted, so NVML stays open for earlier nvmlInit calls
 
     device_control_id_to_physical_device_id.knows_slices = True
     platform.device_control_id_to_physical_device_id = classmethod(
         device_control_id_to_physical_device_id
     )
-    platform.get_device_capability.cache_clear()  # what modules asked before this one was loaded
+    # Modules imported before this one may have cached an answer from before the patch.
+    platform.get_device_capability.cache_clear()

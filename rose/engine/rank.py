@@ -1,10 +1,12 @@
 """A rollout worker: a token server around one engine, without state worth losing.
 
-Tokens go to the coordinator as they are made. When the engine process dies the worker reports it at
-once, starts another with the newest weights, and is ready again; the coordinator has sent the turns
-elsewhere meanwhile. Where the device is shared with a trainer rank (colocate=true, rollout.hybrid)
-the engine is started, woken and put to sleep at the coordinator's orders. The device of an engine
-with a replica (trainer.elastic_replicas) is the replica's while that engine sleeps.
+The worker streams tokens to the coordinator as they are generated. When the engine process dies,
+the worker reports that at once and starts another engine; meanwhile the coordinator sends the turns
+elsewhere and has the new engine load the newest weights.
+
+On a device shared with a trainer rank (colocate=true, rollout.hybrid), the coordinator orders when
+the engine starts, wakes and sleeps. An engine with a replica (trainer.elastic_replicas) leaves its
+device to the replica while it sleeps.
 """
 
 from __future__ import annotations
@@ -34,15 +36,21 @@ from rose.protocol import seed_of
 from rose.transfer.broadcast import Broadcast
 from rose.transfer.store import edge_name
 
-HEARTBEAT_S = 1.0
-STOP_DEADLINE_S = 5.0
-PROGRESS_S = 0.1  # between two messages of a turn: what a lost worker costs, against their price
-HINTS = 32  # `SiblingTurns` (a quarter MiB at most) that wait for an engine: of more, the newest
-DEATH_NOTICE_S = 2.0  # a killed process is reaped in well under a second
+HEARTBEAT_S = 1.0  # seconds between two load reports
+STOP_DEADLINE_S = 5.0  # seconds for the worker's tasks to end after a shutdown
+# Seconds between two progress messages of a turn. Longer costs more tokens when a worker is lost,
+# shorter costs the coordinator more messages.
+PROGRESS_S = 0.1
+# Number of `SiblingTurns` messages (each a quarter MiB at most) kept until an engine takes them.
+# The oldest are dropped.
+HINTS = 32
+# Seconds that we wait, after an error, to learn that the engine process is dead. A killed process
+# is reaped in well under a second.
+DEATH_NOTICE_S = 2.0
 
 
-class _Word:
-    """Tokens of one version that were not sent to the coordinator yet."""
+class _Unsent:
+    """Tokens of one turn and version that were not sent to the coordinator yet."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -64,10 +72,13 @@ class _Word:
 
 
 class RolloutWorker:
-    """`mailbox` may be set later, before `run`; `start_engine` may be awaited before that.
-    `broadcast`, where the rank is part of one, fills its node's mirror. `hybrid`: on a device of
-    the trainer's, beside engines that have their own (rollout.hybrid). `run_dir`: of a rank that
-    has a replica (trainer.elastic_replicas)."""
+    """A rollout rank: serves the coordinator's turns with one engine.
+
+    `mailbox` may be None until `run`; `start_engine` may be awaited before. `broadcast` fills the
+    node's mirror, if this rank takes part in a broadcast. `hybrid` means that the engine uses a
+    device of the trainer, beside engines with devices of their own (rollout.hybrid). `run_dir`, the
+    run's folder, is given only to a rank with a replica (trainer.elastic_replicas).
+    """
 
     heartbeat_s = HEARTBEAT_S
     dedicated = True
@@ -87,38 +98,43 @@ class RolloutWorker:
         self.folder = resolve(config.model)
         self.engine: Engine | None = None
         self.incarnation = 0
-        self.dismissed = ""  # the coordinator's reason
-        self._turns: dict[tuple[str, int], asyncio.Task] = {}
-        self._has_device = asyncio.Event()  # clear while it is the trainer's
-        self._device = asyncio.Lock()  # held by who starts an engine or takes its memory
+        self.dismissed = ""  # reason of the coordinator's `Shutdown`
+        self._turns: dict[tuple[str, int], asyncio.Task] = {}  # (turn, attempt) -> its task
+        self._has_device = asyncio.Event()  # clear while the trainer has the device
+        self._device = asyncio.Lock()  # held while an engine starts or is put to sleep
         self._device_orders: asyncio.Queue[p.Sleep | p.Wake] = asyncio.Queue()
-        # the coordinator knows the engine, which lives as far as we know
+        # Set while the coordinator knows the engine and we have not seen it die.
         self._up = asyncio.Event()
         self._load_tasks: set[asyncio.Task] = set()
-        # whether the engine holds memory of its device in its turn alone
-        self._in_turn = config.trainer_sleeps and (
+        # True if the engine and a trainer rank hold the device's memory alternately.
+        self._alternates = config.trainer_sleeps and (
             hybrid or self.dedicated and config.shares_devices
         )
         self._replica = run_dir and Replica(config, run_dir, self.folder, name, self._send)
-        # whether it gives memory of a GPU back
-        self._moves = config.cluster.gpus > 0 and (self._in_turn or self._replica is not None)
-        # nobody waits for its start
-        self._gives_way = self._in_turn and hybrid or self._moves and self._replica is not None
+        # True if the engine releases GPU memory when it sleeps.
+        self._frees_gpu = config.cluster.gpus > 0 and (
+            self._alternates or self._replica is not None
+        )
+        # True if an order to sleep cancels an engine's start, because no role waits for the start.
+        self._start_cancellable = (
+            self._alternates and hybrid or self._frees_gpu and self._replica is not None
+        )
         self._starting: asyncio.Timeout | None = None
-        if not self._in_turn:
+        if not self._alternates:
             self._has_device.set()
-        # what siblings' turns got, and groups that ended, until an engine is told
+        # Tokens of siblings' turns, and groups that ended, until they are passed to the engine.
         self._hints: deque[list[p.SiblingTurn]] = deque(maxlen=HINTS)
         self._groups_ended: list[str] = []
         self._hinted = asyncio.Event()
         self._ends = False
-        # an ended turn's last tokens are still wanted: it goes on elsewhere
-        self._hands_back = False
-        self._returned = 0  # turns that the engine gave back
+        # True if a cancelled turn sends its last tokens, because it continues on another worker.
+        self._sends_last_tokens = False
+        self._returned = 0  # number of turns that the engine evicted
         self._max_sequences = 1 if config.deterministic else config.rollout.max_sequences
 
     async def run(self) -> None:
-        """Until the coordinator sends `Shutdown`. Raises when the engine died too often."""
+        """Serve until the coordinator sends `Shutdown`. Raises `EngineDied` when the engine died
+        more often than rollout.engine_restarts allows."""
         self._tasks = Tasks()
         try:
             await self._tasks.run_until(*self._services())
@@ -132,14 +148,14 @@ class RolloutWorker:
 
     def _services(self) -> list[Coroutine]:
         own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
-        own.append(self._pass_hints_on())
+        own.append(self._feed_drafts())
         own += [self._keep_replica()] if self._replica else []
         return own + ([self._broadcast.receive()] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
 
     async def start_engine(self) -> None:
-        """Raises `EngineError`."""
+        """Start an engine process, without reporting it yet. Raises `EngineError`."""
         rollout = self.config.rollout
         if self.config.cluster.gpus and rollout.draft.method in ("group", "suffix"):
             print(
@@ -147,7 +163,7 @@ class RolloutWorker:
                 "runner (V1)",
                 flush=True,
             )
-        if self._moves:
+        if self._frees_gpu:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
         self.engine = await Engine.start(
@@ -169,8 +185,9 @@ class RolloutWorker:
             self._up.set()
             await asyncio.shield(self.engine.died)
             self._up.clear()
-            # Slurm's SIGTERM reaches the engine too; this worker leaves, or has just ended it
-            if self._hands_back or self._ends:
+            # Slurm's SIGTERM also reaches the engine. So no restart if this worker is leaving, or
+            # has just shut the engine down itself.
+            if self._sends_last_tokens or self._ends:
                 await asyncio.Event().wait()
             why, again = f"engine process {self.engine.pid} died", restarts_left > 0
             self._send(p.WorkerDown(self.name, self.incarnation, why, again))
@@ -183,10 +200,10 @@ class RolloutWorker:
     async def _keep_replica(self) -> None:
         await self._up.wait()
         await self._replica.keep()
-        await asyncio.Event().wait()  # the rank goes on without one
+        await asyncio.Event().wait()  # the rank continues without a replica
 
     async def _bring_engine_up(self) -> None:
-        """Unless it is up: in its turn."""
+        """Start an engine once this worker has the device, unless one is alive."""
         while True:
             await self._has_device.wait()
             async with self._device:
@@ -196,7 +213,7 @@ class RolloutWorker:
                     return
 
     async def _started(self) -> bool:
-        """Whether the engine got up before `_sleep` ended its start."""
+        """Start an engine. Return False if `_sleep` cancelled the start."""
         try:
             async with asyncio.timeout(None) as self._starting:
                 await self.start_engine()
@@ -211,7 +228,7 @@ class RolloutWorker:
     # ----------------------------------------------------------------- shared with a trainer rank
 
     async def _share_device(self) -> None:
-        """One order after the other, each answered when it is done."""
+        """Carry out the coordinator's `Sleep` and `Wake` orders one by one, and answer each."""
         while True:
             order = await self._device_orders.get()
             began = time.time()
@@ -223,13 +240,20 @@ class RolloutWorker:
             self._send(p.DeviceChanged(self.mailbox.rank, order.turn, awake, took, *memory))
 
     async def _sleep(self) -> Moved:
-        """An engine that is being started gets up first, unless the trainer has room beside it; a
-        hybrid one's start ends, and comes again in its turn. A dead one has given everything
-        back."""
-        if self._device.locked() and not (self._in_turn or self._moves):
+        """Put the engine to sleep; return the memory that this released.
+
+        If the engine is starting:
+        1. an engine that never leaves its device keeps starting, as the trainer has room beside it;
+        2. if the start is cancellable, it is cancelled, and begins again when the device is back;
+        3. otherwise the engine finishes starting, then sleeps.
+
+        A dead engine has released everything already. An engine with a replica that fails to sleep
+        is shut down, so that the replica gets the device.
+        """
+        if self._device.locked() and not (self._alternates or self._frees_gpu):
             self._has_device.clear()
             return NOTHING
-        if self._gives_way and self._starting is not None:
+        if self._start_cancellable and self._starting is not None:
             self._starting.reschedule(asyncio.get_running_loop().time())
         async with self._device:
             self._has_device.clear()
@@ -241,15 +265,18 @@ class RolloutWorker:
                     if not await self._died(engine):
                         if self._replica is None:
                             raise
-                        # the step goes on: another engine is started when this one is to wake
+                        # Another engine is started when this one would have to wake.
                         print(f"{self.name}: {traceback.format_exc()}", flush=True)
                         await engine.shutdown()
         return NOTHING
 
     async def _wake(self) -> Moved:
-        """Weights, the version that came meanwhile, then the KV cache: staging needs the room. An
-        engine that has to be started is up then, but a hybrid one, which may be told to sleep
-        meanwhile."""
+        """Wake the engine; return the memory that this took.
+
+        The order is: weights, any version that arrived meanwhile, then the KV cache, because
+        staging needs the cache's room. If an engine has to be started, this waits until it is up,
+        unless its start is cancellable: then an order to sleep may come first.
+        """
         if self._replica is not None:
             await self._replica.leave_device()
         engine = self.engine
@@ -266,8 +293,8 @@ class RolloutWorker:
         except Exception:
             if not await self._died(engine):
                 raise
-            self._has_device.set()  # another is started
-        if self._in_turn and not self._gives_way:
+            self._has_device.set()  # lets `_keep_engine` start another engine
+        if self._alternates and not self._start_cancellable:
             await self._up.wait()
         return moved
 
@@ -288,8 +315,8 @@ class RolloutWorker:
             await asyncio.sleep(self.heartbeat_s)
             if self.engine is None or not self.engine.alive:
                 continue
-            told, used = self.engine.stats(), energy.counters()
-            self._send(p.WorkerLoad(self.name, self.incarnation, *told, energy_j=used))
+            stats, joules = self.engine.stats(), energy.counters()
+            self._send(p.WorkerLoad(self.name, self.incarnation, *stats, energy_j=joules))
 
     # ----------------------------------------------------------------- messages
 
@@ -334,49 +361,57 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """Whether an error of `engine` was its death: vLLM's threads may notice it before we do."""
+        """True if `engine` is dead, `DEATH_NOTICE_S` after an error of it at the latest. vLLM's
+        threads may raise an error before we notice the death."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         return not engine.alive
 
     async def _generate(self, m: p.GenerateTurn) -> None:
-        """Stream one attempt of a turn; an engine's death ends it silently: `WorkerDown` reports
-        that."""
-        engine, began, first, made, cached = self.engine, time.time(), 0.0, 0, 0
-        word, progress_at = _Word(engine.version), began
+        """Stream one attempt of a turn to the coordinator. An engine's death ends it without a
+        message, because `_keep_engine` sends `WorkerDown`."""
+        engine = self.engine
+        began = time.time()
+        first = 0.0  # time of the first chunk
+        generated = 0
+        cached = 0
+        unsent, progress_at = _Unsent(engine.version), began
         try:
             name = f"{m.turn}#{m.attempt}"
             async for delta in engine.generate(name, m.tokens, m.sampling, m.routed):
                 now = time.time()
                 first = first or now
-                made += len(delta.tokens)
+                generated += len(delta.tokens)
                 cached = max(cached, delta.cached_tokens)
-                if delta.version != word.version:
-                    if word:
-                        self._progress(m, word)
-                    word = _Word(delta.version)
-                word.add(delta)
+                if delta.version != unsent.version:
+                    if unsent:
+                        self._progress(m, unsent)
+                    unsent = _Unsent(delta.version)
+                unsent.add(delta)
                 if delta.finish is None:
                     if now - progress_at >= PROGRESS_S:
-                        self._progress(m, word)
-                        word, progress_at = _Word(delta.version), now
+                        self._progress(m, unsent)
+                        unsent, progress_at = _Unsent(delta.version), now
                 else:
                     if delta.finish is p.FinishReason.ABORT:
                         self._returned += 1
                         why = "evicted by the engine"
-                        given = (m.turn, m.attempt, *word.packed(), why)
-                        self._send(p.TurnReturned(*given, **word.routing))
+                        self._send(
+                            p.TurnReturned(
+                                m.turn, m.attempt, *unsent.packed(), why, **unsent.routing
+                            )
+                        )
                     else:
                         self._send(
                             p.TurnFinished(
                                 m.turn,
                                 m.attempt,
-                                *word.packed(),
+                                *unsent.packed(),
                                 delta.finish,
                                 cached,
                                 ttft_s=first - began,
                                 started=began,
                                 finished=now,
-                                **word.routing,
+                                **unsent.routing,
                             )
                         )
                     self.recorder.span(
@@ -385,14 +420,14 @@ class RolloutWorker:
                         now,
                         turn=m.turn,
                         trajectory=m.turn.rpartition(".")[0],
-                        tokens=made,
+                        tokens=generated,
                         version=delta.version,
                         attempt=m.attempt,
                         finish=delta.finish.value,
                     )
         except asyncio.CancelledError:
-            if word and self._hands_back:
-                self._progress(m, word)
+            if unsent and self._sends_last_tokens:
+                self._progress(m, unsent)
             raise
         except Exception:
             if not await self._died(engine):
@@ -400,12 +435,13 @@ class RolloutWorker:
         finally:
             self._turns.pop((m.turn, m.attempt), None)
 
-    def _progress(self, m: p.GenerateTurn, word: _Word) -> None:
-        self._send(p.TurnProgress(m.turn, m.attempt, *word.packed(), **word.routing))
+    def _progress(self, m: p.GenerateTurn, unsent: _Unsent) -> None:
+        self._send(p.TurnProgress(m.turn, m.attempt, *unsent.packed(), **unsent.routing))
 
-    async def _pass_hints_on(self) -> None:
-        """One call at a time: what comes meanwhile is the next one. Only drafts depend on it: an
-        engine that is not up, or dies over it, needs none."""
+    async def _feed_drafts(self) -> None:
+        """Pass siblings' tokens to an engine that drafts from its groups' text. One call runs at a
+        time; what arrives meanwhile goes with the next. Only drafts depend on it, so tokens for an
+        engine that is down, or dies meanwhile, are dropped."""
         while True:
             await self._hinted.wait()
             self._hinted.clear()
@@ -428,11 +464,12 @@ class RolloutWorker:
         began = time.time()
         try:
             mirror = await self._mirrored(edge_name(m.version, engine.version))
-            await self._has_device.wait()  # staging reads the live weights, and a turn may be over
+            # Staging reads the live weights, and the trainer may have the device again.
+            await self._has_device.wait()
             loaded = await engine.load_version(
                 m.version, self._store(m.store), self.config.transfer, mirror
             )
-        except Exception as error:  # the engine process's; the coordinator ends the run with it
+        except Exception as error:  # the coordinator ends the run on `VersionFailed`
             if await self._died(engine):
                 print(f"{self.name}: version {m.version}: {error}", flush=True)
                 return
@@ -450,13 +487,18 @@ class RolloutWorker:
             mirrored=loaded.mirrored,
             pause_s=loaded.pause_s,
         )
-        took = (seconds, loaded.pause_s, loaded.nbytes)
-        self._send(p.VersionLoaded(self.name, incarnation, m.version, *took))
-        if self._replica is not None:  # not before: the step waits for the engine alone
+        self._send(
+            p.VersionLoaded(
+                self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes
+            )
+        )
+        # The replica loads the version afterwards, because the step waits only for the engine.
+        if self._replica is not None:
             self._order_replica(m)
 
     async def _mirrored(self, edge: str) -> str | None:
-        """The node's mirror, once the edge is complete in it or won't be."""
+        """Return the folder of the node's mirror, or None without a broadcast. Waits until `edge`
+        is complete in the mirror, or known never to be."""
         if self._broadcast is None:
             return None
         if why := await self._broadcast.mirror.wait(edge):
@@ -464,7 +506,7 @@ class RolloutWorker:
         return str(self._broadcast.mirror.path)
 
     def _store(self, folder: str) -> str:
-        """Where this worker reads the versions of `folder`."""
+        """The relay's URL for the store `folder`, or the folder itself without a relay."""
         relay = self.config.transfer.relay
         return folder if relay is None else f"{relay.rstrip('/')}/{Path(folder).name}"
 

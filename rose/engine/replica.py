@@ -1,8 +1,8 @@
-"""The elastic replica beside an engine, as the rollout rank sees it: a process of its own
-(rose/trainer/replica_process.py), because MPI can't lose a rank and a replica may die at any time.
+"""The elastic replica beside an engine, as the rollout rank sees it.
 
-It is started once the engine is up. One that dies is started again, `rollout.engine_restarts`
-times; after that the run goes on without it.
+The replica is a process of its own (rose/trainer/replica_process.py), because MPI can't lose a rank
+and a replica may die at any time. The rank starts it once the engine is up. A replica that dies is
+started again `rollout.engine_restarts` times; after that the run continues without it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rose.comm import frames, mpi_process
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
 from rose.config import Config, check_model, read_shape
 
-FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
-READ_BYTES = 2**20  # at once from the channel
+FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # limit of a message with its header
+READ_BYTES = 2**20  # buffer limit of the channel from the replica
 
 
 class Replica:
-    """`model`: the model's folder; `send` is to the coordinator. Raises `ConfigError` for a model
-    that has no replicas."""
+    """Starts, orders and kills the replica's process. `model` is the model's folder, and `send`
+    sends to the coordinator. Raises `ConfigError` for a model that can't have replicas."""
 
     def __init__(
         self,
@@ -38,17 +38,19 @@ class Replica:
         worker: str,
         send: Callable[[p.Message], None],
     ) -> None:
-        check_model(config, read_shape(model))  # the launcher may not have known its shape
+        check_model(config, read_shape(model))  # the launcher may not have known the model's shape
         self._config, self._worker, self._send = config, worker, send
         self._arguments = ["--config", str(run_dir / "config.json"), "--model", str(model)]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready = False
-        self._computes = self._stopped = False
-        self._gone = asyncio.Event()  # nobody is on the device
+        self._computes = False  # true from an order to compute a gradient to its result
+        self._stopped = False
+        self._gone = asyncio.Event()  # set when the replica's process has ended
 
     async def keep(self) -> None:
-        """Until it is cancelled, stopped, or the last one has died."""
+        """Run a replica, and restart it when it dies. Returns after `stop`, or when the last
+        allowed restart has died."""
         for restarts_left in range(self._config.rollout.engine_restarts, -1, -1):
             reader = await self._start()
             try:
@@ -67,20 +69,21 @@ class Replica:
             self._send(p.ReplicaLost(self._worker, why or how, restarts_left > 0))
 
     def order(self, message: p.LoadVersion | p.ComputeGradient | p.TrainStep | p.TrainPart) -> None:
-        """What is for a dead one goes nowhere: the coordinator has word of its death."""
+        """Send `message` to the replica. A message to a dead replica is dropped: `ReplicaLost`
+        reports the death to the coordinator."""
         if self._ready and not self._writer.is_closing():
             self._computes |= isinstance(message, p.ComputeGradient)
             self._writer.write(frames.frame(encode(message)))
 
     def stop(self) -> None:
-        """It ends, as does what it computes, and no other is started. Nobody is told: the
-        coordinator ordered it."""
+        """Kill the replica and start no other. Sends no message, as the coordinator ordered it."""
         self._stopped = True
         if self._process is not None:
             self._kill()
 
     async def leave_device(self) -> None:
-        """Returns when it computes nothing: one that does is killed, whose sum comes too late."""
+        """Kill the replica if it is still computing, and wait for its end. The step no longer takes
+        its sum of gradients, because the engine is to wake."""
         if self._computes:
             self._gone.clear()
             self._kill()
@@ -106,7 +109,8 @@ class Replica:
         return reader
 
     async def _pass_on(self, reader: asyncio.StreamReader) -> str:
-        """Its messages to the coordinator, while it lives; its own word of why it ends."""
+        """Pass the replica's messages to the coordinator until its channel closes. Returns the
+        error that the replica reported, or ""."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 match decode(await frames.read(reader, FRAME_BYTES)):
@@ -121,8 +125,8 @@ class Replica:
         return ""
 
     def _kill(self) -> None:
-        """By the system call: asyncio's kill polls first, and may take the exit code from who waits
-        for it."""
+        """Kill the process by a system call. asyncio's `kill` polls the process first, and may take
+        the exit code from `keep`, which waits for it."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)

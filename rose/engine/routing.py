@@ -1,9 +1,10 @@
-"""The experts of each token, returned by vLLM's engines on CPUs, too.
+"""The experts that each token was routed to, returned by vLLM's CPU engines as well.
 
-vLLM 0.32 returns them (`enable_return_routed_experts`) from its newer model runner alone, which
-needs Triton. Its scheduler's half and its worker's, which keeps the rows of cached prefixes by
-their blocks, know no runner: here the older one, which CPUs have, gives them its steps. As there,
-chunked prefill, prefix caching, preemption and aborts change no row. Importing this imports vLLM.
+vLLM 0.32 returns them (`enable_return_routed_experts`) only from its newer model runner (V2), which
+needs Triton. The rest of that feature, in the scheduler and in the worker's connector (which keeps
+the rows of cached prefixes by block), depends on no runner. Here the older runner (V1), which CPU
+engines use, reports its steps to the connector. As with V2, chunked prefill, prefix caching,
+preemption and aborts change no row. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from vllm.distributed.aux_output_connector.worker import get_aux_output_connecto
 
 
 def allow() -> None:
-    """In this process vLLM refuses no such engine for its runner. It checks the rest."""
+    """Let vLLM's config check accept the older model runner in this process. The other checks for
+    returned experts stay."""
     original = VllmConfig._verify_aux_output_compatibility
     if getattr(original, "allows_older", False):
         return
@@ -35,7 +37,8 @@ def allow() -> None:
 
 
 def record(runner: Any) -> None:
-    """Of every step of this model runner from now on: V1's, without drafts or steps in flight."""
+    """Report every later step of `runner` to vLLM's connector of returned experts. `runner` is a V1
+    model runner without speculative drafts and without asynchronous scheduling."""
     connector = get_aux_output_connector(
         runner.get_model(), runner.vllm_config, runner.kv_cache_config
     )
@@ -64,8 +67,8 @@ def record(runner: Any) -> None:
 
 
 def _batch(batch: Any, scheduler_output: Any) -> SimpleNamespace:
-    """What the newer runner's batch tells: requests, where each's tokens begin in the step and
-    how many were computed before."""
+    """The fields of the V2 runner's batch that the connector reads: the requests, the offset of
+    each one's tokens in the step, and how many of its tokens were computed before."""
     requests = list(batch.req_ids)
     counts = [scheduler_output.num_scheduled_tokens[request] for request in requests]
     return SimpleNamespace(

@@ -1,6 +1,7 @@
-"""A new version in an engine's workers, as the engine follows it: mixed into `Engine`.
+"""A mixin of `Engine` that has its workers stage, flip and check a new policy version.
 
-The workers' side, which stages and checks in threads of its own, is rose/engine/weight_transfer.py.
+The workers stage and check in threads of their own (rose/engine/weight_transfer.py); the engine
+polls them.
 """
 
 from __future__ import annotations
@@ -13,65 +14,70 @@ from contextlib import asynccontextmanager, suppress
 from rose.engine.start import RPC_TIMEOUT_S, EngineDied, EngineError
 from rose.transfer import TransferError
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.05  # between two questions whether a version is staged
-TRUST_S = 0.25  # the first comes by then: the version before may have been an engine's slow first
-# State in which a worker's thread uses the live weights -> the status's figure of how long it took.
-TOOK = {"staging": "stage_s", "checking": "check_s"}
+SHORTEST_POLL_S = 0.001  # least seconds before the first poll of the workers
+POLL_S = 0.05  # least seconds between later polls, unless half of the elapsed time is less
+# Most seconds before the first poll. The duration of the last version predicts that of the next
+# one, but the last may have been an engine's first, which is slow.
+LONGEST_FIRST_POLL_S = 0.25
+# States in which a worker's thread uses the live weights -> the status's key with their seconds.
+DURATION_KEYS = {"staging": "stage_s", "checking": "check_s"}
 
 
 class Staging:
-    """`_broke_off`: the workers may still be busy with a version that nobody waits for, or have
-    vLLM's session open."""
+    """Loads a version in sessions. `_session_open` is true from the start of a session until its
+    end is known: until then workers may use the live weights, or vLLM's session may be open."""
 
-    _broke_off = False
+    _session_open = False
 
     @asynccontextmanager
     async def _session(self, timeout_s: float) -> AsyncIterator[None]:
-        """Around a load: whatever breaks it off, the workers give up what they stage, and vLLM
-        takes a next version. Raises as `_quiet`."""
-        await self._quiet(timeout_s)
-        self._broke_off = True  # until it is known to have ended
+        """Context of a load. On any error, or a cancellation, the workers abandon the version, so
+        that vLLM accepts the next one. Raises as `_end_session`."""
+        await self._end_session(timeout_s)
+        self._session_open = True
         try:
             yield
         except BaseException:
-            # who does not answer now is asked before the next load
+            # If the workers don't answer now, the next load asks them again.
             with suppress(TransferError, EngineError):
                 await self._abandon()
             raise
-        self._broke_off = False
+        self._session_open = False
 
-    async def _quiet(self, timeout_s: float) -> None:
-        """Wait until nothing of a load that broke off goes on in the workers, whose threads would
-        read live weights. Raises `EngineError` after `timeout_s` seconds, `EngineDied`."""
+    async def _end_session(self, timeout_s: float) -> None:
+        """Wait until the workers have ended an aborted load, because their threads read live
+        weights. Raises `EngineError` after `timeout_s` seconds, and `EngineDied`."""
         end = time.monotonic() + timeout_s
-        while self._broke_off:
+        while self._session_open:
             await self._abandon()
-            if not self._broke_off:
+            if not self._session_open:
                 return
             if time.monotonic() > end:
                 raise EngineError(
                     f"engine process {self.pid} is busy for over {timeout_s:g} s with a version "
-                    "whose load broke off"
+                    "whose load was aborted"
                 )
-            await asyncio.sleep(LAST_LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _abandon(self) -> None:
-        """No version is staged any more, or will be. What a worker is in the middle of it goes on
-        with for a while: `_broke_off` until then."""
+        """Have the workers drop the version that is staged or being staged. A worker finishes the
+        blocks that it is busy with; `_session_open` stays true until then."""
         found = await self._worker("rose_abandon", RPC_TIMEOUT_S)
-        self._no_mixture(found)
-        self._broke_off = any(status["state"] in TOOK for status in found)
+        self._check_no_mixture(found)
+        self._session_open = any(status["state"] in DURATION_KEYS for status in found)
 
-    async def _settled(self, state: str, timeout_s: float) -> list[dict]:
-        """What the workers report once none of them is in `state` any more. Raises `TransferError`,
-        `EngineError`.
+    async def _wait_while(self, state: str, timeout_s: float) -> list[dict]:
+        """Wait until no worker is in `state`; return their statuses.
 
-        Few questions: each waits behind the step in flight, and no step is planned ahead meanwhile.
-        The first comes after half of the time that the version before took the slowest worker, but
-        within `TRUST_S`, the others in eighths of it, but within half of the time until then.
+        Polls rarely: each poll waits for the engine step in flight, and vLLM plans no step ahead
+        meanwhile. `expected_s` is the slowest worker's time in `state` for the last version. The
+        first poll comes after half of `expected_s`, at most `LONGEST_FIRST_POLL_S`. Later ones are
+        an eighth of `expected_s` apart, at least `POLL_S`, at most half of the time elapsed.
+
+        Raises `TransferError` when a worker failed, `EngineError` after `timeout_s` seconds.
         """
         began, expected_s = time.monotonic(), self._took_s.get(state, 0.0)
-        pause_s = max(FIRST_LOOK_S, min(expected_s / 2, TRUST_S))
+        pause_s = max(SHORTEST_POLL_S, min(expected_s / 2, LONGEST_FIRST_POLL_S))
         while True:
             await asyncio.sleep(pause_s)
             found = await self._worker("rose_status", RPC_TIMEOUT_S)
@@ -82,28 +88,30 @@ class Staging:
                 raise EngineError(
                     f"engine process {self.pid} is {state} a version for over {timeout_s:g} s"
                 )
-            pause_s = min(took_s / 2, max(LAST_LOOK_S, expected_s / 8))
-        self._all_well(found)
-        self._took_s[state] = max(status[TOOK[state]] for status in found)
+            pause_s = min(took_s / 2, max(POLL_S, expected_s / 8))
+        self._check_statuses(found)
+        self._took_s[state] = max(status[DURATION_KEYS[state]] for status in found)
         return found
 
-    async def _flipped(self, timeout_s: float) -> None:
-        """Put what is staged in place. Raises as `_settled`; an engine of which it is not known
-        which weights it has, as where the workers did not answer in time, is ended."""
+    async def _flip_staged(self, timeout_s: float) -> None:
+        """Put the staged version in place. Raises as `_wait_while`. Kills an engine whose weights
+        are unknown, as when its workers don't answer in time."""
         try:
             found = await self._worker("rose_flip", timeout_s)
         except BaseException:
             self._process.kill()
             raise
-        self._all_well(found)
+        self._check_statuses(found)
 
-    def _all_well(self, found: list[dict]) -> None:
-        self._no_mixture(found)
+    def _check_statuses(self, found: list[dict]) -> None:
+        self._check_no_mixture(found)
         failed = [status for status in found if status["state"] == "failed"]
         if failed:
             raise TransferError(failed[0]["error"])
 
-    def _no_mixture(self, found: list[dict]) -> None:
+    def _check_no_mixture(self, found: list[dict]) -> None:
+        """Kill the engine and raise `EngineDied` if its weights are a mixture of two versions. They
+        are if a worker says so, or if one worker failed where another has flipped."""
         failed = [status for status in found if status["state"] == "failed"]
         if any(status["mixture"] for status in failed) or (
             failed and any(s["state"] == "checking" for s in found)

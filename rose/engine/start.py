@@ -1,6 +1,6 @@
-"""Everything between a configuration and a running vLLM engine process.
+"""The start of a vLLM engine process: its environment, its arguments and the fork.
 
-Environment, arguments, the fork. `Engine.start` is the only caller.
+`Engine.start` calls all of it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from rose.config import ConfigError, Draft, Lora, Model, Online, Rollout
 from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
-# bytes of the path of vLLM's folder for sockets: 107 less a slash and a UUID
+PLUGINS = ("rose", "rose_metrics")  # names of the entry points in pyproject.toml
+# Most bytes of the path of vLLM's socket folder. Linux allows a socket 107 bytes, of which a slash
+# and a UUID take 37.
 LONGEST_FOLDER = 70
-RPC_TIMEOUT_S = 30.0  # pause and resume answer within one engine step
-# its `lib` answers to any attribute's name, so that its __dict__ is no dictionary
+# Bounds a call into the engine. Pause and resume take an engine step at most.
+RPC_TIMEOUT_S = 30.0
+# A module whose `lib` returns something for every attribute name, so that its __dict__ is not a
+# dictionary.
 UNREADABLE = "llvmlite.binding.ffi"
 
-_forking = False  # true only while the engine process is being made, and in that process
+_forking = False  # true only while the engine process is forked, and in that process
 
 
 class EngineError(RuntimeError):
@@ -36,8 +40,9 @@ class EngineDied(EngineError):
 
 
 class Latest:
-    """The scheduler statistics of vLLM's last step; `scheduler` is null before the first. And sums
-    since the start: steps with requests, tokens drafted, and those of them that were accepted."""
+    """The scheduler statistics of vLLM's last engine step, and sums since the start. `scheduler` is
+    None before the first step. The sums count steps with running requests, drafted tokens, and
+    accepted ones."""
 
     scheduler = None
     steps = drafted = accepted = 0
@@ -53,8 +58,8 @@ class Latest:
 
 
 def _short_sockets() -> dict[str, str]:
-    """Give vLLM's sockets another folder where TMPDIR leaves no room for their names. Raises
-    `ConfigError` where /tmp can't be written either."""
+    """Move vLLM's sockets to /tmp if the path of TMPDIR is too long for their names. Raises
+    `ConfigError` if it is, and /tmp can't be written."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_FOLDER or "VLLM_RPC_BASE_PATH" in os.environ:
         return {}
@@ -67,9 +72,18 @@ def _short_sockets() -> dict[str, str]:
     return {"VLLM_RPC_BASE_PATH": "/tmp"}
 
 
+def _allow_plugins() -> None:
+    """Add ROSE's plugins to those that a user's VLLM_PLUGINS allows: vLLM loads no others."""
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
+        names = dict.fromkeys([*filter(None, allowed.split(",")), *PLUGINS])
+        os.environ["VLLM_PLUGINS"] = ",".join(names)
+
+
 def environment(gpus: bool, threads: int | None, shares_device: bool = False) -> dict[str, str]:
-    """Variables that vLLM must find before it is imported; `Engine.start` sets those not yet set.
-    `shares_device`: with another engine, to which it lends KV memory."""
+    """Environment variables that must be set before vLLM is imported. `Engine.start` sets those
+    that are not set yet. `shares_device` is true for an engine that exchanges KV memory with
+    another engine on its device."""
+    _allow_plugins()
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -80,18 +94,20 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         **hub.OFFLINE,
     }
     if gpus:
-        # A block whole and in one place, not a part in every layer's region: its pages of 2 MiB can
-        # be given back.
+        # This layout keeps a block in one place instead of a part in every layer's region, so that
+        # its pages of 2 MiB can be released.
         lent = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"} if shares_device else {}
-        # vLLM's warm-up would build FlashInfer's sampler with nvcc, and end where no CUDA toolkit
-        # is; vLLM's own Triton kernels do the same.
+        # vLLM's warm-up would build FlashInfer's sampler with nvcc, and fail without a CUDA
+        # toolkit. vLLM's own Triton kernels compute the same.
         name = "VLLM_USE_FLASHINFER_SAMPLER"
         return common | lent | {name: os.environ.get(name, "0")}
     cpu = {
-        "OMP_WAIT_POLICY": "passive",  # processes share cores: 20 times faster on small operations
+        # Processes share cores, where passive waiting makes small operations 20 times faster.
+        "OMP_WAIT_POLICY": "passive",
         "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine sits on core 0
-        # worker inside the engine process (which AsyncLLM makes anyway)
+        # Without this, every engine would be bound to core 0.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Runs the worker inside the engine process, which AsyncLLM starts anyway.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     if threads is not None:
@@ -100,8 +116,8 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
 
 
 def online_folder(online: Online) -> Online:
-    """With a hub id replaced by its snapshot's folder; what it serves keeps the id's name. Raises
-    `ConfigError`."""
+    """Replace a hub id in `online.model` by its snapshot's folder. The model is still served under
+    the id, unless `served_name` is set. Raises `ConfigError`."""
     if online.model is None or online.model.startswith(("/", ".", "~")):
         return online
     folder = local_folder(online.model)
@@ -112,8 +128,9 @@ def online_folder(online: Online) -> Online:
 
 
 def local_folder(model: str | Path) -> Path:
-    """The folder itself, or that of a hub id's snapshot, downloaded if it is not in the Hugging
-    Face cache. Raises `ConfigError`, which names serving.online.model."""
+    """Return `model` if it is a folder, else the folder of the hub id's snapshot. Downloads a
+    snapshot that is not in the Hugging Face cache. Raises `ConfigError`, which names
+    serving.online.model."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
     return hub.snapshot(str(model), key="serving.online.model")
@@ -129,10 +146,10 @@ def engine_args(
     lora: Lora | None = None,
     routing: bool = False,
 ) -> dict:
-    """Of vLLM's AsyncEngineArgs. Deterministic: each request is computed alone and anew.
-    Log-probabilities are those of the distribution that tokens are drawn from, after temperature,
-    top-k and top-p, as the trainer weighs by them."""
-    usual = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
+    """Arguments for vLLM's AsyncEngineArgs. A deterministic engine computes each request alone and
+    without cached prefixes. Log-probabilities are those of the distribution that tokens are sampled
+    from, after temperature, top-k and top-p, because the trainer's importance weights use them."""
+    unprocessed = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
     args = dict(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -146,33 +163,33 @@ def engine_args(
         tensor_parallel_size=rollout.tensor_parallel,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         stream_interval=rollout.stream_interval,
-        logprobs_mode="raw_logprobs" if usual else "processed_logprobs",
+        logprobs_mode="raw_logprobs" if unprocessed else "processed_logprobs",
         use_tqdm_on_load=False,
         worker_extension_cls=EXTENSION,
         seed=seed,
     )
     if deterministic:
-        # on CPU vLLM dies of a seeded prompt that is prefilled in parts
+        # vLLM on a CPU dies when it prefills a seeded prompt in chunks.
         args["enable_chunked_prefill"] = False
     if lora is not None:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.slot_rank}
         args["lora_target_modules"] = lora.layers
     if gpus:
-        args["moe_backend"] = "triton"  # others reorder experts' weights as they are loaded
+        args["moe_backend"] = "triton"  # other backends reorder experts' weights at loading
     if routing:
         args["enable_return_routed_experts"] = True
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     if gpus and os.environ.get("ROSE_COSERVING"):
-        args["enable_sleep_mode"] = True  # weights where `Engine.deactivate` can give them back
-    # Not beside users' requests: what their latency allows is predicted without drafts.
+        args["enable_sleep_mode"] = True  # lets `Engine.deactivate` release the weights
+    # No drafts beside an online engine: the prediction of step times doesn't know them.
     if rollout.draft.method != "none" and "ROSE_COSERVING" not in os.environ:
         args["speculative_config"] = speculative(rollout.draft)
     return args | rollout.engine_args
 
 
 def speculative(draft: Draft) -> dict:
-    """vLLM's speculative_config."""
+    """vLLM's speculative_config for `draft`."""
     found = {"method": draft.method, "num_speculative_tokens": draft.tokens}
     if draft.method == "ngram":
         return found | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
@@ -182,7 +199,8 @@ def speculative(draft: Draft) -> dict:
 
 
 def preload() -> None:
-    """Import what `build` needs, for processes forked from here. The environment must be set."""
+    """Import what `build` needs, so that processes forked from here have it. `environment` must
+    have been applied before."""
     with importing():
         from vllm import AsyncEngineArgs  # noqa: F401
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
@@ -190,7 +208,7 @@ def preload() -> None:
 
 
 def build(args: dict, gpus: bool):
-    """(AsyncLLM, Latest); blocks until the engine process serves."""
+    """Start the engine process and block until it serves. Returns (AsyncLLM, Latest)."""
     global _forking
     preload()
     from vllm import AsyncEngineArgs
@@ -201,10 +219,11 @@ def build(args: dict, gpus: bool):
 
     from rose.engine import plugin
 
-    plugin.register()  # also where ROSE is imported from a folder and not installed
+    # vLLM loads the plugin only where ROSE is installed, not where it is imported from a folder.
+    plugin.register()
     if not gpus:
         plugin.end_quickly(EngineCoreProc)
-    # rose.engine.worker_extension registers it in each worker
+    # rose.engine.worker_extension registers this backend in each worker.
     transfer = WeightTransferConfig(backend="rose")
     if args.get("enable_return_routed_experts") and not gpus:
         from rose.engine import routing
@@ -212,11 +231,12 @@ def build(args: dict, gpus: bool):
         routing.allow()
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
     plugin.refuse_drafts(config, mended=("custom_class", "ngram"))
-    if not gpus:  # vLLM's CPU platform has just set spawn, which would import everything once more
+    if not gpus:
+        # vLLM's CPU platform has just set "spawn", which would import everything once more.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _forking = True
-    # vLLM's CPU worker looks into every object of every loaded module as it starts, and chokes on
-    # this one of numba's.
+    # vLLM's CPU worker inspects every object of every loaded module as it starts, and fails at this
+    # module of numba's.
     hidden = sys.modules.pop(UNREADABLE, None)
     try:
         llm = AsyncLLM(config, Executor.get_class(config), log_stats=True, log_requests=False)
@@ -224,8 +244,8 @@ def build(args: dict, gpus: bool):
         _forking = False
         if hidden is not None:
             sys.modules[UNREADABLE] = hidden
-    # The engine process goes on sending its scheduler's statistics; per-token statistics and
-    # Prometheus, which cost a few percent here, stop before the first output.
+    # The engine process still sends its scheduler's statistics. Per-token statistics and Prometheus
+    # metrics, which cost this process a few percent, are switched off before the first output.
     latest = Latest()
     llm.log_stats, llm.logger_manager = False, None
     llm.output_processor.update_scheduler_stats = latest.update
@@ -233,7 +253,8 @@ def build(args: dict, gpus: bool):
 
 
 def _in_engine_process() -> None:
-    """First thing after the fork: don't outlive the rank, write no signals into its event loop."""
+    """Let the forked engine process die with the rank, and write no signals into the event loop
+    that it inherited."""
     if _forking:
         from rose.processes import die_with_parent
 

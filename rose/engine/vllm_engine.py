@@ -1,23 +1,27 @@
-"""One vLLM engine, in a process of its own, as seen by the rank that owns it.
+"""A vLLM engine in a process of its own, as seen by the rank that owns it.
 
     engine = await Engine.start(folder, rollout, model, deterministic=False, gpus=False)
     async for chunk in engine.generate("g0.0.t0", tokens, sampling): ...
     await engine.load_version(manifest)
     await engine.shutdown()
 
-What it leaves out: text (token ids in, token ids out; no tokenizer is loaded), routing, restarts.
+It takes and returns token ids and loads no tokenizer. Choosing a worker for a turn, and restarting
+a dead engine, are the owner's.
 
-Start-up on a CPU is kept short by forking the engine from this process after vLLM is imported (3 s
-instead of 20) and by running vLLM's worker inside the engine process. Two rules follow: the owner
-must not have run a multi-threaded torch operation before `start` (libgomp's pool doesn't survive a
-fork), and the owner's `start` runs in a thread that lives as long as the process, because the
-engine dies with that thread.
+On a CPU the engine starts in 3 s instead of 20, because it is forked from this process after vLLM
+is imported, and because vLLM's worker runs inside the engine process. Two rules follow:
+1. The owner must not run a multi-threaded torch operation before `start`, as libgomp's thread pool
+   doesn't survive a fork.
+2. `start` forks in a thread that lives as long as the owner, as the engine dies with that thread.
 
-A new version is staged while the old one serves, and put in place during a short pause. Requests in
-flight meet it as `Transfer.in_flight` says: "recompute" stops them, delivers their tokens under the
-old version and continues them after the flip with the KV cache recomputed (as in AReaL); "keep"
-lets them run on with the KV cache of the old version (as in PipelineRL); "finish" waits for their
-end. Every token carries the version that made it.
+A new version is staged while the old one serves, and put in place during a short pause.
+`Transfer.in_flight` decides what happens to running requests:
+- "recompute" stops them, delivers their tokens under the old version, and continues them after the
+  flip with the KV cache recomputed (as in AReaL);
+- "keep" lets them continue with the KV cache of the old version (as in PipelineRL);
+- "finish" waits for their end.
+
+Every token carries the version that generated it.
 """
 
 from __future__ import annotations
@@ -54,38 +58,45 @@ from rose.models import end_tokens
 from rose.processes import usable_threads
 from rose.transfer import TransferError
 
-STOP_TIMEOUT_S = 5.0  # a healthy engine is down in about 1 s
-REAP_S = 60.0  # until a killed process has given its memory back, on a busy machine
-BROKEN_OFF_S = 60.0  # a start that is broken off may have to import vLLM before its process comes
-END_LOOK_S = 0.05  # between two looks for it
+STOP_TIMEOUT_S = 5.0  # limit of an orderly shutdown; a healthy engine takes about 1 s
+# Bounds the wait for a killed process, which has to release its memory, on a busy machine.
+REAP_S = 60.0
+# Bounds the search for the processes of a cancelled start, which may have to import vLLM before it
+# forks the engine.
+CANCELLED_START_S = 60.0
+CANCELLED_POLL_S = 0.05  # seconds between two checks for such a process
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
 
 
 class Stats(NamedTuple):
-    running: int
-    waiting: int
-    kv_usage: float  # 0..1
-    generated_tokens: int  # since start
+    """The load of an engine now, and its sums since the start."""
+
+    running: int  # turns
+    waiting: int  # turns
+    kv_usage: float  # share of the KV cache in use, 0 to 1
+    generated_tokens: int
     prompt_tokens: int
-    cached_tokens: int
-    steps: int  # with requests, since start
-    drafted: int  # tokens, by speculative decoding
-    accepted: int  # of them
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    steps: int  # engine steps with requests
+    drafted: int  # tokens drafted by speculative decoding
+    accepted: int  # drafted tokens that were accepted
 
 
 class Loaded(NamedTuple):
-    nbytes: int  # of payloads read
-    changed: int  # values
+    """The figures of a version that was loaded."""
+
+    nbytes: int  # payload bytes read by the worker that read most
+    changed: int  # values changed in all workers
     route: list[str]  # edges of the store
-    mirrored: int  # of them, read from this node's memory
+    mirrored: int  # number of these edges read from this node's mirror
     stage_s: float
     flip_s: float
-    pause_s: float  # without generation
+    pause_s: float  # seconds without generation
 
 
 class Engine(Activation, Generation, Staging):
-    """See the module's docstring. Built by `start`."""
+    """A running vLLM engine; created by `start`. See the module's docstring."""
 
     def __init__(
         self,
@@ -103,10 +114,10 @@ class Engine(Activation, Generation, Staging):
         self._threads = threads
         self._turns: dict[str, Turn] = {}
         self._serial = 0
-        self._open = asyncio.Event()  # clear while weights change
+        self._open = asyncio.Event()  # set while turns may begin
         self._open.set()
         self._loading = asyncio.Lock()
-        # see `_settled`: state of a new version -> how long the last one was in it
+        # State of a version in the workers -> seconds that the last version spent in it.
         self._took_s: dict[str, float] = {}
         self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
@@ -116,7 +127,7 @@ class Engine(Activation, Generation, Staging):
             config.device_config.device_type != "cpu"
             or not config.scheduler_config.enable_chunked_prefill
         )
-        self.version = -1  # the folder's own weights
+        self.version = -1  # the weights in the model's folder
         self._process = llm.engine_core.resources.engine_manager.processes[0]
         self._died = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_death)
@@ -133,11 +144,13 @@ class Engine(Activation, Generation, Staging):
         lora: Lora | None = None,
         routing: bool = False,
     ) -> Engine:
-        """Start the engine process and wait until it serves. `seed`, of turns without one, must
-        differ between engines, or they draw alike. With `lora` versions are an adapter's; with
-        `routing` turns come with the experts that their tokens were sent to. Raises
-        `EngineError` with the cause, or after `rollout.engine_start_timeout_s`; no process is left
-        then."""
+        """Start the engine process and wait until it serves.
+
+        `seed` is for turns without a seed of their own. It must differ between engines, or they
+        sample alike. With `lora`, versions are those of an adapter. With `routing`, turns return
+        the experts that their tokens were routed to. Raises `EngineError` with the cause, or after
+        `rollout.engine_start_timeout_s`; then no process is left.
+        """
         folder = await asyncio.to_thread(local_folder, folder)
         try:
             ends = end_tokens(folder, model.end_of_turn)
@@ -146,7 +159,7 @@ class Engine(Activation, Generation, Staging):
         threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
-        begin = (rollout.draft.adaptive, rollout.draft.memory_mib * 2**20)
+        draft_args = (rollout.draft.adaptive, rollout.draft.memory_mib * 2**20)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
             _starter,
@@ -157,8 +170,8 @@ class Engine(Activation, Generation, Staging):
         try:
             async with asyncio.timeout(rollout.engine_start_timeout_s):
                 llm, latest = await asyncio.shield(building)
-            # Asked once and kept by vLLM; from here a request is known to vLLM before the loop runs
-            # anything else, which `load_version` relies on.
+            # vLLM caches this answer. Afterwards `generate` registers a request without yielding
+            # to the event loop, which `load_version` relies on.
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 await llm.get_supported_tasks()
                 if lora is not None:
@@ -166,7 +179,7 @@ class Engine(Activation, Generation, Staging):
                 if routing and not gpus:
                     await llm.collective_rpc("rose_record_routing")
                 if llm.vllm_config.speculative_config is not None:
-                    await llm.collective_rpc("rose_begin_drafts", args=begin)
+                    await llm.collective_rpc("rose_begin_drafts", args=draft_args)
         except BaseException as error:
             await _end(building, before)
             if isinstance(error, TimeoutError):
@@ -184,13 +197,14 @@ class Engine(Activation, Generation, Staging):
 
     @property
     def drafts_of_groups(self) -> bool:
-        """Whether its drafts come from what groups say (rollout/draft=group)."""
+        """True if drafts come from the text of a turn's group (rollout/draft=group)."""
         speculative = self._llm.vllm_config.speculative_config
         return speculative is not None and speculative.model == PROPOSER
 
     async def learn_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]):
-        """Take what siblings' turns have got on other engines, as `GroupProposer.feed` has it, and
-        forget the groups `ended`. However long it takes: no engine is ended over drafts."""
+        """Give the proposer tokens that siblings' turns got on other engines, and drop the groups
+        `ended`. `spans` are arguments of `GroupProposer.feed`. There is no timeout, as a slow
+        answer about drafts is no reason to kill an engine."""
         await self._worker("rose_siblings", None, spans, ended)
 
     # ------------------------------------------------------------------ weights
@@ -198,13 +212,16 @@ class Engine(Activation, Generation, Staging):
     async def load_version(
         self, version: int, store: str, transfer: Transfer, mirror: str | None = None
     ) -> Loaded:
-        """Put a version of `store` (a folder or a relay's URL) into the live weights and verify it
-        there. `mirror`: folder of what was broadcast to this node.
+        """Load a version of `store`, a folder or a relay's URL, and verify the live weights.
 
-        Raises `TransferError` naming file or block (the old weights go on serving), `EngineDied`,
-        also when the weights are neither the old nor the new ones: no such engine lives; or
-        `EngineError` after `transfer.load_timeout_s` seconds. After each, and after a cancellation,
-        the next version can be loaded.
+        `mirror` is the folder with what was broadcast to this node. Raises
+        - `TransferError`, naming the file or block; the old weights keep serving;
+        - `EngineError` after `transfer.load_timeout_s` seconds;
+        - `EngineDied` when the process died, or was killed because its weights were neither the old
+          nor the new ones.
+
+        While the engine lives, the next version can be loaded after any of these, and after a
+        cancellation.
         """
         timeout_s = transfer.load_timeout_s
         update = {
@@ -223,9 +240,9 @@ class Engine(Activation, Generation, Staging):
             async with self._session(timeout_s):
                 await self._worker("start_weight_update", RPC_TIMEOUT_S)
                 await self._worker("update_weights", RPC_TIMEOUT_S, update)
-                staged = await self._settled("staging", timeout_s + RPC_TIMEOUT_S)
+                staged = await self._wait_while("staging", timeout_s + RPC_TIMEOUT_S)
                 paused, resumed = await self._flip(version, transfer)
-                checked = await self._settled("checking", timeout_s)
+                checked = await self._wait_while("checking", timeout_s)
         return Loaded(
             max(s["nbytes"] for s in staged),
             sum(s["changed"] for s in staged),
@@ -237,15 +254,17 @@ class Engine(Activation, Generation, Staging):
         )
 
     async def _flip(self, version: int, transfer: Transfer) -> tuple[float, float]:
-        """(when the pause began, when it ended), monotonic."""
-        core = self._llm.engine_core  # AsyncLLM's own pause sleeps 20 ms beside this call
+        """Put the staged version in place. Returns when the pause of generation began and ended, on
+        the monotonic clock."""
+        # AsyncLLM's own `pause` would sleep for 20 ms besides.
+        core = self._llm.engine_core
         self._open.clear()
         try:
             paused = time.monotonic() if self.asleep else await self._pause(transfer.in_flight)
-            await self._flipped(transfer.load_timeout_s)
+            await self._flip_staged(transfer.load_timeout_s)
             self.version = version
-            # sent before "resume", and done in this order, but not waited for while nothing is
-            # generated
+            # The engine handles this call before the resume below. We await it only afterwards, so
+            # that the pause stays short.
             labelled = asyncio.ensure_future(core.set_weight_version_async(str(version)))
         finally:
             if self.alive and not self.asleep:
@@ -257,7 +276,7 @@ class Engine(Activation, Generation, Staging):
         return paused, resumed
 
     async def _pause(self, in_flight: str) -> float:
-        """Since when nothing is generated, monotonic."""
+        """Pause generation; return when it stopped, on the monotonic clock."""
         mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
         await self._call(
             self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
@@ -265,8 +284,8 @@ class Engine(Activation, Generation, Staging):
         )
         paused = time.monotonic()
         if mode == "abort":
-            # Requests that reached vLLM after the pause are still queued there, under the old
-            # version's label.
+            # Requests that reached vLLM after the pause are still queued there, labelled with the
+            # old version.
             await self._abort_requests()
         return paused
 
@@ -276,13 +295,14 @@ class Engine(Activation, Generation, Staging):
         )
 
     async def _worker(self, method: str, timeout_s: float | None, *args) -> list:
-        """The workers' answers, one per tensor-parallel rank. Raises `TransferError` with what one
-        of them raised."""
+        """Call `method` in the workers; return the answers, one per tensor-parallel rank. Raises
+        `TransferError` with the text of what a worker raised, `EngineDied` after `timeout_s`
+        seconds."""
         try:
             return await self._call(self._llm.collective_rpc(method, args=args), timeout_s)
         except EngineError:
             raise
-        except Exception as error:  # vLLM makes a bare Exception of what a worker raised
+        except Exception as error:  # vLLM turns every error of a worker into a bare Exception
             raise TransferError(str(error)) from error
 
     async def checksum(self) -> list[dict[str, str]]:
@@ -298,7 +318,7 @@ class Engine(Activation, Generation, Staging):
 
     @property
     def open(self) -> bool:
-        """Whether turns are begun at once: not while new weights are put in place."""
+        """True if turns begin at once; false while weights change and while the engine sleeps."""
         return self._open.is_set()
 
     @property
@@ -312,14 +332,14 @@ class Engine(Activation, Generation, Staging):
 
     @property
     def hardware(self) -> str:
-        """The device's name, as "H800"; "cpu"."""
+        """The device's name, for example "H800" or "cpu"."""
         from vllm.platforms import current_platform
 
         return current_platform.get_device_name().removeprefix("NVIDIA ")
 
     @property
     def kv_tokens(self) -> int:
-        """KV-cache capacity, tokens."""
+        """Capacity of the KV cache in tokens."""
         cache = self._llm.vllm_config.cache_config
         return cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
 
@@ -340,14 +360,14 @@ class Engine(Activation, Generation, Staging):
         )
 
     async def shutdown(self) -> None:
-        """End the engine process and every iterator; killed after `STOP_TIMEOUT_S`."""
+        """End the engine process and all turns. Kills the process after `STOP_TIMEOUT_S`."""
         if self._llm is None:
             return
         if self.alive:
             self._on_death()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:
-            llm.output_handler.cancel()  # else it logs the end of the process as an error
+            llm.output_handler.cancel()  # would log the end of the process as an error
         stopping = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S))
         await asyncio.wait([stopping], timeout=STOP_TIMEOUT_S + 1)
         if self._process.exitcode is None:
@@ -359,18 +379,19 @@ class Engine(Activation, Generation, Staging):
             raise EngineDied(f"engine process {self.pid} is gone")
 
     def _on_death(self) -> None:
-        """The process is gone (its sentinel became readable), or will be: end every iterator."""
+        """End all turns. Called when the process has ended (its sentinel became readable) or is
+        about to be ended."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self._died.set_result(None)
-        self._open.set()  # turns that wait for it see that it is gone
+        self._open.set()  # wakes waiting turns, which then find the engine dead
         self._llm.output_processor.propagate_error(EngineDeadError())
 
     async def _call(self, coroutine, timeout_s: float | None):
-        """Await a call into the engine, but not beyond its death or `timeout_s`: a process that
-        hangs so long is ended, as another one can be started in its place. Raises `EngineDied`, or
-        what the engine raised."""
+        """Await a call into the engine, until it dies or `timeout_s` seconds have passed. A process
+        that doesn't answer in time is killed, so that the owner can start another. Raises
+        `EngineDied`, or what the engine raised."""
         task = asyncio.ensure_future(coroutine)
         await asyncio.wait(
             {task, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -388,9 +409,11 @@ class Engine(Activation, Generation, Staging):
 
 
 async def _end(building: asyncio.Future, before: set) -> None:
-    """End the processes that a start has made beside those `before`, or makes until it is over.
-    Returns when they and their workers, which die with them, have given their memory back."""
-    deadline, killed, workers = time.monotonic() + BROKEN_OFF_S, set(), []
+    """Kill every child process that is not in `before`, until the start `building` is done. Returns
+    when these processes, and their workers, which die with them, have ended."""
+    deadline = time.monotonic() + CANCELLED_START_S
+    killed = set()
+    workers = []
     while True:
         for process in set(multiprocessing.active_children()) - before - killed:
             with contextlib.suppress(psutil.Error):
@@ -399,7 +422,7 @@ async def _end(building: asyncio.Future, before: set) -> None:
             killed.add(process)
         if building.done() or time.monotonic() > deadline:
             break
-        await asyncio.wait([building], timeout=END_LOOK_S)
+        await asyncio.wait([building], timeout=CANCELLED_POLL_S)
     for process in killed:
         await asyncio.to_thread(process.join, REAP_S)
     await asyncio.to_thread(psutil.wait_procs, workers, REAP_S)

@@ -1,15 +1,14 @@
-"""GPU memory that really goes back to the system: a pool of pages over CUDA's virtual memory
-management.
+"""GPU memory that is really returned to the system: a page pool over CUDA's virtual memory.
 
-Addresses are reserved once, so that tensors, kernels and captured CUDA graphs keep theirs; the
+Addresses are reserved once, so that tensors, kernels and captured CUDA graphs keep theirs. The
 memory behind each page (2 MiB on today's GPUs) is created and mapped, unmapped and released on
 demand (CUDA driver API, section "Virtual Memory Management").
 
-Why an own pool: kvcached 0.1.6 does this for vLLM, but replaces vLLM's block pool and decides by
-itself what to map, for vLLM up to 0.24, where here the scheduler decides block by block; vLLM's
-CuMemAllocator and torch-memory-saver give back whole allocations, and torch's expandable segments
-only what no tensor uses. The driver is called through libcuda's stable C interface: the same
-library that CUDA itself comes with, and no package more.
+No existing pool fits. kvcached 0.1.6 does this for vLLM up to 0.24, but it replaces vLLM's block
+pool and decides itself what to map, while ROSE's scheduler decides block by block. vLLM's
+CuMemAllocator and torch-memory-saver release whole allocations, and torch's expandable segments
+release only what no tensor uses. We call the driver through libcuda's stable C interface, which
+needs no further package.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import Protocol
 from rose.memory import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-SPARE = 2**28  # bytes of a GPU that no KV cache takes: kernels are loaded late, allocators grow
+# Bytes of a GPU that no KV cache takes, for kernels that are loaded late and allocators that grow.
+SPARE = 2**28
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -41,11 +41,13 @@ class CudaError(RuntimeError):
 class Driver(Protocol):
     """The calls of CUDA's driver that the pool needs, on one device. Each raises `CudaError`.
 
-    CUDA's rules: sizes and addresses are multiples of `granularity`; a page of addresses is mapped
-    at most once, and is accessible only after `allow`; one handle may be mapped at several pages,
-    which then show the same bytes; an unmap takes back exactly what one map mapped, with no kernel
-    using it; memory is free once it is unmapped everywhere and its handle released; addresses are
-    freed with nothing mapped in them.
+    CUDA's rules:
+    1. Sizes and addresses are multiples of `granularity`.
+    2. A page of addresses is mapped at most once, and is accessible only after `allow`.
+    3. One handle may be mapped at several pages, which then show the same bytes.
+    4. An unmap undoes exactly one map, and no kernel may be using the page.
+    5. Memory is free once it is unmapped everywhere and its handle is released.
+    6. Addresses are freed only when nothing is mapped in them.
     """
 
     granularity: int  # bytes
@@ -55,7 +57,7 @@ class Driver(Protocol):
     def free(self, address: int, nbytes: int) -> None: ...
 
     def create(self) -> int:
-        """A handle of `granularity` bytes of physical memory."""
+        """Allocate `granularity` bytes of physical memory; return their handle."""
 
     def release(self, handle: int) -> None: ...
 
@@ -66,43 +68,40 @@ class Driver(Protocol):
     def unmap(self, address: int) -> None: ...
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Done when it returns; doesn't wait for what else the device does."""
+        """Fill with zeros, and return when that is done. Waits for no other work of the device."""
 
     def available(self) -> int:
-        """Bytes of the device that nobody has."""
+        """Free bytes of the device."""
 
     def synchronize(self) -> None:
-        """Waits until the device has done all that was submitted to it, on all streams."""
+        """Wait until the device has done all work submitted to it, on all streams."""
 
 
 class PagePool:
-    """A `blocks.Pool` of at least `nbytes` of GPU memory, none of it there at first. `spare`: bytes
-    of the device that it leaves to others.
+    """A `blocks.Pool` of at least `nbytes` of GPU memory, with nothing mapped at first.
 
-    When a page may be unmapped: after every kernel that was given its address, which `release`
-    waits for by itself. So whoever calls it must have submitted those kernels. vLLM's scheduler
-    plans a step while the last one runs, and frees the blocks of a request that has ended though
-    that step still writes to them; but it hands each step to the workers before it plans the next,
-    and they carry orders out in that order. A release out of `schedule` is therefore behind
-    all steps planned so far.
+    It leaves `spare` bytes of the device free. A page may be unmapped once every kernel that got
+    its address has ended. `release` waits for the kernels submitted so far, so its caller must
+    already have submitted all of them. vLLM's scheduler does. It plans a step while the last one
+    still runs, and may free the blocks of an ended request that the running step still writes to.
+    But it sends each step to the workers before it plans the next, and the workers carry out calls
+    in order. So a release that `schedule` orders comes after all steps planned so far.
     """
 
     def __init__(self, driver: Driver, nbytes: int, spare: int = 0) -> None:
         self._driver, self.page, self._spare = driver, driver.granularity, spare
         self.nbytes = -(-nbytes // self.page) * self.page
         self.address = driver.reserve(self.nbytes)
-        self._handles: dict[int, int] = {}  # offset of a mapped page -> its memory
+        self._handles: dict[int, int] = {}  # offset of a mapped page -> handle of its memory
 
     @property
     def mapped_bytes(self) -> int:
         return len(self._handles) * self.page
 
     def map(self, ranges: Ranges) -> None:
-        """Pages that are mapped already stay as they are; fresh ones are zeros.
-
-        Raises `MemoryError` when the device has no more than is to be spared, `CudaError`; what
-        this call mapped is taken back then.
-        """
+        """Map these pages; new ones read as zeros, mapped ones stay as they are. Raises
+        `MemoryError` when less than `spare` bytes would stay free, and `CudaError`. In both cases
+        the pages that this call mapped are released again."""
         parts = [
             [offset for offset in range(low, high, self.page) if offset not in self._handles]
             for low, high in self._within(ranges)
@@ -122,7 +121,8 @@ class PagePool:
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Waits for the device, then gives these pages back, if mapped. Raises `CudaError`."""
+        """Wait for the device, then release those of these pages that are mapped. Raises
+        `CudaError`."""
         gone = [
             offset
             for low, high in self._within(ranges)
@@ -134,8 +134,8 @@ class PagePool:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Every page may be touched meanwhile: those without memory share one page of it, and what
-        is written there is lost. Raises `MemoryError`, `CudaError`."""
+        """Allow kernels to touch every page within this context. All unmapped pages share one page
+        of memory, whose content is lost afterwards. Raises `MemoryError`, `CudaError`."""
         bare = [
             offset for offset in range(0, self.nbytes, self.page) if offset not in self._handles
         ]
@@ -147,7 +147,7 @@ class PagePool:
             for first, end in _runs(shown, self.page):
                 self._driver.allow(self.address + first, end - first)
             if shown:
-                # not what another process left: it may be NaN
+                # Another process may have left NaN in this memory.
                 self._driver.zero(self.address + shown[0], self.page)
             yield
         finally:
@@ -157,11 +157,9 @@ class PagePool:
             self._driver.release(shared)
 
     def tensor(self):
-        """int8, (nbytes,) on the current CUDA device; the pool must outlive it, as must the pages
-        that it touches.
-
-        Maps the first page: CUDA can't tell the device of an address without memory.
-        """
+        """The pool's memory as int8, (nbytes,), on the current CUDA device. The pool must outlive
+        the tensor, and only mapped pages may be touched. This maps the first page, because CUDA
+        can't determine the device of an unmapped address."""
         import torch
 
         self.map([(0, self.page)])
@@ -178,7 +176,7 @@ class PagePool:
         }
 
     def close(self) -> None:
-        """Give back everything, addresses too."""
+        """Release all memory, and free the addresses."""
         self._drop(list(self._handles))
         self._driver.free(self.address, self.nbytes)
 
@@ -286,11 +284,11 @@ _CALLS = {
 
 
 class CudaDriver:
-    """`Driver` over libcuda, in the primary context, which is torch's too: vLLM's note on cumem.py
-    that bindings from Python fail "because of context mismatch" is about calls without one.
-    `device` is CUDA's number among the visible.
+    """A `Driver` that calls libcuda in the device's primary context, which torch uses as well.
 
-    Raises `OSError` when there is no such library, `CudaError`.
+    vLLM's note in cumem.py that bindings from Python fail "because of context mismatch" is about
+    calls without a context. `device` is CUDA's index among the visible devices. Raises `OSError`
+    when the library can't be loaded, and `CudaError`.
     """
 
     def __init__(self, device: int, library: str = "libcuda.so.1") -> None:
@@ -356,7 +354,8 @@ class CudaDriver:
         return value.value
 
     def _in_context(self, call: str, *arguments) -> None:
-        """torch keeps the primary context current where it works; another thread may have none."""
+        """Call the driver after making the primary context current in this thread. torch does so
+        only in threads that it works in."""
         self._call("cuCtxSetCurrent", self._context)
         self._call(call, *arguments)
 

@@ -1,9 +1,10 @@
-"""vLLM's weight-transfer engine "rose", in each worker: stages versions in a thread, then flips.
+"""ROSE's weight-transfer engine for vLLM, one in each worker: stages versions in a thread, then
+flips.
 
-vLLM drives it (`start_weight_update`, `update_weights`, `finish_weight_update`); `update_weights`
-only begins the staging, so that the worker goes on generating, and `finish_weight_update`, with
-generation paused, only flips. In between and afterwards `Engine` asks for the `status`. Importing
-this module imports vLLM.
+vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update`. `update_weights` only
+begins the staging, so that the worker keeps generating. `finish_weight_update`, while generation is
+paused, only flips the staged version; then a thread verifies the live weights. Meanwhile `Engine`
+polls the `status`. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rose.engine import adapter, plugin
 from rose.engine.layout import EMBEDDINGS, LocalSlice, slices
 from rose.transfer import codec
 from rose.transfer.base import Base
-from rose.transfer.changes import LEAST
+from rose.transfer.changes import MIN_BYTES
 from rose.transfer.digests import compare
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, check_type
@@ -47,16 +48,18 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     version: int
     store: str  # folder, or a relay's URL
-    mirror: str | None  # folder of what was broadcast to this node
-    token_file: str | None  # of the relay
+    mirror: str | None  # folder with the payloads broadcast to this node
+    token_file: str | None  # file with the relay's token
     threads: int
     dense_bytes: int  # see rose.transfer.stage
-    device_bytes: int  # see rose.transfer.changes; on a CPU all memory is the host's
+    device_bytes: int  # see rose.transfer.changes; ignored on a CPU
     verify_every: int  # see Receiver.stage
     timeout_s: float
 
 
 class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Stages, flips and checks policy versions in one worker's live weights."""
+
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
@@ -65,23 +68,24 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         for name, parameter in model.named_parameters():  # vLLM has just loaded the model
             check_type(name, parameter)
-        # What is free of a device that engines share is KV memory that was given back: who needs it
-        # takes it at once. The allocator keeps the little that staging takes: emptied, it would
-        # lose what steps need (rose/engine/headroom.py).
-        self._shares = device.type == "cuda" and plugin.FOLDER in os.environ
+        # On a GPU that engines share, free memory is released KV memory, which either engine may
+        # take at any moment. So staging takes little, from what torch's allocator holds. Emptying
+        # the allocator's cache would lose the memory of steps (rose/engine/headroom.py).
+        self._shares_gpu = device.type == "cuda" and plugin.FOLDER in os.environ
         self._live: Live | None = None
-        # lineage, version; (_, null): a mixture
+        # Lineage and version of the live weights. The version is None if they are a mixture.
         self._held: tuple[str | None, int | None] = (None, INITIAL)
         self._staged: Staged | None = None
         self._staging: UpdateInfo | None = None
-        self._wanted = False  # whether what is being staged will be flipped
-        self._handover = threading.Lock()  # of what was staged, to who flips it
+        self._wanted = False  # false once the version being staged was abandoned
+        self._handover = threading.Lock()  # guards `_wanted` and `_staged`
         self._receiver: Receiver | None = None
-        self._below = ""  # fingerprint of an adapter's base that the live weights were found to be
+        # Fingerprint of the adapter's base that the live weights were found to equal; "" if none.
+        self._base_fingerprint = ""
         parallel = vllm_config.parallel_config
         self._rank = parallel.rank % parallel.tensor_parallel_size
         self._status: dict[str, Any] = {"state": "idle"}
-        # Takes time only where it never ran before.
+        # Takes long only on a machine without numba's cache of these functions.
         threading.Thread(target=codec.compile_all, name="rose-compile", daemon=True).start()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -93,7 +97,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.abandon()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin to stage; returns at once (vLLM's own waits for the device)."""
+        """Begin to stage a version and return at once; the base class would wait for the device."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -101,13 +105,14 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         threading.Thread(target=self._stage, name="rose-stage", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """`state`: idle, staging, staged, failed (with `error`, and whether the weights are a
-        `mixture`), checking, or loaded; and figures of the last version."""
+        """Return `state` and the figures of the last version. `state` is idle, staging, staged,
+        checking, loaded or failed. When it is failed, `error` is the text, and `mixture` is true if
+        the live weights belong to no version."""
         return self._status
 
     def abandon(self) -> None:
-        """Whatever is staged, or being staged, won't be flipped: the first is released now, the
-        second ends with the blocks that it is at."""
+        """Drop the version that is staged, and stop one that is being staged. The staging thread
+        first finishes the blocks that it is busy with."""
         with self._handover:
             self._wanted = False
             staged, self._staged = self._staged, None
@@ -116,19 +121,22 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def holds_initial(self) -> bool:
-        """Whether the live weights are those of the model's folder."""
+        """True if the live weights are those of the model's folder."""
         return self._held[1] == INITIAL
 
-    def begin_anew(self) -> None:
-        """The live weights are gone; the next are the folder's own."""
+    def reset(self) -> None:
+        """Forget all versions. The live weights are gone, and the model's folder is read next."""
         if self._receiver is not None:
             self._receiver.close()
         self._live = self._receiver = self._staged = None
-        self._held, self._status, self._below = (None, INITIAL), {"state": "idle"}, ""
+        self._held = (None, INITIAL)
+        self._status = {"state": "idle"}
+        self._base_fingerprint = ""
 
     def finish_weight_update(self) -> None:
-        """Flip what is staged, if anything; then it is read back and compared, while generation
-        goes on. An error is in `status`: raised, it would leave vLLM's session open for good."""
+        """Flip the staged version, if any, then verify it in a thread while generation continues.
+        An error goes into `status`. If this method raised it, vLLM's session would stay open for
+        good."""
         if self._staged is None:
             return
         began = time.perf_counter()
@@ -137,7 +145,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:
-            self._failed(error, mixture="was taken back" not in str(error))
+            self._failed(error, mixture="was undone" not in str(error))
             return
         self._held = (self._receiver.lineage, self._staging.version)
         self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
@@ -160,7 +168,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._receiver is None or self._receiver.where != (info.store, info.mirror):
                 if self._receiver is not None:
                     self._receiver.close()
-                    self._receiver = None  # the next one can be refused
+                    self._receiver = None  # the next line may raise
                 self._receiver = Receiver(
                     info.store, info.mirror, info.token_file, self._places, self._live
                 )
@@ -187,16 +195,16 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if not self._hand_over(staged, status):
                 staged.release()
                 raise TransferError(f"version {info.version} was abandoned while it was staged")
-        except Exception as error:  # the old version goes on serving, and the caller gets the error
+        except Exception as error:  # the old version keeps serving; `status` has the error
             self._failed(error, mixture=False)
 
     def _device_bytes(self, info: UpdateInfo) -> int | None:
         if self.device.type != "cuda":
             return None
-        return min(LEAST, info.device_bytes) if self._shares else info.device_bytes
+        return min(MIN_BYTES, info.device_bytes) if self._shares_gpu else info.device_bytes
 
     def _hand_over(self, staged: Staged, status: dict[str, Any]) -> bool:
-        """Whether somebody still wants it."""
+        """Publish a staged version, unless it was abandoned; return False then."""
         with self._handover:
             if self._wanted:
                 self._staged, self._status = staged, status
@@ -208,7 +216,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staged.check()
         except Exception as error:
             wrong = error
-        staged.release()  # before this one is reported done: the next may arrive at once
+        # Comes before the new status, because the next version may arrive right after that.
+        staged.release()
         if wrong is None:
             took = time.perf_counter() - began
             self._status = self._status | {"state": "loaded", "check_s": took}
@@ -223,8 +232,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status = {"state": "failed", "error": text, "mixture": mixture}
 
     def _places(self, plan: Plan, live: Live) -> dict[int, Place]:
-        """Raises `TransferError` unless the blocks fill the engine's parameters exactly; or, where
-        they are an adapter's, unless the engine has the weights below it."""
+        """Map each block of the store to its place in the live weights. Raises `TransferError`
+        unless the blocks of a whole model fill the engine's parameters exactly. For an adapter,
+        raises it unless the live weights are the adapter's base."""
         shape = read_shape(self.model_config.model)
         tp_size = self.parallel_config.tensor_parallel_size
         by_expert = self.parallel_config.enable_expert_parallel
@@ -233,18 +243,18 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return slices(name, extent, shape, self._rank, tp_size, by_expert)
 
         if (plan.base is not None) != bool(adapter.slots(self.model)):
-            has, is_ = ("an adapter", "without") if plan.base else ("whole models", "with")
+            kind, how = ("an adapter", "without") if plan.base else ("whole models", "with")
             raise TransferError(
-                f"the store's versions are {has}, and this engine was started {is_} trainer.lora"
+                f"the store's versions are {kind}, and this engine was started {how} trainer.lora"
             )
         places, filled = place_blocks(plan, local, live)
         if plan.base is not None:
-            if plan.base.fingerprint != self._below:
+            if plan.base.fingerprint != self._base_fingerprint:
                 self._compare(plan.base, local)
             return places
         for parameter, count in filled.items():
             wanted = live.matrices[parameter].numel()
-            # their padding is nobody's
+            # No tensor of the store fills the padding of the vocabulary.
             if count < wanted and not (parameter in EMBEDDINGS and count):
                 raise TransferError(
                     f"the store's tensors fill {count} of {wanted} values of the engine's "
@@ -253,9 +263,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return places
 
     def _compare(self, base: Base, local: Callable[..., LocalSlice | None]) -> None:
-        """See `rose.transfer.digests.compare`; once is enough while the live weights stay."""
+        """Compare the live weights with an adapter's base (`rose.transfer.digests.compare`). Once
+        is enough, as the base doesn't change until `reset`."""
         info, live = self._staging, Live(adapter.base(self.model))
         places, _ = place_blocks(base, local, live)
         folder, end = self.model_config.model, time.monotonic() + info.timeout_s
         compare(base, places, live, info.threads, folder, lambda: self._wanted, end)
-        self._below = base.fingerprint
+        self._base_fingerprint = base.fingerprint

@@ -1,12 +1,12 @@
-"""Runs inside vLLM's worker: what `Engine` asks of it besides vLLM's own calls.
+"""ROSE's extension of vLLM's worker: the calls of `Engine` that vLLM doesn't have.
 
-Named in `worker_extension_cls`, so vLLM imports this module in every worker before it builds the
-model and mixes `WorkerExtension` into its worker class; `Engine` calls the methods with
-`collective_rpc`.
+The engine argument `worker_extension_cls` names it. So vLLM imports this module in every worker
+before it builds the model, and mixes `WorkerExtension` into its worker class. `Engine` calls the
+methods with `collective_rpc`.
 
-At import: ROSE's weight-transfer engine is registered with vLLM. On a CPU, vLLM's prepacked matrix
-kernels (oneDNN, AMX) are switched off, its experts' too: they empty or reorder the weights, so that
-an update in place would not change what it means to while looking like a success.
+Importing this module registers ROSE's weight-transfer engine with vLLM. On a CPU it also switches
+off vLLM's prepacked matrix kernels (oneDNN, AMX), those of experts included. These kernels empty or
+reorder the weights, so that an update in place would seem to succeed but change the wrong values.
 """
 
 from __future__ import annotations
@@ -45,35 +45,37 @@ class WorkerExtension(KvWorker, InactiveWorker):
     """Mixed into vLLM's worker, which has `model_runner` and `weight_transfer_engine`."""
 
     def rose_status(self) -> dict:
-        """See `RoseWeightTransferEngine.status`."""
+        """Return `RoseWeightTransferEngine.status`."""
         return self.weight_transfer_engine.status()
 
     def rose_flip(self) -> dict:
-        """vLLM's `finish_weight_update`, and the status after it."""
+        """Call vLLM's `finish_weight_update`; return the status after it."""
         self.finish_weight_update()
         return self.weight_transfer_engine.status()
 
     def rose_abandon(self) -> dict:
-        """Give up what is staged or being staged, and close vLLM's session of it; the status."""
+        """Drop a version that is staged or being staged, and close vLLM's session; return the
+        status."""
         self.weight_transfer_engine.abandon()
         if self._weight_update_active:
-            self.finish_weight_update()  # flips nothing
+            self.finish_weight_update()  # flips nothing, as no version is staged any more
         return self.weight_transfer_engine.status()
 
     def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
-        """Before the first drafts of an engine that is to have some. Raises `RuntimeError` if
-        vLLM's sampling of drafted positions can't be mended on this CPU."""
+        """Prepare an engine with speculative drafts, before its first request. Raises
+        `RuntimeError` if vLLM's sampling of drafted positions can't be corrected on a CPU."""
         clock = time.perf_counter
         if current_platform.is_cpu():
             rejection.mend()
-            # this thread has a part in all that a step computes; others' load is not in its time
+            # This thread takes part in all that a step computes, and its CPU time doesn't include
+            # the load of other processes.
             clock = time.thread_time
         if self.vllm_config.speculative_config.model == PROPOSER:
             self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes, clock)
 
     def rose_record_routing(self) -> None:
-        """Before the first request of an engine on a CPU that returns its routing."""
-        from rose.engine import routing  # vLLM's modules for it are of no use to others
+        """Prepare a CPU engine that returns its routing, before its first request."""
+        from rose.engine import routing  # imports vLLM modules that no other engine needs
 
         routing.record(self.model_runner)
 
@@ -92,5 +94,5 @@ class WorkerExtension(KvWorker, InactiveWorker):
         }
 
     def rose_adapter(self) -> None:
-        """Make the adapter that all turns use, of zeros."""
+        """Create the adapter that all turns use, filled with zeros."""
         adapter.begin(self.model_runner)

@@ -12,10 +12,12 @@ import math
 import shlex
 from pathlib import Path
 
+from rose.agent import tool_formats
 from rose.agent.chat import ChatFormat
 from rose.config import Config
 
 NAME = "policy"  # the name by which docs/agents.md's agents ask for the model
+THOUGHTS = "qwen3"  # vLLM's parser of thoughts that end with </think>, or that are switched off
 SHOWS_NO_TOOLS = (
     "# The chat template shows no tools to the model. Training described them in the system "
     "message;\n# a client of this server must do that, too."
@@ -50,7 +52,10 @@ def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
         of_base = [str(model.path), *(["--revision", revision] if revision else [])]
     drawn = {"temperature": sampled.temperature, "top_p": sampled.top_p, "top_k": sampled.top_k}
     rank = str(config.trainer.lora.slot_rank)
-    loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"{NAME}={out}"]
+    module = f"{NAME}={out}"
+    if "," in module:  # vLLM takes it for JSON
+        module = json.dumps({"name": NAME, "path": str(out)})
+    loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", module]
     return [*of_base, *loras, "--override-generation-config", json.dumps(drawn)]
 
 
@@ -70,14 +75,17 @@ def _tools(config: Config, base: Path, adapter: bool) -> tuple[list[str], list[s
         return [], [f"# tool calls are not read: {said}"]
     # A whole export has a template that describes them; an adapter is served with its base's.
     notes = [SHOWS_NO_TOOLS] if adapter and not chat.native_tools else []
-    return ["--enable-auto-tool-choice", "--tool-call-parser", chat.format.name], notes
+    options = ["--enable-auto-tool-choice", "--tool-call-parser", chat.format.name]
+    if chat.thinks and config.model.reasoning_format == tool_formats.AUTO:
+        options += ["--reasoning-parser", THOUGHTS]
+    return options, notes
 
 
 def _template(config: Config) -> list[str]:
     model = config.model
     given = json.dumps(model.chat_template_args)
     found = ["--default-chat-template-kwargs", given] if model.chat_template_args else []
-    named = model.reasoning_format != "auto"
+    named = model.reasoning_format != tool_formats.AUTO
     return found + (["--reasoning-parser", model.reasoning_format] if named else [])
 
 

@@ -1,12 +1,13 @@
-"""The batch process of a Slurm job, which remembers signals from its first line to its last.
+"""The batch process of a Slurm job, which notes signals from its first line to its last.
 
     python -m rose.launch.batch FOLDER
 
-Slurm may warn a job (SIGUSR2) or end it (SIGTERM) at any time. Before Python runs, the job's shell
-keeps these signals (rose/launch/sbatch.py) and passes them on once this process says that it is
-ready. From then on they are in `received`, for whatever FOLDER's submitted work makes of them.
-submitit would set handlers of its own, which requeue the job by its rules or raise; it sets none
-here. Imports only the standard library until signals are remembered. Left out: obeying signals.
+Slurm may warn a job (SIGUSR2) or end it (SIGTERM) at any time. Until Python runs, the job's shell
+keeps these signals (rose/launch/sbatch.py). It passes them on once this process has signalled that
+it is ready. From then on they are in `received`, and the work that submitit stored in FOLDER
+decides what they mean. submitit would install handlers of its own, which requeue the job by its
+rules or raise; here it installs none. Only the standard library is imported until signals are
+noted. Left out: obeying signals.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import signal
 import sys
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-# The job's shell, which gets SIGUSR1 once this process remembers signals.
+# Variable with the pid of the job's shell, which gets SIGUSR1 once this process notes signals.
 SHELL = "ROSE_BATCH_SHELL"
 
-# Signals in the order of their arrival, each number once: Slurm may send one to the shell and to
-# this process, to which the shell passes it on.
+# Signals in the order of their arrival, each number once: Slurm may send one signal both to the
+# shell, which passes it on, and to this process.
 received: list[int] = []
 
 
 class RunFailed(RuntimeError):
-    """The run ended in failure; the message is the cause. Slurm then calls the job FAILED."""
+    """The run ended in failure; the message is the cause. Slurm then reports the job as FAILED."""
 
 
 def remember() -> None:
@@ -40,7 +41,7 @@ def _note(number: int, _) -> None:
 
 
 def main(folder: str) -> int:
-    """Run what submitit has stored in `folder`; the process's exit code."""
+    """Run what submitit has stored in `folder`; return the process's exit code."""
     remember()
     if shell := os.environ.pop(SHELL, ""):
         os.kill(int(shell), signal.SIGUSR1)
@@ -60,6 +61,7 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    from rose.launch import batch  # the module whose `received` others import, not __main__
+    # Others import `received` from rose.launch.batch, which is another module than __main__.
+    from rose.launch import batch
 
     sys.exit(batch.main(sys.argv[1]))

@@ -1,11 +1,15 @@
-"""Which trainer rank the others wait for, from what all say of a long step. Pure.
+"""Find the trainer ranks that the others wait for, from what all report of a long step. Pure.
 
-Each reports what it has begun every `beat_s` seconds (rose/trainer/watch.py). One that waits goes
-on reporting the same; one that is stopped, or whose node is, falls silent; one that hangs reports
-less than the others. One that still reports may only be slow, and one that is between two steps
-reports nothing: these have nearly the whole time of a step. Times are the reader's own: clocks of
-hosts differ. Where all stand at the same place nobody can be named: the collective's own deadline
-ends that.
+Every `beat_s` seconds of a step each trainer rank reports how many collectives and micro-batches it
+has begun (rose/trainer/watch.py):
+- a rank that waits for another repeats its number;
+- a rank that is stopped, or whose node is, falls silent;
+- a rank that hangs reports a smaller number than the others.
+
+A rank that still reports may only be slow, and a rank between two steps reports nothing. So these
+two have nearly the whole time that a step may take. Ages are measured by the reader's clock, since
+the clocks of hosts differ. If all ranks stand at the same number none can be named, and the
+collective's own deadline ends the wait.
 """
 
 from __future__ import annotations
@@ -14,38 +18,43 @@ from collections.abc import Sequence
 
 from rose.launch.rank_status import RankStatus
 
-STILL_BEATS = 2  # in a step without a report a rank is silent; with the same report it stands still
-LATE_BEATS = 7  # of the eight in a step's time: for ranks that report, or are in no step
+# A rank in a step is silent after this many beats without a report, and waits or hangs after as
+# many with the same report.
+STILL_BEATS = 2
+# Beats after which a rank that repeats its report, or is in no step, is named. The time that a step
+# may take has eight beats (rose/trainer/watch.py).
+LATE_BEATS = 7
 
 
 class Beats:
-    """What has been seen of the trainer ranks."""
+    """Last report of each trainer rank, and when the reader first saw it."""
 
     def __init__(self) -> None:
-        # rank -> (what its last status said, `now` when that was first seen)
-        self._heard: dict[int, tuple[float, float]] = {}  # its time
-        self._moved: dict[int, tuple[int | None, float]] = {}  # what it has begun
-        self._looked = 0.0
+        # rank -> (value in its last status, `now` when the reader first saw that value)
+        self._reported: dict[int, tuple[float, float]] = {}  # value: the status's own time
+        self._moved: dict[int, tuple[int | None, float]] = {}  # value: `begun`
+        self._polled_at = 0.0
 
-    def late(self, trainers: Sequence[RankStatus], now: float) -> tuple[list[RankStatus], int]:
-        """(those that others wait for, what the foremost of these has begun). Call it at every look
-        at the statuses, with a monotonic `now`, seconds."""
+    def hanging(self, trainers: Sequence[RankStatus], now: float) -> tuple[list[RankStatus], int]:
+        """Return (the ranks that others wait for, what the foremost waiting rank has begun). Call
+        it at every poll of the statuses, with a monotonic `now`, seconds."""
         beating = [s for s in trainers if s.begun is not None]
         beat_s = beating[0].beat_s if beating else 0.0
-        if now - self._looked > beat_s:  # nothing to report, or the reader was away, or its disk
-            self._heard, self._moved = {}, {}
-        self._looked = now
+        # No rank is in a step, or the reader itself was suspended or waited for its disk.
+        if now - self._polled_at > beat_s:
+            self._reported, self._moved = {}, {}
+        self._polled_at = now
         if not beating:
             return [], 0
         for s in trainers:
-            if self._heard.get(s.rank, (None,))[0] != s.since:
-                self._heard[s.rank] = (s.since, now)
+            if self._reported.get(s.rank, (None,))[0] != s.since:
+                self._reported[s.rank] = (s.since, now)
             if self._moved.get(s.rank, (-1,))[0] != s.begun:
                 self._moved[s.rank] = (s.begun, now)
         still = now - STILL_BEATS * beat_s
         late = now - LATE_BEATS * beat_s
         silent = [
-            s for s in trainers if self._heard[s.rank][1] < (late if s.begun is None else still)
+            s for s in trainers if self._reported[s.rank][1] < (late if s.begun is None else still)
         ]
         waits = [s for s in beating if s not in silent and self._moved[s.rank][1] < still]
         if not waits:

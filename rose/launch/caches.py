@@ -1,7 +1,7 @@
-"""Where GPU ranks keep compiled kernels: on a disk of their node.
+"""Keep the compiled kernels of GPU ranks on a disk of their node.
 
-vLLM, Triton, Inductor and FlashInfer compile at an engine's start and keep the result under $HOME.
-Under Slurm that is one NFS folder for all engines at once, whose file locks and small files make a
+vLLM, Triton, Inductor and FlashInfer compile when an engine starts and keep the result under $HOME.
+Under Slurm that is one NFS folder for all engines at once. Its file locks and small files make a
 start minutes longer.
 """
 
@@ -24,9 +24,9 @@ FOLDERS = {
 
 
 def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `FOLDERS` that are not `given`, under cluster.cache_dir, or under this
-    node's TMPDIR in a Slurm job; none elsewhere, and none where the folder is somebody else's.
-    Makes the folder, for this user alone."""
+    """Return the variables of `FOLDERS` that are not in `given`, for folders under
+    cluster.cache_dir or, in a Slurm job without it, under this node's TMPDIR. Return none
+    elsewhere, nor if another user owns the folder. Makes the folder, for this user alone."""
     if cluster.cache_dir is not None:
         home = Path(cluster.cache_dir).expanduser()
     elif cluster.kind == "slurm":

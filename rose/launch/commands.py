@@ -1,4 +1,4 @@
-"""Slurm's commands as a job calls them: asked until Slurm answers.
+"""Call Slurm's commands from inside a job, again and again until Slurm answers.
 
 A controller that restarts or fails over is away for minutes, in which every command fails. A job
 that took this for a refusal would end though nothing is wrong with it. Left out: commands for a
@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 
 DEADLINE_S = 60.0  # seconds that one call may take
-# Seconds for which a command is asked again. A failover to a backup controller takes Slurm's
+# Seconds for which a failing command is retried. A failover to a backup controller takes Slurm's
 # SlurmctldTimeout, two minutes by default, and the time to read its state.
 PATIENCE_S = 300.0
-PAUSE_S = 5.0
-# Messages by which Slurm refuses, so that asking again can't help. Any other failure may pass.
+PAUSE_S = 5.0  # seconds between two tries
+# Parts of the messages by which Slurm refuses: a retry can't help. Any other failure may pass.
 REFUSALS = (
     "invalid job id",
     "invalid user id",
@@ -34,7 +34,7 @@ PENDING = "job is pending"
 
 
 class SlurmError(RuntimeError):
-    """A command of Slurm's was refused, or not answered in time; the message has Slurm's words."""
+    """A command of Slurm's was refused or not answered in time; the message quotes Slurm."""
 
 
 def own_environment() -> dict[str, str]:
@@ -45,7 +45,7 @@ def own_environment() -> dict[str, str]:
 
 
 def refuses(message: str) -> bool:
-    """True if Slurm's message is an answer, and not the failure to give one."""
+    """True if the message is Slurm's answer, such as a refusal; False if Slurm could not answer."""
     return any(words in message.lower() for words in (*REFUSALS, PENDING))
 
 
@@ -55,12 +55,12 @@ def ask(
     deadline_s: float | None = None,
     **variables: str,
 ) -> str:
-    """Return what the command prints. It is asked again while it fails, except by a refusal, for
-    `patience_s` (None: PATIENCE_S); each call may take `deadline_s` (None: DEADLINE_S). `variables`
-    are set for it. Raises `SlurmError`."""
+    """Return what the command prints; `variables` are added to its environment. A failure that is
+    no refusal is retried for `patience_s` (None: PATIENCE_S). Each call may take `deadline_s`
+    (None: DEADLINE_S). Raises `SlurmError`."""
     deadline_s = DEADLINE_S if deadline_s is None else deadline_s
     end = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
-    told = ""
+    printed = ""
     while True:
         try:
             done = subprocess.run(
@@ -81,16 +81,16 @@ def ask(
             message = message or f"exit code {done.returncode}, no output"
         if refuses(message) or time.monotonic() > end:
             raise SlurmError(f"{' '.join(command)}: {message}")
-        if message != told:
+        if message != printed:
             print(f"{' '.join(command)}: {message}; asked again", flush=True)
-        told = message
+        printed = message
         time.sleep(PAUSE_S)
 
 
 def requeue(job: str, restarts: int) -> bool:
-    """Have Slurm requeue this job, which has been restarted `restarts` times. False if Slurm has
-    restarted it since: then this process is what a lost node has left of an earlier attempt. Raises
-    `SlurmError`."""
+    """Have Slurm requeue this job, which has been restarted `restarts` times. Return False if Slurm
+    has restarted it since: then this process belongs to an earlier attempt, and still runs on a
+    node that Slurm takes for lost. Raises `SlurmError`."""
     try:
         shown = ask(["scontrol", "--oneliner", "show", "job", job], patience_s=0.0)
     except SlurmError:
@@ -101,7 +101,7 @@ def requeue(job: str, restarts: int) -> bool:
     try:
         ask(["scontrol", "requeue", job])
     except SlurmError as error:
-        # an earlier call, whose answer was lost, has succeeded, or Slurm itself was faster
+        # The job waits already: Slurm requeued it, or an earlier call whose answer was lost did.
         if PENDING not in str(error).lower():
             raise
     return True

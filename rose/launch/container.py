@@ -1,10 +1,10 @@
-"""The command that starts Python on a compute node: this interpreter, or the one in the container
-of the job. Pure.
+"""Build the command that starts Python on a compute node: this interpreter, or the one in the job's
+container. Pure.
 
-A container holds what ranks need (vLLM, DeepSpeed, MPI: slurm/rose.def, slurm/Dockerfile); ROSE
-itself is mounted from this checkout; where it is installed, the image has the same version. What
-submits and watches stays outside, since it needs Slurm's commands. Left out: one machine without
-Slurm, where launch.py as a whole runs in the container.
+A container holds what ranks need: vLLM, DeepSpeed and MPI (slurm/rose.def, slurm/Dockerfile). ROSE
+itself is mounted from this checkout; if ROSE is installed as a package, the image has the same
+version. The processes that submit and watch stay outside, since they need Slurm's commands. Left
+out: one machine without Slurm, where launch.py as a whole runs in the container.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rose.places import CHECKOUT
 
 
 def command(c: Config, folders: Sequence[Path]) -> list[str]:
-    """Behind srun's options: [further options of srun,] program, arguments. `folders`, of or in
-    output_dir, are seen inside under the same path, beside this checkout and the model's folder.
-    Raises `ConfigError` as `check` does."""
+    """Return the words behind srun's options: [further options of srun,] program, arguments.
+    `folders` (the run's, or output_dir), this checkout and the model's folder have the same path
+    inside the container as outside. Raises `ConfigError` as `check` does."""
     box = _box(c)
     if box is None:
         return [sys.executable]
@@ -47,17 +47,16 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
 
 
 def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
-    """The same where no srun stands before it, as in the batch script of a job with one task of
-    `cpus` CPUs."""
+    """Return the same command for a place without srun before it, as in the batch script of a job
+    with one task of `cpus` CPUs. pyxis works through srun only, so there srun starts it."""
     box = _box(c)
-    # from Slurm 22.05 to 23.02 a step has one CPU unless it asks for those of its job
+    # From Slurm 22.05 to 23.02 a step has one CPU unless it asks for those of its job.
     starter = ["srun", "--mpi=none", "--ntasks=1", f"--cpus-per-task={cpus}"]
     return [*(starter if box is not None and box.runtime == "pyxis" else []), *command(c, folders)]
 
 
 def check(c: Config) -> None:
-    """Raises `ConfigError` for a path of the run that the container's runtime would take for
-    several."""
+    """Raise `ConfigError` for a path of the run that the container's runtime would split in two."""
     if _box(c) is not None:
         _mounts(c, [Path(c.output_dir).resolve()])
 
@@ -67,16 +66,16 @@ def _box(c: Config) -> Container | None:
 
 
 def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
-    """Each once, without those within another."""
+    """Return each path to mount, without those inside another."""
     wanted = {} if CHECKOUT is None else {CHECKOUT: "this checkout"}
     wanted |= {folder.absolute(): "output_dir" for folder in folders}
-    model = c.model.snapshot if c.model.source == "hub" else c.model.path  # a hub's path is its id
+    # A hub model's path is its id, and no path of a folder.
+    model = c.model.snapshot if c.model.source == "hub" else c.model.path
     if model is not None and Path(model).is_absolute():
         wanted[_whole(Path(model))] = "the model's folder"
     if c.rollout.replay is not None:
-        wanted[Path(c.rollout.replay).absolute().parent] = (
-            "rollout.replay"  # of a run, whose name may have commas
-        )
+        # The parent, since the replayed run's own name may have commas.
+        wanted[Path(c.rollout.replay).absolute().parent] = "rollout.replay"
     if c.transfer.relay is not None:
         wanted[Path(c.transfer.relay_token_file).absolute()] = "transfer.relay_token_file"
     for path, key in wanted.items():
@@ -90,5 +89,6 @@ def _mounts(c: Config, folders: Sequence[Path]) -> list[Path]:
 
 
 def _whole(model: Path) -> Path:
-    """A snapshot in a hub's cache is links into the folder beside it."""
+    """Return the folder to mount for a model. The files of a snapshot in a hub's cache are links
+    into the repository's folder, so that one is mounted."""
     return model.parents[1] if model.parent.name == "snapshots" else model

@@ -1,6 +1,7 @@
 """Doubts about what a run would learn, before it starts: its data, learning rate and evaluation.
 
-Left out: doubts about ranks, memory and machines (rose/launch/plan.py).
+A doubt is a warning's text; the run may start. Left out: doubts about ranks, memory and machines
+(rose/launch/plan.py).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from rose.config import Config, ConfigError
 
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """All of them. `staleness`, `corrects`: as of `stale`, whose `ConfigError` it raises, and that
-    of `check_importance`."""
+    """Return all doubts. `staleness` and `corrects` are as for `stale`. Raises `ConfigError` as
+    `stale` and `check_importance` do."""
     check_importance(c)
     return (
         stale(c, staleness, corrects)
@@ -23,25 +24,25 @@ def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
 
 
 def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
-    """Doubts about data up to `staleness` versions old. Raises `ConfigError` where nothing corrects
-    for its age; where training so is a paper's own practice, that is a doubt: one-step-off's (arXiv
-    2410.18252) loss has no weights."""
+    """Return doubts about data that is up to `staleness` versions old. `corrects`: the algorithm
+    corrects for its age. Raises `ConfigError` where nothing does. One-step-off (arXiv 2410.18252)
+    gets a doubt instead, because its paper trains so: its loss has no weights."""
     if not staleness or corrects or c.algorithm.importance_cap is not None:
         return ()
     name = c.scheduler.batching.name
-    words = (
+    text = (
         f"scheduler.batching.name={name!r} trains on data up to {staleness} versions old, and "
         f"nothing corrects for their age: algorithm.name={c.algorithm.name!r} does not, and "
         "algorithm.importance_cap=null; take algorithm=decoupled_ppo, or "
         "algorithm.importance_cap=2.0"
     )
     if name == "one_step_off":
-        return (words,)
-    raise ConfigError(words)
+        return (text,)
+    raise ConfigError(text)
 
 
 def check_importance(c: Config) -> None:
-    """Raise `ConfigError` for bounds of importance weights that bound nothing."""
+    """Raise `ConfigError` for limits of importance weights that have no effect."""
     cap, floor = c.algorithm.importance_cap, c.algorithm.importance_floor
     if floor is not None and (cap is None or floor >= cap):
         raise ConfigError(
@@ -57,9 +58,9 @@ def check_importance(c: Config) -> None:
 
 
 def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
-    """Doubts about tokens that are drawn from another distribution than the one that is trained,
-    which is that of all tokens at rollout.temperature. The engine's log-probabilities are of what
-    was left, so that importance weights correct for drawing that too often."""
+    """Return doubts about sampling from another distribution than the trained one, which is that of
+    all tokens at rollout.temperature. The engine's log-probabilities are those after top_p and
+    top_k, so importance weights correct for drawing the remaining tokens too often."""
     r = c.rollout
     found = {"top_p": (r.top_p, 1.0), "top_k": (r.top_k, 0)}
     other = {
@@ -79,8 +80,9 @@ def narrowed(c: Config, corrects: bool) -> tuple[str, ...]:
 
 
 def unpunished(c: Config) -> tuple[str, ...]:
-    """Doubts about DAPO's overlong punishment that begins above what a trajectory can reach. With
-    algorithm.args.max_response_tokens=null it follows the run's limits, which can be reached."""
+    """Return doubts about DAPO's overlong punishment that begins above what a trajectory can reach.
+    With algorithm.args.max_response_tokens=null it begins by the run's limits, which can be
+    reached."""
     args = c.algorithm.args
     most, buffer = args.get("max_response_tokens"), args.get("overlong_buffer")
     if most is None or buffer == 0:
@@ -89,7 +91,8 @@ def unpunished(c: Config) -> tuple[str, ...]:
     found = []
     for name, member in c.env.members.items():
         turns, key = member.max_turns * member.max_new_tokens, c.env.key_of(name)
-        # A program may begin anew with a shorter history, so its context bounds no trajectory.
+        # A foreign program may start again with a shorter history, so that its trajectory has
+        # more tokens than a context.
         branches = member.name in ("agent", "verifiers")
         if (turns if branches else min(turns, c.model.max_context)) <= begin:
             found.append(
@@ -102,7 +105,8 @@ def unpunished(c: Config) -> tuple[str, ...]:
 
 
 def unshared(c: Config) -> tuple[str, ...]:
-    """A doubt about ZeRO stage 3 with one rank, which gathers from itself what is there."""
+    """Return a doubt about ZeRO stage 3 with one rank, which gathers parameters that it already
+    has."""
     if c.trainer.ranks > 1 or c.trainer.zero_stage < 3:
         return ()
     return (
@@ -112,9 +116,9 @@ def unshared(c: Config) -> tuple[str, ...]:
 
 
 def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:
-    """A doubt about clip ranges other than grpo's that nothing reaches. `recomputes`: the ratios
-    are to the policy at the step's start, which is the trained policy itself until the step's first
-    update, however old the data is."""
+    """Return a doubt about clip ranges, other than grpo's 0.2, that have no effect. `recomputes`:
+    ratios are relative to the policy at the step's start. Until the step's first update that is the
+    trained policy itself, however old the data is."""
     args = c.algorithm.args
     chosen = [
         f"algorithm.args.{key}={args[key]:g}"
@@ -131,7 +135,8 @@ def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:
 
 
 def warming_up(c: Config) -> tuple[str, ...]:
-    """A doubt about a warm-up that the run ends in; longer runs may be meant, which go on."""
+    """Return a doubt about a learning-rate warm-up that is longer than the run. It is no error: the
+    user may continue the run with more steps."""
     o, updates = c.trainer.optimizer, c.trainer.steps * c.trainer.updates_per_step
     if o.warmup_steps <= updates:
         return ()
@@ -144,7 +149,7 @@ def warming_up(c: Config) -> tuple[str, ...]:
 
 
 def unevaluated(c: Config) -> tuple[str, ...]:
-    """A doubt about held-out tasks of a run without engines; conf/ has some by default."""
+    """Return a doubt about held-out tasks of a run without engines. conf/ has some by default."""
     tasks = c.eval.episodes + sum(one.episodes for one in c.eval.sets.values())
     if c.rollout.replay is None or not tasks:
         return ()

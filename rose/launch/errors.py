@@ -1,7 +1,7 @@
-"""Hydra's and OmegaConf's complaints in ROSE's form: key, value, remedy, and what was probably
-meant.
+"""Turn Hydra's and OmegaConf's exceptions into ROSE's form: key, value, remedy, and what the user
+probably meant.
 
-Left out: what is wrong with a composed configuration; rose/config/ says that.
+Left out: errors in a composed configuration, which rose/config/ reports.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SWEEP = ("-m", "--multirun")
 
 
 def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
-    """One message for what Hydra or OmegaConf raised about `arguments` (the command line without
-    its program)."""
+    """Return one message for what Hydra or OmegaConf raised about `arguments` (the command line
+    without its program)."""
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         return f"{error.override}: no value; write {error.override}=VALUE (null for none)"
     if isinstance(error, OverrideParseException):
@@ -55,9 +55,9 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
 
 
 def searched(arguments: list[str]) -> list[str]:
-    """Where options are looked for besides conf/, as Hydra writes it: what --config-dir DIR and
-    hydra.searchpath=[...] name. Raises `ConfigError` for a folder that isn't there, of which Hydra
-    only warns."""
+    """Return the places besides conf/ where Hydra looks for options, as it writes them: what
+    --config-dir DIR and hydra.searchpath=[...] name. Raises `ConfigError` for a folder that is
+    missing, of which Hydra only warns."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     given = parser.parse_known_args(arguments)[0].config_dir
@@ -86,7 +86,7 @@ def options_first(arguments: list[str]) -> list[str]:
 
 
 def _parsed(arguments: list[str]) -> list[Override]:
-    """The overrides among `arguments`; flags are left out."""
+    """Return the overrides among `arguments`, without flags."""
     return OverridesParser.create().parse_overrides(
         [a for a in arguments if ("=" in a or a.startswith("~")) and not a.startswith("-")]
     )
@@ -95,23 +95,23 @@ def _parsed(arguments: list[str]) -> list[Override]:
 def _first_refused(
     overrides: list[Override], conf: Path, places: list[str]
 ) -> tuple[str, Override, DictConfig] | None:
-    """The first override with which `conf` composes no more, as text (of a sweep its first point),
-    and the configuration before it. Hydra's exceptions don't name it, so it is searched for, in
-    Hydra's order: first the options of groups, then keys."""
+    """Return the first override with which `conf` no longer composes, as text and parsed, and the
+    configuration without it. A sweep's text is its first point. Hydra's exceptions don't name the
+    override, so it is searched for in Hydra's order: first the options of groups, then keys."""
     texts = {}
     base = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
     overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
     for override in sorted(overrides, key=lambda o: not (conf / o.key_or_group).is_dir()):
         if (text := _text(override)) is not None:
             texts[text] = override
-    words = list(texts)
+    typed = list(texts)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         good = bisect_left(
-            range(1, len(words) + 1), True, key=lambda n: not _composes(base + words[:n])
+            range(1, len(typed) + 1), True, key=lambda n: not _composes(base + typed[:n])
         )
-        if good == len(words):
-            return None  # none is refused by itself: of an interpolation, for example
-        return words[good], texts[words[good]], compose("config", base + words[:good])
+        if good == len(typed):
+            return None  # No override is refused: an interpolation may be wrong, for example.
+        return typed[good], texts[typed[good]], compose("config", base + typed[:good])
 
 
 def _composes(overrides: list[str]) -> bool:
@@ -123,7 +123,7 @@ def _composes(overrides: list[str]) -> bool:
 
 
 def _text(override: Override) -> str | None:
-    """As typed; of a sweep its first point, None if it has none."""
+    """Return the override as typed, or a sweep's first point; None if the sweep has no point."""
     if not override.is_sweep_override():
         return override.input_line
     first = next(iter(override.sweep_string_iterator()), None)
@@ -139,7 +139,7 @@ def _several_values(override: str) -> str:
 
 
 def value_of(key: str, arguments: list[str]) -> str:
-    """What the command line gives for `key`, as typed, or ''."""
+    """Return what the command line gives for `key`, as typed; '' if nothing."""
     values = [
         a.split("=", 1)[1] for a in arguments if "=" in a and a.split("=", 1)[0].lstrip("+~") == key
     ]
@@ -147,15 +147,15 @@ def value_of(key: str, arguments: list[str]) -> str:
 
 
 def swept_keys(arguments: list[str]) -> list[str]:
-    """Keys with several values on the command line (`a=1,2`, `range(...)`): those that tell sweep
-    points apart."""
+    """Return the keys with several values on the command line (`a=1,2`, `range(...)`), which
+    distinguish the points of a sweep."""
     return [o.key_or_group for o in _parsed(arguments) if o.is_sweep_override()]
 
 
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
     group, _, option = error.missing_cfg_file.rpartition("/")
     options = sorted(error.options or [])
-    # Hydra lists none where one of several was chosen
+    # Hydra lists no options if the missing one was chosen in a list of several.
     if group and not options and (conf / group).is_dir():
         options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
     if not group or not options:
@@ -167,7 +167,7 @@ def _missing_option(error: MissingConfigException, conf: Path) -> str:
 
 
 def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Path) -> str:
-    """What is wrong with `override`, which `composed` does not take."""
+    """Return what is wrong with `override`, which `composed` does not accept."""
     key, value = override.key_or_group, typed.partition("=")[2]
     bare = typed.lstrip("+~")
     if (conf / key).is_dir() and not override.is_delete():
@@ -180,7 +180,8 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
             return f"{typed}: {key} has another value; write ~{key}"
         if override.is_add():
             return f"{typed}: the configuration has {key} already; write {bare}"
-    if value and isinstance(override.value(), dict):  # merged: the key that isn't there is inside
+    # Hydra merges a dictionary, so the unknown key is inside it.
+    if value and isinstance(override.value(), dict):
         return (
             f"{bare}: a dictionary with a key that is not in {conf}; new ones are added with "
             f"'+{bare}'"
@@ -201,8 +202,8 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
 
 
 def _keys_beside(key: str, composed: DictConfig) -> list[str] | None:
-    """The keys that a section of free keys (env.args, cluster.env) has with the chosen options;
-    None when `key` is in no such section."""
+    """Return the keys that a section of free keys (env.args, cluster.env) has with the chosen
+    options; None if `key` is in no such section."""
     section = key.rpartition(".")[0]
     known_keys = configuration.keys()
     if not section or any(known.startswith(f"{section}.") for known in known_keys):
@@ -216,13 +217,14 @@ def _groups(conf: Path) -> list[str]:
 
 
 def _meant(word: str, known: list[str]) -> str:
-    # itself: no key of conf/
+    # A key may be known to the typed configuration and still be no key of conf/: don't suggest it.
     near = difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.75)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _first_line(error: BaseException) -> str:
-    """Hydra raises some exceptions without a word, for one that has them."""
+    """Return the first line of the message, or of the cause's: some of Hydra's exceptions are
+    empty."""
     lines = str(error).strip().splitlines()
     if not lines:
         return _first_line(error.__cause__) if error.__cause__ else type(error).__name__
@@ -230,5 +232,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def to_tree(composed) -> dict:
-    """The composed configuration as plain containers, interpolations resolved."""
+    """Return the composed configuration as plain containers, interpolations resolved."""
     return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)

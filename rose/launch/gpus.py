@@ -1,9 +1,9 @@
-"""Which GPUs a process was given, and which of them are a rank's own. Starts nothing but
+"""Find which GPUs a process was given, and which of them are a rank's own. Starts nothing but
 nvidia-smi; imports no torch.
 
 CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or
 MIG slices (`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs
-from 0: the numbers are places in that list, and a rank gets the names at its places. Left out:
+from 0. These numbers are places in that list, and a rank gets the names at its places. Left out:
 whether a GPU works (rose/doctor, scripts/gpu_check.py).
 """
 
@@ -20,9 +20,10 @@ from pathlib import Path
 from rose.config import Config, ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-DRIVER = Path("/proc/driver/nvidia/version")  # there while NVIDIA's kernel module is loaded
-NONE_GIVEN = ("", "-1", "NoDevFiles")  # what users and Slurm write for "no GPU"
-COMMAND_DEADLINE_S = 60.0  # a node whose driver has to wake up takes some seconds per GPU
+DRIVER = Path("/proc/driver/nvidia/version")  # exists while NVIDIA's kernel module is loaded
+NONE_GIVEN = ("", "-1", "NoDevFiles")  # values by which users and Slurm mean "no GPU"
+# Seconds for nvidia-smi. A driver that has to initialise its GPUs takes some seconds for each.
+COMMAND_DEADLINE_S = 60.0
 
 _GPU = re.compile(r"GPU (\d+): (.*?)(?: \(UUID: (GPU-[^)]+)\))?$")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -31,8 +32,8 @@ _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)$")
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as `nvidia-smi -L` lists it; `slices` are the names of its MIG slices, if it is cut
-    into some."""
+    """A GPU as `nvidia-smi -L` lists it. `slices` are the names of its MIG slices; empty if it has
+    none."""
 
     index: int
     name: str
@@ -41,7 +42,7 @@ class Device:
 
 
 def parse(listing: str) -> tuple[Device, ...]:
-    """The output of `nvidia-smi -L` -> devices in its order."""
+    """Return the devices in the output of `nvidia-smi -L`, in its order."""
     found: list[Device] = []
     for line in listing.splitlines():
         if gpu := _GPU.match(line):
@@ -53,8 +54,8 @@ def parse(listing: str) -> tuple[Device, ...]:
 
 
 def installed() -> tuple[Device, ...] | None:
-    """This machine's (within a Slurm step with device cgroups: the step's); None where nvidia-smi
-    cannot tell."""
+    """Return this machine's GPUs, or those of the Slurm step if it has device cgroups. None if a
+    driver is loaded but there is no nvidia-smi to list them."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return None if DRIVER.exists() else ()
@@ -65,17 +66,17 @@ def installed() -> tuple[Device, ...] | None:
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"nvidia-smi -L gave no answer within {COMMAND_DEADLINE_S:g} s: the driver hangs; "
-            "`dmesg` may tell of an Xid error, and the node wants a restart"
+            "`dmesg` may show an Xid error, and the node wants a restart"
         ) from None
     return parse(done.stdout)
 
 
 def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...]:
-    """The names that CUDA takes for the GPUs of this process, in order. `here`: as `installed`
-    returns it; `variable`: the value of CUDA_VISIBLE_DEVICES, None if unset.
+    """Return the names that CUDA takes for the GPUs of this process, in order. `here`: the result
+    of `installed`; `variable`: the value of CUDA_VISIBLE_DEVICES, None if unset.
 
-    Raises `ConfigError` for a name that is none of this machine's, and for one that stands there
-    twice: CUDA would silently end its list there.
+    Raises `ConfigError` for a name that no GPU of this machine has, and for one that is listed
+    twice, which makes CUDA see no GPU at all.
     """
     if variable is None:
         return tuple(
@@ -96,14 +97,13 @@ def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...
 
 
 def _name(word: str, here: Sequence[Device] | None, variable: str) -> str:
-    """`word` with a UUID written out, since vLLM asks NVML for the whole one."""
+    """Return `word` with its UUID written out, since vLLM asks NVML for the whole one."""
     if here is None:
         return word
     if word.isdigit():
         found = [word] if any(device.index == int(word) for device in here) else []
-    elif word.startswith(
-        "MIG-GPU-"
-    ):  # the driver's older way: MIG-GPU-<uuid>/<instance>/<compute instance>
+    elif word.startswith("MIG-GPU-"):
+        # Older drivers write MIG-GPU-<uuid>/<instance>/<compute instance>.
         found = [word] if any(device.uuid and device.uuid in word for device in here) else []
     else:
         names = [name for device in here for name in (device.uuid, *device.slices)]
@@ -121,8 +121,9 @@ def _listed(here: Sequence[Device]) -> str:
 
 
 def for_launcher(c: Config) -> tuple[str, ...]:
-    """What the launcher of a run on this machine may hand out. Raises `ConfigError` when that is
-    fewer than cluster.gpus, or slices of GPUs where several must work together."""
+    """Return the names of the GPUs that the launcher of a run on this machine may hand out. Raises
+    `ConfigError` if these are fewer than cluster.gpus, or MIG slices where several must work
+    together."""
     if c.cluster.gpus == 0:
         return ()
     here, variable = installed(), os.environ.get(VARIABLE)
@@ -155,19 +156,19 @@ def _count(names: Sequence[str], here: Sequence[Device] | None, variable: str | 
 
 
 def own(places: Sequence[int], names: Sequence[str]) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for a rank with these places in the list of names."""
+    """Return CUDA_VISIBLE_DEVICES for a rank with these places in the list of names."""
     return ",".join(names[place] for place in places)
 
 
 def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
-    """The same for a rank that srun started, by the list of its step, where one is set: Slurm may
-    show every task all of the step's GPUs, or has bound it to its own already (as many as it
-    needs).
+    """Return the same for a rank that srun started. `variable` is the list of its step, None if
+    unset. Slurm may show every task all of the step's GPUs, or only as many as the task needs
+    because it has bound the task to its own.
 
-    Raises RuntimeError when the list has neither.
+    Raises RuntimeError if the list is neither.
     """
     if variable is None:
-        return ",".join(map(str, places))  # a site that leaves the choice to its users
+        return ",".join(map(str, places))  # The site lets its users choose GPUs.
     names = [] if variable.strip() in NONE_GIVEN else variable.split(",")
     if len(names) > max(places):
         return own(places, names)
@@ -182,11 +183,11 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for one of a node's tasks that needs `count` GPUs: those at its place by
-    SLURM_LOCALID if it sees others' too; {} if all that it sees is its own, or as many as it needs.
-    `environ`: as the task found it.
+    """Return CUDA_VISIBLE_DEVICES for one of a node's tasks, which needs `count` GPUs. If it sees
+    the GPUs of other tasks too, it takes those at its place by SLURM_LOCALID. {} if all that it
+    sees is its own, or exactly as many as it needs. `environ`: the task's variables at its start.
 
-    Raises `ConfigError` when it sees fewer, or only what tasks before it on the node have.
+    Raises `ConfigError` if it sees fewer, or only GPUs that earlier tasks on the node take.
     """
     variable = environ.get(VARIABLE)
     names = given(installed(), variable)
@@ -209,17 +210,21 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
 
 
 def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
-    """Whether the `count` GPUs that a process sees are no other task's: it is none of Slurm's
-    tasks, or the only one on its node, or Slurm has bound it to fewer than the step has there
-    (SLURM_GPUS_ON_NODE). SLURM_STEP_GPUS doesn't tell: it has a bound task's own, and
-    SLURM_GPUS_PER_TASK is the batch script's."""
+    """True if no other task sees the `count` GPUs that this process sees. That is so if
+    1. it is no task of Slurm's;
+    2. Slurm has bound it to fewer GPUs than the step has on this node (SLURM_GPUS_ON_NODE);
+    3. it is the only task on its node.
+
+    SLURM_STEP_GPUS doesn't show it, since a bound task finds its own there; nor does
+    SLURM_GPUS_PER_TASK, which is the batch script's.
+    """
     if "SLURM_LOCALID" not in environ:
         return True
     total = environ.get("SLURM_GPUS_ON_NODE", "")
     words = (
         _TASKS.fullmatch(word) for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
     )
-    # "2(x3),1": of each node
+    # The tasks of each node: "2(x3),1" is 2, 2, 2, 1.
     tasks = [int(word[1]) for word in words if word for _ in range(int(word[2] or 1))]
     node = int(environ.get("SLURM_NODEID", "0"))
     return total.isdigit() and count < int(total) or tasks[node : node + 1] == [1]

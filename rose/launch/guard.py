@@ -1,10 +1,9 @@
-"""The first thing a rank's process does: log, status file, and a guard that sees how it ends.
+"""Prepare a rank's process: its log, its status file, and a guard that reports how it ends.
 
-`run` forks. The parent, a few MB, is the guard: it does nothing but wait, and writes into the
-status file how the rank ended, which nobody else could report of a rank that was killed (mpiexec
-only reports its first, and without naming it). A rank that somebody has stopped (SIGSTOP) it ends
-after a minute. The child is the rank. Both die with their parents.
-Left out: what a rank does.
+`run` forks. The child is the rank. The parent, a few MB, is the guard: it only waits, and writes
+into the status file how the rank ended. No other process could report that of a rank that was
+killed (mpiexec reports only the first, and doesn't name it). The guard kills a rank that has been
+stopped (SIGSTOP) for a minute. Both die with their parents. Left out: what a rank does.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from rose.launch import caches, gpus, logs, rank_status
 from rose.launch.layout import Rank, layout
 from rose.protocol import Role
 
-LOOK_S = 1.0  # between two looks at whether the rank is stopped
-# Looks in a row at a rank that is stopped, after which it is ended: its peers wait for it. As many
-# as a minute takes; in a job that Slurm suspends, guards are stopped, too, and count nothing.
-STOPPED_LOOKS = 60
+POLL_S = 1.0  # seconds between two polls of whether the rank is stopped
+# Polls in a row that find the rank stopped, after which the guard kills it, because its peers wait
+# for it: a minute's. In a job that Slurm suspends, guards are stopped too and count nothing.
+STOPPED_POLLS = 60
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # mpiexec of MPICH, PMIx, srun
 
 
 def world_rank() -> int:
-    """This process's rank in MPI_COMM_WORLD, known before MPI starts. Raises RuntimeError outside
-    an MPI launch."""
+    """Return this process's rank in MPI_COMM_WORLD, known before MPI starts. Raises RuntimeError
+    outside an MPI launch."""
     for name in RANK_VARIABLES:
         if name in os.environ:
             return int(os.environ[name])
@@ -46,11 +45,11 @@ def world_rank() -> int:
 
 
 def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
-    """Run `body(rank)` as this rank of the plan and end the process: code 0 when it returns, 1 when
-    it raises.
+    """Run `body(rank)` as this rank of the plan and end the process, with code 0 if `body` returns
+    and 1 if it raises.
 
-    Call it before anything that starts threads. MPI is not finalised here (after a peer's death
-    Finalize can abort): `body` saves what matters and returns.
+    Call it before anything starts a thread. MPI is not finalised here, since Finalize can abort
+    after a peer's death: `body` saves what matters and returns.
     """
     number = world_rank()
     config = configuration.load(Path(run_dir) / "config.json")
@@ -65,9 +64,9 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     os._exit(_body(run_dir, attempt, me, config, body))
 
 
-def _use(me: Rank, config: Config, own_logs: Path) -> None:
-    """Take what only this rank has in its environment. mpiexec has given it its GPUs; srun gives
-    one list to all ranks of a node."""
+def _set_environment(me: Rank, config: Config, own_logs: Path) -> None:
+    """Set the variables that differ between ranks. mpiexec has set the rank's GPUs already; srun
+    gives one list to all ranks of a node."""
     cluster = config.cluster
     os.environ.update(me.environment)
     if me.gpus:
@@ -83,31 +82,32 @@ def _use(me: Rank, config: Config, own_logs: Path) -> None:
 
 
 def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """What torch's NCCL watchdog is told in a trainer rank, where it is not `given` otherwise.
-
-    One rule, of trainer.step_timeout_s. Within half of it the launcher names a silent rank for
-    which the others wait, and ends the attempt (rose/launch/beats.py); so long the watchdog's
-    thread may hang in the driver. Before all of it a rank that still reports is named. All of it is
-    a collective's deadline (`join_world`), after which the watchdog ends the process. Each rank's
-    last collectives are then beside the logs, for torch's flight recorder.
+    """Return the settings of torch's NCCL watchdog in a trainer rank, without those in `given`. All
+    deadlines are parts of trainer.step_timeout_s:
+    1. Within half of it the launcher names a silent rank that the others wait for, and ends the
+       attempt (rose/launch/beats.py). The watchdog's own thread may hang in the driver for as long.
+    2. Before its end the launcher names a rank that still reports but lags behind.
+    3. All of it is a collective's deadline (`join_world`), after which the watchdog ends the
+       process. Each rank's last collectives are then beside the logs, for torch's flight recorder.
     """
     ours = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # end the process; aborting NCCL first may hang
+        # End the process without aborting NCCL first, which may hang.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(step_timeout_s / 2))),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are remembered, some 100 bytes each
-        "TORCH_FR_DUMP_TEMP_FILE": str(own_logs / "nccl-"),  # and the trainer's index
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are recorded, some 100 bytes each
+        "TORCH_FR_DUMP_TEMP_FILE": str(own_logs / "nccl-"),  # torch appends the trainer's index
     }
     return {name: value for name, value in ours.items() if name not in given}
 
 
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # meant for the rank, which gets its own
+        signal.signal(number, signal.SIG_IGN)  # The rank gets the signal itself.
     code, why = _wait(child)
     path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
-    # not if it died within its first instructions; the launcher then misses the file
+    # A rank that died within its first instructions has no file, and the launcher reports that.
     if path.exists():
         last = rank_status.read(run_dir, attempt, rank)
         state, error = "done" if code == 0 else "failed", why or last.error
@@ -117,27 +117,29 @@ def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
 
 
 def _wait(child: int) -> tuple[int, str]:
-    """How it ended, and why if it had been stopped for too long and was ended here."""
+    """Wait for the rank to end; kill it if it is stopped for too long. Return its exit code
+    (negative: minus the signal) and, if it was killed here, the reason."""
     stopped = 0
 
-    def look(*_) -> None:
+    def poll(*_) -> None:
         nonlocal stopped
-        if stopped < STOPPED_LOOKS:
+        if stopped < STOPPED_POLLS:
             stopped = stopped + 1 if _is_stopped(child) else 0
-            if stopped == STOPPED_LOOKS:
+            if stopped == STOPPED_POLLS:
                 os.kill(child, signal.SIGKILL)
 
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+    signal.signal(signal.SIGALRM, poll)
+    signal.setitimer(signal.ITIMER_REAL, POLL_S, POLL_S)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.setitimer(signal.ITIMER_REAL, 0)
-    if stopped < STOPPED_LOOKS:
+    if stopped < STOPPED_POLLS:
         return code, ""
-    return code, f"its process had been stopped (SIGSTOP) for {STOPPED_LOOKS * LOOK_S:g} s"
+    return code, f"its process had been stopped (SIGSTOP) for {STOPPED_POLLS * POLL_S:g} s"
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal; a debugger's stop is another one."""
+    """True if a signal has stopped the process. A debugger's stop is another state and doesn't
+    count."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -159,15 +161,13 @@ def _body(
     code = 0
     try:
         rank_status.write(run_dir, attempt, status)
-        _use(me, config, logs.attempt_folder(run_dir, attempt))
+        _set_environment(me, config, logs.attempt_folder(run_dir, attempt))
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except (
-        BaseException
-    ) as error:  # the process ends here whatever it was: say so where it will be looked for
+    except BaseException as error:  # The process ends here: report any error in log and status.
         traceback.print_exc()
-        # still "running": the guard alone reports that it ended, so that its exit code is there too
+        # The state stays "running": the guard reports the end, together with the exit code.
         text = f"{type(error).__name__}: {error}"
         _write_status(run_dir, attempt, msgspec.structs.replace(status, error=text))
         code = 1
@@ -177,8 +177,8 @@ def _body(
 
 
 def _write_status(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
-    """Write the status of a rank that ends. It ends, in order, on a full disk too: the launcher,
-    which finds its process gone, looks at the disk itself."""
+    """Write the status of a rank that ends. On a full disk the rank ends in order too: the launcher
+    finds its process gone and checks the disk itself."""
     try:
         rank_status.write(run_dir, attempt, status)
     except OSError as error:

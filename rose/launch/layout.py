@@ -1,11 +1,11 @@
-"""Which rank plays which role, on which devices, with how many threads. Pure, and light enough for
-every rank.
+"""Decide which rank plays which role, on which devices, with how many threads. Pure, and light
+enough for every rank.
 
-On one machine the ranks stand role by role. On Slurm they stand node by node in two components:
-every node of the trainer component has as many trainers and as many other ranks (the coordinator on
-the first, reward ranks on the last, environment hosts else), since one `--ntasks-per-node` goes for
-them all. Left out: whether it fits (rose/launch/plan.py) and how ranks are started
-(rose/launch/local.py, rose/launch/slurm.py).
+On one machine the ranks are ordered by role. On Slurm they are ordered by node, in two components.
+srun has one `--ntasks-per-node` for all nodes of a component. So every node of the trainer
+component has as many trainer ranks, and as many other ranks: the coordinator on the first node,
+reward ranks on the last, environment hosts elsewhere. Left out: whether the plan fits
+(rose/launch/plan.py) and how ranks are started (rose/launch/local.py, rose/launch/slurm.py).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from rose.protocol import Role
 
 @dataclass(frozen=True)
 class Rank:
-    rank: int  # in MPI_COMM_WORLD
+    rank: int  # number in MPI_COMM_WORLD
     role: Role
-    index: int  # which of its role, from 0
+    index: int  # number among the ranks of its role, from 0
     threads: int | None  # OMP_NUM_THREADS; None: the library's own choice
-    gpus: tuple[int, ...]  # of its node's: places in the list of those that were given, from 0
-    component: int = 0  # of the heterogeneous job
-    node: int = 0  # of the component
+    gpus: tuple[int, ...]  # places in the list of the GPUs that its node was given, from 0
+    component: int = 0  # number of the heterogeneous job's component
+    node: int = 0  # number of the node within the component
 
     @property
     def environment(self) -> dict[str, str]:
-        """What only this rank finds in its environment, GPUs aside (rose/launch/gpus.py)."""
+        """Return the variables that differ between ranks, except for GPUs (rose/launch/gpus.py)."""
         return {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
 
 
 def layout(c: Config) -> tuple[Rank, ...]:
-    """The ranks in order. GPUs: one per trainer rank, then tensor_parallel per rollout worker; of
-    the trainer's, from the first on, where both take turns. Hybrid engines are the last rollout
-    ranks."""
+    """Return the ranks in order. Each trainer rank has one GPU, and each rollout worker has
+    tensor_parallel. Workers that share the trainer's devices take these from the first on. Hybrid
+    engines are the last rollout ranks."""
     if c.cluster.kind == "slurm":
         return tuple(_on_slurm(c))
     on_gpu = c.cluster.gpus > 0
-    # a run that trains from saved trajectories needs no engine
+    # A run that trains from saved trajectories needs no engines, hosts or reward ranks.
     rolls = int(c.rollout.replay is None)
     engine = (Role.ROLLOUT, c.rollout.threads, c.rollout.tensor_parallel if on_gpu else 0)
     roles = (
@@ -55,13 +55,14 @@ def layout(c: Config) -> tuple[Rank, ...]:
 
 
 def hybrid_ranks(c: Config) -> dict[int, int]:
-    """Index among the rollout ranks -> rank, of the hybrid engines."""
+    """Return the MPI ranks of the hybrid engines, by their index among the rollout ranks."""
     ranks = (rank for rank in layout(c) if rank.role is Role.ROLLOUT)
     return {rank.index: rank.rank for rank in ranks if rank.index >= c.rollout.workers}
 
 
 def _number(roles: tuple[tuple[int, tuple[Role, int | None, int], bool], ...]) -> Iterator[Rank]:
-    """Of (count, (role, threads, GPUs), whether on the trainer's GPUs), which are the first."""
+    """Yield the ranks of `roles`: (count, (role, threads, GPUs each), True if on the trainer's
+    GPUs). The trainer's GPUs are a machine's first."""
     rank = gpu = 0
     counts = dict.fromkeys(Role, 0)
     for count, (role, threads, gpus), on_trainers in roles:

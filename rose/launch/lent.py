@@ -1,5 +1,5 @@
-"""The jobs that a run has asked for: in status/ of its folder, lent.json of those that lend it
-engines, rewards.json of those that compute rewards."""
+"""Note the Slurm jobs that a run has asked for, in status/ of its folder: lent.json has the jobs
+that lend it engines, rewards.json those that compute rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENGINES, REWARDS = "lent", "rewards"
 
 
 def note(run_dir: Path, jobs: dict[str, str], kind: str = ENGINES) -> None:
-    """Remember the run's jobs, request -> id, for its next attempt and its end."""
+    """Write down the run's jobs, request -> job id, for its next attempt and its end."""
     path = _path(run_dir, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(jobs) + "\n").encode())
@@ -25,7 +25,7 @@ def noted(run_dir: Path, kind: str = ENGINES) -> dict[str, str]:
 
 
 def cancel_all(run_dir: Path) -> None:
-    """The run is over: give back what it asked for. Prints what Slurm refuses."""
+    """Cancel the jobs that the run has asked for, because it is over. Prints what Slurm refuses."""
     jobs = [job for kind in (ENGINES, REWARDS) for job in noted(run_dir, kind).values()]
     if not jobs:
         return

@@ -1,9 +1,10 @@
-"""Runs a plan on this machine: run folder, lock, one mpiexec for all ranks, and their supervision.
+"""Run a plan on this machine: run folder, lock, and one mpiexec for all ranks.
 
-The command is one MPMD line, so that every rank is in one MPI_COMM_WORLD and finds its own
-variables:
+The command has several programs (MPMD), so that all ranks are in one MPI_COMM_WORLD and each finds
+its own variables:
     mpiexec -n 2 -env OMP_NUM_THREADS 1 python -m rose.main --run DIR --attempt N : -n 1 -env
     OMP_NUM_THREADS 2 ...
+
 Left out: other machines (Slurm) and what ranks do (rose/main.py).
 """
 
@@ -39,8 +40,9 @@ def mpiexec_argv(
     rank_command: Sequence[str] = RANK_COMMAND,
     given: Sequence[str] = (),
 ) -> list[str]:
-    """Return mpiexec's command line: one block per stretch of ranks with the same environment.
-    `given` names the GPUs to hand out. What a dead rank means the supervision decides."""
+    """Return mpiexec's command line: one block for consecutive ranks with the same environment.
+    `given` names the GPUs to hand out. With -keep a dead rank ends no other: supervise.py decides
+    that."""
 
     def own(rank: Rank) -> dict[str, str]:
         mine = {gpus.VARIABLE: gpus.own(rank.gpus, given)} if rank.gpus else {}
@@ -57,12 +59,12 @@ def mpiexec_argv(
 
 
 def environment(c: Config) -> dict[str, str]:
-    """What every rank finds: this process's variables, then cluster.env and cluster.mpi.env, which
-    win."""
-    # NumPy loads before a rank knows its own share of the cores
+    """Return the variables that all ranks have: this process's, then cluster.env and
+    cluster.mpi.env, which take precedence."""
+    # NumPy starts its threads before a rank knows its own share of the cores.
     threads = {"OPENBLAS_NUM_THREADS": "1"}
-    utf8 = {"PYTHONUTF8": "1"}  # whatever the locale, for others' code, too
-    # Ranks of one machine meet there, where no other machine reaches them.
+    utf8 = {"PYTHONUTF8": "1"}  # UTF-8 whatever the locale, in users' code too
+    # Ranks of one machine connect over loopback, which no other machine reaches.
     loopback = {"FI_TCP_IFACE": "lo"} if c.cluster.kind == "local" else {}
     return (
         loopback
@@ -78,14 +80,14 @@ def environment(c: Config) -> dict[str, str]:
 
 
 class InUse(ConfigError):
-    """Another process holds the run's folder."""
+    """Another launch holds the run's folder."""
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run's folder (made if absent). Raises `InUse` when another launch holds it, and
-    `ConfigError` when it can't be made, locked or written. What was made goes again if nothing was
-    written."""
+    """Hold the run's folder (made if absent). Raises `InUse` if another launch holds it, and
+    `ConfigError` if it can't be made, locked or written. Folders made here are removed if nothing
+    is written."""
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     unused = False
     try:
@@ -101,10 +103,10 @@ def locked(run_dir: Path) -> Iterator[None]:
             finally:
                 unused = _remove_unused(run_dir, file)
     finally:
-        # once it is closed: NFS keeps what is open under another name in the folder
-        with suppress(OSError):  # of another launch by now
+        # After the lock is closed: NFS keeps an open file in the folder, under another name.
+        with suppress(OSError):  # Another launch may have written there.
             for folder in made if unused else ():
-                folder.rmdir()  # the deepest first
+                folder.rmdir()  # The deepest is the first.
 
 
 def _lock(run_dir: Path, file: IO[str]) -> None:
@@ -115,7 +117,8 @@ def _lock(run_dir: Path, file: IO[str]) -> None:
         held = False
     except OSError as error:  # a file system without locks
         raise _unusable(run_dir, error) from None
-    if not held:  # by another, or removed by a launch that held it until now and was refused
+    # Another launch holds the lock, or held it until now and removed it with its unused folder.
+    if not held:
         file.seek(0)
         raise InUse(
             f"name={run_dir.name!r}: {run_dir} is in use by another launch (process "
@@ -131,9 +134,9 @@ def _is_in_place(run_dir: Path, file: IO[str]) -> bool:
 
 
 def _remove_unused(run_dir: Path, file: IO[str]) -> bool:
-    """Remove the lock that is held now, if nothing is beside it: whether that was so. One that was
-    moved aside with its run has perhaps another launch's in its place, which stays."""
-    with suppress(OSError):  # not writable
+    """Remove the lock that is held now if nothing else is in the folder; return True if so. If the
+    run's folder was moved aside, the lock in its place may be another launch's, and stays."""
+    with suppress(OSError):  # The folder may not be writable.
         if os.listdir(run_dir) == ["lock"] and _is_in_place(run_dir, file):
             (run_dir / "lock").unlink()
             return True
@@ -157,8 +160,8 @@ def _unusable(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def check_sandbox_folders(c: Config) -> None:
-    """Those of checkpoints that this machine has, too: that they take files and locks. Raises
-    `ConfigError`."""
+    """Check that the folders of sandbox checkpoints take files and locks: sandbox.store, and with
+    cluster=local sandbox.local, which is on this machine then. Raises `ConfigError`."""
     modes = {"store": 0o777, "local": 0o700} if c.cluster.kind == "local" else {"store": 0o777}
     for key, mode in modes.items():
         folder = getattr(c.sandbox, key)
@@ -193,15 +196,15 @@ def start(
     attempt: int,
     rank_command: Sequence[str] = RANK_COMMAND,
 ) -> subprocess.Popen:
-    """mpiexec, in a session of its own, so that the terminal's Ctrl-C reaches the launcher alone;
-    it dies with this process. Its own words go to mpiexec.log beside the ranks' logs."""
+    """Start mpiexec, in a session of its own so that the terminal's Ctrl-C reaches the launcher
+    alone. It dies with this process. Its output goes to mpiexec.log beside the ranks' logs."""
     argv = mpiexec_argv(ranks, run_dir, attempt, rank_command, gpus.for_launcher(c))
     launcher = os.getpid()
-    with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as words:
+    with open(logs.attempt_folder(run_dir, attempt) / "mpiexec.log", "wb") as log:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=words,
+            stdout=log,
             stderr=subprocess.STDOUT,
             env=environment(c),
             start_new_session=True,

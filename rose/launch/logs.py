@@ -1,4 +1,4 @@
-"""Where a rank's words go: logs/attempt-NNN/<role>-<rank>.log, with `logs/latest` beside it."""
+"""Send a rank's output to logs/attempt-NNN/<role>-<rank>.log, with `logs/latest` beside it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rank_log(run_dir: Path, attempt: int, role: Role, rank: int) -> Path:
 
 
 def new_attempt(run_dir: Path) -> int:
-    """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, return
-    its number."""
+    """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, and
+    return its number."""
     done = [
         int(p.name[8:]) for p in (Path(run_dir) / "logs").glob("attempt-*") if p.name[8:].isdigit()
     ]
@@ -33,30 +33,31 @@ def new_attempt(run_dir: Path) -> int:
     fresh = folder.parent / ".latest"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
-    fresh.replace(link)  # atomic: a reader always finds a link
+    fresh.replace(link)  # Atomic: a reader always finds a link.
     return attempt
 
 
 def redirect(run_dir: Path, attempt: int, role: Role, rank: int) -> None:
-    """Send this process's stdout and stderr, and those of its children, to its log, a line at a
-    time. Printing never fails: words that a full disk refuses are lost."""
+    """Send the stdout and stderr of this process and its children to its log, line by line.
+    Printing never fails: what a full disk refuses is lost."""
     path = rank_log(run_dir, attempt, role, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for name, number in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         os.dup2(descriptor, number)
-        words = io.BufferedWriter(Lossy(number, "wb", closefd=False))
+        lossy = io.BufferedWriter(Lossy(number, "wb", closefd=False))
         setattr(
             sys,
             name,
-            io.TextIOWrapper(words, "utf-8", errors="backslashreplace", line_buffering=True),
+            io.TextIOWrapper(lossy, "utf-8", errors="backslashreplace", line_buffering=True),
         )
     os.close(descriptor)
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last `lines` lines of a log, fewer if it has fewer, none if there is no such file."""
+    """Return the last `lines` lines of a log, or all if it has fewer; none if there is no such
+    file."""
     if not Path(path).exists():
         return []
     with open(path, errors="replace", encoding="utf-8") as file:

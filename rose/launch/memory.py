@@ -1,54 +1,55 @@
-"""How much memory each role needs on one device, item by item, in GiB. Pure.
+"""Estimate how much memory each role needs on one device, item by item, in GiB. Pure.
 
-P parameters, of which A are trained (all, or trainer.lora's), N trainer ranks, b bytes per element
-of the role's dtype, T = trainer.micro_batch_tokens / trainer.sequence_parallel, E = vocab x hidden,
-the largest parameter. What is said of DeepSpeed was read in 0.19.8 and measured by
-tests/trainer/allocated.py (without an adapter).
+P is the number of parameters, A of which are trained (all, or trainer.lora's), N the number of
+trainer ranks, b the bytes per element of the role's dtype, T = trainer.micro_batch_tokens /
+trainer.sequence_parallel, E = vocab x hidden, the largest parameter. Statements about DeepSpeed
+were read in 0.19.8 and measured by tests/trainer/allocated.py (without an adapter).
 
-Trainer, between steps (ZeRO, arXiv 1910.02054; a share is 1/N from the stage named on):
+Trainer, between steps (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
+there):
 - weights: b P, shared from stage 3
 - second weights: with trainer.hpz=H ranks b P / H more, from a pass to the update; of frozen ones
   always
 - gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
-  the update but at stage 3; on the host with offload_optimizer, from stage 2
-- optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO makes of
-  fp32 weights, too; shared from stage 1; on the host with offload_optimizer
+  the update except at stage 3; on the host with offload_optimizer, from stage 2
+- optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO keeps for
+  fp32 weights too; shared from stage 1; on the host with offload_optimizer
 - reduction bucket: in trainer.reduce_dtype, min(A, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
   stage 3 keeps it
-- reference of algorithm.kl_coef: b P, shared from stage 3; an adapter's is the base, already there
-Trainer, at the worst moment of a pass, more:
-- gathered parameters: stage 3 of several ranks, at most 1e9 at a time (DeepSpeed's
-  stage3_max_live_parameters); with trainer.compile a layer more, which is gathered whole, however
-  many are there
-- activations: kept for the backward pass. With e elements per token and layer (the two norms'
-  inputs in fp32 and outputs, q, k, v, attention output, the gated MLP's four; attention matrices
-  are never stored; of a mixture the MLP's four of each expert chosen, with its input and output,
-  and the router's fp32 probabilities), b T e layers; with gradient_checkpointing b T h layers
-  (arXiv 2205.05198, section 5, for this block), on the host with offload_activations
-- and the largest of: a layer recomputed, with the gradients of its MLP and the bucket being
-  reduced, of compiled layers (trainer.compile) with those of all its weights, which are there at
-  once; a chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU, whose fp32 values are
-  there three times), with the output matrix's gradient twice, since chunks are added up; that
-  gradient, or a layer's experts' if that is larger, as it is reduced, in the dtype and in fp32. An
-  adapter leaves the output matrix alone, and keeps its own products besides, rank elements per
-  token and target, and one target's output
-- reduced gradients: in float32 stage 1 adds micro-batches up in the parameters' own gradients and
-  copies a rank's share, 4 A / N
-Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9
-elements of this rank's; none of float32 without ZeRO. The larger of both moments counts. Prefix
-trees need nothing more: their mask is a table of blocks (flex attention).
-Rollout (vLLM), per device of a tensor-parallel group of size tp:
-- weights: b P / tp; an adapter's memory, which tp is taken not to share (it shares A or B)
-- activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), i and one more h for
-  each expert chosen, and logits of max_sequences, in the dtype, in fp32 and sorted
+- reference of algorithm.kl_coef: b P, shared from stage 3; an adapter's reference is the base,
+  which is counted already Trainer, in addition at the worst moment of a pass:
+- gathered parameters: at stage 3 with several ranks, at most 1e9 at a time (DeepSpeed's
+  stage3_max_live_parameters); with trainer.compile one layer more, which is gathered whole beyond
+  that limit
+- activations: kept for the backward pass. With e elements per token and layer, b T e layers; with
+  gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block), on the host
+  with offload_activations. The e elements are the two norms' inputs in fp32 and outputs, q, k, v,
+  the attention output and the gated MLP's four; attention matrices are never stored. A mixture has
+  the MLP's four of each chosen expert, with its input and output, and the router's fp32
+  probabilities
+- the largest of three: (1) a layer recomputed, with the gradients of its MLP and the bucket being
+  reduced; a compiled layer (trainer.compile) has the gradients of all its weights at once. (2) a
+  chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU) in fp32 three times, with the
+  output matrix's gradient twice, since the chunks' gradients are added up. (3) that gradient, or a
+  layer's experts' if larger, being reduced, in the dtype and in fp32. An adapter doesn't train the
+  output matrix, but keeps its own products, rank elements per token and target, and one target's
+  output
+- reduced gradients: in float32 stage 1 sums micro-batches in the parameters' own gradients and
+  copies a rank's share, 4 A / N Trainer, at the update: a copy of the fp32 gradients of one of
+  DeepSpeed's groups, at most 1e9 of this rank's elements; none for float32 without ZeRO. The larger
+  of the two moments counts. Prefix trees need nothing more: their mask is a table of blocks (flex
+  attention). Rollout (vLLM), per device of a tensor-parallel group of size tp:
+- weights: b P / tp; an adapter's memory, as if tp did not share it (it shares A or B)
+- activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), with i and one more h
+  for each chosen expert, and logits of max_sequences, in the dtype, in fp32 and sorted
 - CUDA graphs, unless enforce_eager
-- KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; a key-value head is held by at
+- KV cache: kv_cache_gib, or what is left of gpu_memory_utilization; each key-value head is on at
   least one device, so tp > kv_heads replicates
 - outside of gpu_memory_utilization: with transfer.broadcast=nccl a second context, the rank's own;
   with rollout/draft the logits of drafted positions beyond each sequence's first, which vLLM's
-  rejection sampler has twice in the dtype and three times in fp32, and its profile leaves out
-Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
-context.
+  rejection sampler has twice in the dtype and three times in fp32, and its profile run misses Left
+  out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
+  context.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
-GRAPHS_GIB = 0.5  # of an engine's CUDA graphs; vLLM says at its start what they took
-# that a process keeps on a GPU in the other's turn: CUDA's context, NCCL, an engine's graphs
+GRAPHS_GIB = 0.5  # an engine's CUDA graphs; vLLM prints at its start what they took
+# A trainer's or engine's process keeps this on a GPU while the process that shares the GPU works:
+# CUDA's context, NCCL, an engine's graphs.
 ASLEEP_GIB = 1.5
 LIVE_PARAMETERS = 10**9  # DeepSpeed's default stage3_max_live_parameters
-GROUP_PARAMETERS = 10**9  # and sub_group_size
+GROUP_PARAMETERS = 10**9  # DeepSpeed's default sub_group_size
 BUCKET_ELEMENTS = 2 * 10**8  # rose/trainer/deepspeed_engine.py's LARGEST_BUCKET
 BYTES = {"float32": 4, "bfloat16": 2}
-# in fp32, of the chunk at work: log-probabilities, their exponentials, and gradient or product
+# fp32 copies of a chunk of logits: log-probabilities, their exponentials, and gradient or product.
 LOGIT_COPIES = 3
 
 Items = dict[str, float]
@@ -79,13 +81,13 @@ Items = dict[str, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """GiB on one device by item; `firm` is the part that no batch size changes; `outside`: the part
-    that vLLM's share doesn't have; `host`: GiB of the rank's host memory, without what every Python
-    process takes."""
+    """GiB on one device by item. `firm` is the part that no batch size changes. `outside` is the
+    part that vLLM's gpu_memory_utilization doesn't include. `host` is the rank's host memory in
+    GiB, without what every Python process takes."""
 
     items: Items
     firm: float
-    kv_tokens: int = 0  # rollout: tokens that the KV cache of one engine holds
+    kv_tokens: int = 0  # tokens that the KV cache of one engine holds; 0 for a trainer
     host: Items = field(default_factory=dict)
     outside: float = 0.0
 
@@ -115,7 +117,8 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
 
 
 def moments(c: Config, shape: ModelShape) -> Items:
-    """Bytes on a trainer rank's device at each of the moments, without CUDA's context."""
+    """Return the bytes on a trainer rank's device at each of the moments, without CUDA's
+    context."""
     items = _resting(c, shape)
     resting = sum(items.values())
     freed = items["gradients"] if c.trainer.zero_stage < 3 else items["second weights"]
@@ -129,17 +132,17 @@ def moments(c: Config, shape: ModelShape) -> Items:
 
 
 def _shared(c: Config, stage: int) -> int:
-    """Among how many ranks that is divided which this stage divides."""
+    """Return the number of ranks that share what ZeRO divides from `stage` on."""
     return c.trainer.ranks if c.trainer.zero_stage >= stage else 1
 
 
 def trained(c: Config, shape: ModelShape) -> int:
-    """Parameters that have a gradient."""
+    """Return the number of parameters that have a gradient."""
     return shape.parameters if c.trainer.lora is None else c.trainer.lora.parameters(shape)
 
 
 def _resting(c: Config, shape: ModelShape) -> Items:
-    """Bytes, between two steps."""
+    """Return the bytes on the device between two steps."""
     t, p, size = c.trainer, trained(c, shape), BYTES[c.trainer.dtype]
     held = shape.parameters + (p if t.lora else 0)
     state = 8 * p + (4 * p if size == 2 or t.zero_stage else 0)
@@ -157,9 +160,10 @@ def _resting(c: Config, shape: ModelShape) -> Items:
 
 
 def _offloaded(c: Config, shape: ModelShape) -> float:
-    """Bytes of the host's: the optimizer's states, and gradients. Stage 3 page-locks the fp32 ones,
-    once whole and once by groups. Below it the master weights and fp32 gradients are page-locked,
-    and in the dtype the weights, each parameter's sum of gradients and room for the largest."""
+    """Return the host's bytes for the optimizer's states and gradients. Stage 3 page-locks the fp32
+    gradients twice, as a whole and by groups. Below stage 3 the fp32 master weights and gradients
+    are page-locked, and in the dtype the weights, each parameter's sum of gradients, and room for
+    the largest."""
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
@@ -175,7 +179,7 @@ def _offloaded(c: Config, shape: ModelShape) -> float:
 
 
 def _matrices(c: Config, shape: ModelShape) -> Iterator[tuple[int, int]]:
-    """(elements, how often it is there) of each parameter that is trained, but the norms'."""
+    """Yield (elements, number of such parameters) for the trained parameters, without the norms."""
     lora, layers = c.trainer.lora, shape.layers
     if lora is not None:
         for side in (side for name in lora.targets for side in shape.projections[name]):
@@ -188,14 +192,15 @@ def _matrices(c: Config, shape: ModelShape) -> Iterator[tuple[int, int]]:
 
 
 def _locked(c: Config, nbytes: float) -> int:
-    """What a page-locked buffer takes: torch rounds it up to a power of two
+    """Return the bytes of a page-locked buffer: torch rounds up to a power of two
     (CachingHostAllocator.h). Without a GPU nothing is page-locked."""
     needed = math.ceil(nbytes)
     return 1 << (needed - 1).bit_length() if c.cluster.gpus and needed else needed
 
 
 def _merged(c: Config, shape: ModelShape) -> int:
-    """Bytes of the host's: under ZeRO-3 all experts of the model (rose/trainer/mixture.py)."""
+    """Return the host's bytes for all experts of the model, merged under ZeRO-3
+    (rose/trainer/mixture.py)."""
     if c.trainer.zero_stage < 3:
         return 0
     expert = 3 * shape.hidden * shape.expert_intermediate
@@ -203,7 +208,8 @@ def _merged(c: Config, shape: ModelShape) -> int:
 
 
 def _in_a_pass(c: Config, shape: ModelShape) -> Items:
-    """Bytes beside the resting ones, at the worst moment of a forward and backward pass."""
+    """Return the bytes beside the resting ones, at the worst moment of a forward and backward
+    pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
     bucket = 4 * min(trained(c, shape), BUCKET_ELEMENTS)
@@ -233,7 +239,7 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
 
 
 def _largest(c: Config, shape: ModelShape) -> int:
-    """Elements of the largest parameter that has a gradient."""
+    """Return the elements of the largest parameter that has a gradient."""
     lora = c.trainer.lora
     if lora is None:
         experts = shape.experts * 2 * shape.expert_intermediate
@@ -242,34 +248,34 @@ def _largest(c: Config, shape: ModelShape) -> int:
 
 
 def _layer(shape: ModelShape) -> int:
-    """Elements of a layer's matrices; not of a mixture."""
+    """Return the elements of a layer's matrices, for a model without experts."""
     return sum(rows * columns for rows, columns in shape.projections.values())
 
 
 def _of_a_layer(c: Config, shape: ModelShape) -> int:
-    """Elements of a layer's parameters that have a gradient."""
+    """Return the elements of a layer's parameters that have a gradient."""
     return trained(c, shape) // shape.layers if c.trainer.lora else _layer(shape)
 
 
 def _tokens(c: Config) -> int:
-    """Of a micro-batch on one rank."""
+    """Return one rank's tokens of a micro-batch."""
     return -(-c.trainer.micro_batch_tokens // c.trainer.sequence_parallel)
 
 
 def _kept(c: Config, shape: ModelShape) -> int:
-    """Bytes that the layers keep for the backward pass."""
+    """Return the bytes that the layers keep for the backward pass."""
     each = shape.hidden if c.trainer.gradient_checkpointing else _elements(c, shape)
     return BYTES[c.trainer.dtype] * _tokens(c) * shape.layers * each
 
 
 def _kept_on_host(c: Config, shape: ModelShape) -> int:
-    """The same of the host's."""
+    """Return the same bytes if they are offloaded: page-locked, one buffer a layer."""
     return shape.layers * _locked(c, _kept(c, shape) // shape.layers)
 
 
 def _elements(c: Config, shape: ModelShape) -> int:
-    """Of the dtype, that a layer computes for the backward pass, per token. Of ranks that share a
-    row each has all of its tokens in one key-value head at least."""
+    """Return the elements of the dtype, per token, that a layer computes for the backward pass.
+    Where ranks share a row, each has all of the row's tokens in at least one key-value head."""
     t = c.trainer
     norms = 2 * shape.hidden * (2 + 4 // BYTES[t.dtype])
     attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, t.sequence_parallel))
@@ -279,7 +285,7 @@ def _elements(c: Config, shape: ModelShape) -> int:
 
 
 def _at_the_update(c: Config, shape: ModelShape) -> Items:
-    """Bytes beside the resting ones while the optimizer steps."""
+    """Return the bytes beside the resting ones while the optimizer steps."""
     t = c.trainer
     if t.offload_optimizer or (t.zero_stage == 0 and t.dtype == "float32"):
         return {"copy of gradients": 0.0}
@@ -310,7 +316,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     elif c.cluster.gpus and c.cluster.gpu_memory_gib:
         cache = max(0.0, c.cluster.gpu_memory_gib * r.gpu_memory_utilization - sum(items.values()))
     else:
-        cache = 0.0  # unknown: no budget is named
+        cache = 0.0  # Unknown, since the configuration names no size.
     beside = {
         "trainers' NCCL": RUNTIME_GIB * (c.cluster.gpus > 0 and c.transfer.broadcast == "nccl"),
         "drafts checked": _drafted(c, shape) / GIB,
@@ -318,7 +324,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     items |= {name: gib for name, gib in beside.items() if gib}
     items["KV cache"] = cache
     per_token = shape.kv_bytes_per_token * size // 2 // shape.kv_heads * -(-shape.kv_heads // tp)
-    version = size * trained(c, shape) / GIB  # a mirror has no more of one, nor does an engine
+    version = size * trained(c, shape) / GIB  # the most that a mirror or engine holds of a version
     host = {
         "mirror of new versions": min(c.transfer.mirror_gib, version),
         "staged blocks": min(tp * c.transfer.stage_gib, version),
@@ -328,7 +334,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
 
 
 def _drafted(c: Config, shape: ModelShape) -> int:
-    """Bytes of the logits of drafted positions in an engine's step, but for each sequence's
+    """Return the bytes of the logits of drafted positions in an engine step, beyond each sequence's
     first."""
     r = c.rollout
     if r.draft.method == "none":
@@ -339,14 +345,14 @@ def _drafted(c: Config, shape: ModelShape) -> int:
 
 
 def replica(c: Config, shape: ModelShape) -> Estimate:
-    """Of an elastic replica at work: as a trainer rank alone, with gradients in fp32 and no
+    """Estimate an elastic replica at work: like a trainer rank alone, with gradients in fp32 and no
     optimizer."""
     t = msgspec.structs.replace(c.trainer, ranks=1, zero_stage=0)
     alone = msgspec.structs.replace(c, trainer=t)
     weights = float(BYTES[t.dtype] * shape.parameters)
     items = {"weights": weights, "gradients": 4.0 * shape.parameters}
     firm = sum(items.values()) / GIB
-    # a file is there from its replica's end of work until the step's end, in /dev/shm
+    # A replica's gradient lies in a file in /dev/shm from the end of its work to the step's end.
     host = {"weights between steps": weights if c.cluster.gpus else 0.0}
     host |= {"file of the gradient": items["gradients"]}
     host |= {"staged blocks": min(GIB * c.transfer.stage_gib, weights)}
@@ -359,16 +365,17 @@ def replica(c: Config, shape: ModelShape) -> Estimate:
 
 
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
-    """Of all ranks together, in host memory where devices are shared: the trainer's states in the
-    engines' turn, and the engines' weights in the trainer's; on CPUs these never move."""
+    """Return the GiB of host memory, all ranks together, where engines and trainer share devices:
+    (the trainer's states while engines roll out, the engines' weights while the trainer trains). On
+    CPUs the engines' weights never move."""
     engines = c.hybrids or c.rollout.workers
     moved = engines * c.rollout.tensor_parallel if c.cluster.gpus else 0
     return c.trainer.ranks * trainer.firm, moved * rollout.firm
 
 
 def host_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
-    """Of all trainer ranks, and of all engines of one machine together: `Estimate.host`. The mirror
-    is the node's."""
+    """Return `Estimate.host` summed over (all trainer ranks, all engines of one machine). The
+    mirror counts once, since a node has one."""
     engines, held = c.rollout.workers + c.hybrids, dict(rollout.host)
     mirror = held.pop("mirror of new versions", 0.0)
     return c.trainer.ranks * sum(trainer.host.values()), mirror + engines * sum(held.values())

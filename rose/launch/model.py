@@ -1,6 +1,6 @@
-"""What planning needs to know of the model, before and after it is made.
+"""Find what planning needs to know of the model, before and after the model is made.
 
-Left out: making it and where it lies (rose/models.py), and loading it.
+Left out: making the model and where it lies (rose/models.py), and loading it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rose import hub, models
 from rose.config import Config, ConfigError, ModelShape, read_shape
 from rose.trainer import compilers
 
-# kinds of rotary positions to whose max_position_embeddings vLLM applies no factor
+# Kinds of rotary positions for which vLLM doesn't multiply max_position_embeddings by a factor.
 SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def shape(c: Config) -> ModelShape | None:
-    """The model's shape: from its folder, else model.shape; None if only making the model will
-    tell. Makes and loads nothing. Raises `ConfigError` when the folder should be there and isn't (a
-    dry run with model.shape does without it)."""
+    """Return the model's shape: from its folder, or else model.shape; None if it is unknown until
+    the model is made. Makes and loads nothing. Raises `ConfigError` if the folder should exist and
+    doesn't (a dry run with model.shape needs no folder)."""
     if c.model.source == "hub":
         if folder := _in_cache(c):
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
@@ -51,14 +51,14 @@ def shape(c: Config) -> ModelShape | None:
 
 
 def known(c: Config) -> Config:
-    """With the model's shape if that can be told without making it. Raises `ConfigError` as `shape`
-    does."""
+    """Return the configuration with the model's shape, if it is known before the model is made.
+    Raises `ConfigError` as `shape` does."""
     found = c.model.shape or shape(c)
     return msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=found))
 
 
 def _in_cache(c: Config) -> Path | None:
-    """The folder with the model's config.json, if it needs no download."""
+    """Return the folder with the model's config.json if it needs no download, else None."""
     models.hub_id(c.model)
     if c.model.snapshot is not None:
         folder = models.resolve(c.model)
@@ -68,11 +68,11 @@ def _in_cache(c: Config) -> Path | None:
 
 
 def fetch(c: Config, stored: Path) -> Config:
-    """A hub's model is found or downloaded now, once, on the machine that has the network; any
-    other model is left as it is. A run that continues (`stored`, its config.json, is there) takes
-    the commit that it began with.
+    """Find or download a hub's model, once, on the machine that has the network; leave any other
+    model as it is. A run that continues (its config.json, `stored`, exists) uses the commit that it
+    began with.
 
-    Raises `ConfigError` when the hub can't give it, or it can't be trained.
+    Raises `ConfigError` if the hub can't provide it, or it can't be trained.
     """
     if c.model.source != "hub":
         return c
@@ -84,7 +84,7 @@ def fetch(c: Config, stored: Path) -> Config:
 
 
 def _commit_of(stored: Path, c: Config) -> str | None:
-    """The commit that the run of this name trains, unless it starts over."""
+    """Return the commit that the run of this name trains; None if it starts over."""
     if c.fresh or not stored.exists():
         return None
     before = configuration.load(stored, checked=False).model
@@ -92,8 +92,8 @@ def _commit_of(stored: Path, c: Config) -> str | None:
 
 
 def prepare(c: Config) -> Config:
-    """Make the model if a recipe has to; the configuration with its absolute path and its shape.
-    Raises `ConfigError` when the recipe fails, or where a hub's snapshot can't be seen."""
+    """Make the model if it has a recipe. Return the configuration with the model's absolute path
+    and shape. Raises `ConfigError` if the recipe fails or a hub's snapshot can't be seen."""
     folder = models.resolve(c.model)
     if c.model.source == "hub":
         found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
@@ -104,16 +104,15 @@ def prepare(c: Config) -> Config:
 
 
 def _shape_of(folder: Path, c: Config) -> ModelShape:
-    """Raises `ConfigError` for a context longer than the model's, which vLLM would refuse later,
-    and where ranks can't share its rows or its operations can't be fused as asked."""
-    shape, raw = (
-        read_shape(folder),
-        json.loads((folder / "config.json").read_text(encoding="utf-8")),
-    )
+    """Return the model's shape. Raises `ConfigError` if the context is longer than the model's,
+    which vLLM would refuse later, if ranks can't share its rows, or if its operations can't be
+    fused as configured."""
+    shape = read_shape(folder)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    positions = raw.get("max_position_embeddings", c.model.max_context)
-    # as vLLM 0.32 does: these kinds have max_position_embeddings scaled already
+    positions = raw.get("max_position_embeddings") or c.model.max_context
+    # As in vLLM 0.32: max_position_embeddings of these kinds includes the factor already.
     factor = 1.0 if kind in SCALED else rope.get("factor") or 1.0
     if c.model.max_context > positions * factor:
         raise ConfigError(
@@ -133,8 +132,9 @@ def _shape_of(folder: Path, c: Config) -> ModelShape:
 
 
 def _unshareable(raw: dict[str, Any], rope: str) -> str:
-    """What in a config.json forbids it, "" if nothing does: DeepSpeed's Ulysses attends to the
-    whole context, and angles that depend on a row's length would be those of a part's."""
+    """Return what in a config.json keeps ranks from sharing its rows; "" if nothing does.
+    DeepSpeed's Ulysses attends to the whole context. Rotary angles that depend on a row's length
+    would be computed from the length of a part."""
     partly = set(raw.get("layer_types") or ()) - {"full_attention"}
     if partly:
         return f"layers of the kind {', '.join(sorted(partly))}"

@@ -1,14 +1,14 @@
-"""Starts ranks on this machine, as MPICH's mpiexec does, and listens nowhere.
+"""Start ranks on this machine, as MPICH's mpiexec does, without listening on any port.
 
     python -I rose/launch/mpiexec.py [-keep] -n 2 [-env NAME VALUE]... COMMAND... [: -n 1 ...]
 
 MPICH's own launcher, hydra, listens on all interfaces without a secret for as long as its ranks
-run, and a dozen bytes from anybody end them. This one speaks with each rank over a socket pair that
-the rank inherits (PMI_FD), by version 1 of MPICH's process management interface: how many ranks
-there are, a table in which each puts its address, and a barrier. It ends with its last rank, with
-the first exit code that isn't 0. A rank that fails ends the others, but not with `-keep`; one that
-calls MPI_Abort always does. All ranks end with it, also if it is killed. Left out: other machines
-(srun), and `MPI_Comm_spawn`, which is refused.
+run, and a dozen bytes from anybody end them. This launcher speaks version 1 of MPICH's process
+management interface with each rank, over a socket pair that the rank inherits (PMI_FD). The
+interface gives the number of ranks, a table in which each puts its address, and a barrier. The
+launcher ends with its last rank, with the first exit code that isn't 0. A rank that fails ends the
+others, unless `-keep` is given; a rank that calls MPI_Abort always does. If the launcher is killed,
+all ranks end too. Left out: other machines (srun), and `MPI_Comm_spawn`, which is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
-LIMITS = {"kvsname_max": 256, "keylen_max": 64, "vallen_max": 1024}  # characters, as hydra's
+LIMITS = {"kvsname_max": 256, "keylen_max": 64, "vallen_max": 1024}  # characters; hydra's limits
+# Beginnings of the variables by which launchers describe their world to MPI.
 LAUNCHERS = ("PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_", "PALS_")
-OPTION = {"-n": 1, "-env": 2}  # option -> how many words follow it
+OPTION = {"-n": 1, "-env": 2}  # option -> number of its arguments
 
 
 @dataclass
@@ -38,15 +39,15 @@ class Rank:
     process: subprocess.Popen
     wire: socket.socket
     unread: bytes = b""
-    spawning: bool = False  # within a request of several lines, which is refused at its end
+    spawning: bool = False  # True within a spawn request of several lines, refused at its last
 
 
 @dataclass
 class World:
-    """The ranks, and the table of what they have put: each its address."""
+    """The ranks, and the table of their addresses."""
 
     size: int
-    # MPICH tells worlds apart by this name, and names their shared memory after it.
+    # MPICH distinguishes worlds by this name, and names their shared memory after it.
     name: str = field(default_factory=lambda: f"kvs_{secrets.token_hex(8)}")
     ranks: list[Rank] = field(default_factory=list)
     table: dict[str, str] = field(default_factory=dict)
@@ -58,8 +59,8 @@ class World:
         self.table["PMI_process_mapping"] = f"(vector,(0,1,{self.size}))"
 
     def answer(self, rank: Rank, line: str) -> str | None:
-        """Return the answer to one line of a rank, as a line of words NAME=VALUE; None if none is
-        due (yet)."""
+        """Return the answer to one line of a rank, as words NAME=VALUE; None if no answer is due
+        yet."""
         asked = dict(word.partition("=")[::2] for word in line.split())
         if rank.spawning:
             if line.strip() != "endcmd":
@@ -70,13 +71,13 @@ class World:
             case "init":
                 return "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
             case "get_maxes":
-                return _words("maxes", rc=0, **LIMITS)
+                return _message("maxes", rc=0, **LIMITS)
             case "get_appnum":
                 return "cmd=appnum rc=0 appnum=0"
             case "get_my_kvsname":
-                return _words("my_kvsname", rc=0, kvsname=self.name)
+                return _message("my_kvsname", rc=0, kvsname=self.name)
             case "get_universe_size":
-                return _words("universe_size", rc=0, size=self.size)
+                return _message("universe_size", rc=0, size=self.size)
             case "put":
                 self.table[asked["key"]] = asked["value"]
                 return "cmd=put_result rc=0 msg=success"
@@ -84,7 +85,7 @@ class World:
                 value = self.table.get(asked["key"])
                 if value is None:
                     return "cmd=get_result rc=-1 msg=key_not_found value=unknown"
-                return _words("get_result", rc=0, msg="success", value=value)
+                return _message("get_result", rc=0, msg="success", value=value)
             case "barrier_in":
                 return self._barrier(rank)
             case "finalize":
@@ -92,7 +93,7 @@ class World:
             case "abort":
                 _say(f"rank {rank.number} called MPI_Abort: {line.strip()}")
                 self.code = int(asked.get("exitcode", 1)) % 256 or 1
-                self.end()  # The rank that called it waits to be ended, too.
+                self.end()  # The caller of MPI_Abort waits to be killed, too.
                 return None
             case "spawn":
                 rank.spawning = True
@@ -160,8 +161,8 @@ def start(world: World, number: int, variables: dict[str, str], command: list[st
 
 
 def _without_launchers() -> dict[str, str]:
-    """Return this process's variables but those by which another launcher, such as Slurm's srun,
-    would tell MPI of a world of its own."""
+    """Return this process's variables without those of other launchers, such as Slurm's srun, which
+    would describe another world to MPI."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
@@ -170,7 +171,7 @@ def _ends_with(parent: int) -> Callable[[], None]:
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It was killed before the kernel knew of the wish.
+        if os.getppid() != parent:  # The launcher was killed before prctl took effect.
             os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
@@ -178,7 +179,8 @@ def _ends_with(parent: int) -> Callable[[], None]:
 
 def serve(world: World, keep: bool) -> None:
     """Answer the ranks until the last has ended."""
-    children, running = _told_of_ends(), list(world.ranks)
+    children = _child_ends()
+    running = list(world.ranks)
     with selectors.DefaultSelector() as selector:
         selector.register(children, selectors.EVENT_READ)
         for rank in running:
@@ -191,7 +193,7 @@ def serve(world: World, keep: bool) -> None:
                     selector.unregister(key.fileobj)
             for rank in [each for each in running if each.process.poll() is not None]:
                 running.remove(rank)
-                _read(world, rank)  # It may have said why it aborts.
+                _read(world, rank)  # It may have sent the reason of an abort.
                 if ended := rank.process.returncode:
                     _say(f"rank {rank.number} ended with {_shown(ended)}")
                     world.code = world.code or (ended if ended > 0 else 128 - ended)
@@ -199,18 +201,18 @@ def serve(world: World, keep: bool) -> None:
                         world.end()
 
 
-def _told_of_ends() -> socket.socket:
-    """Return a socket that can be read when a child has ended, from now on or before."""
-    told, tells = socket.socketpair()
-    tells.setblocking(False)
-    tells.send(b"!")
-    signal.set_wakeup_fd(tells.detach(), warn_on_full_buffer=False)
+def _child_ends() -> socket.socket:
+    """Return a socket that becomes readable when a child ends, or has ended before this call."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    writer.send(b"!")
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the wakeup socket.
-    return told
+    return reader
 
 
 def _read(world: World, rank: Rank) -> bool:
-    """Answer what a rank has sent. Return whether it can send more."""
+    """Answer what a rank has sent. Return True if it can send more."""
     try:
         got = rank.wire.recv(65536, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -230,12 +232,12 @@ def _read(world: World, rank: Rank) -> bool:
     return bool(got)
 
 
-def _send(rank: Rank, words: str) -> None:
-    with suppress(OSError):  # It has ended, which its process tells.
-        rank.wire.sendall(words.encode() + b"\n")
+def _send(rank: Rank, message: str) -> None:
+    with suppress(OSError):  # The rank has ended, which `serve` sees by its process.
+        rank.wire.sendall(message.encode() + b"\n")
 
 
-def _words(command: str, **values: object) -> str:
+def _message(command: str, **values: object) -> str:
     return " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in values.items())])
 
 
@@ -248,8 +250,8 @@ def _shown(code: int) -> str:
         return f"signal {-code}"
 
 
-def _say(words: str) -> None:
-    print(f"mpiexec: {words}", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"mpiexec: {text}", file=sys.stderr, flush=True)
 
 
 def main() -> NoReturn:

@@ -1,12 +1,12 @@
-"""Estimates what a run writes into its folder: bytes and files, since quotas count both. Pure.
+"""Estimate what a run writes into its folder, in bytes and files, since quotas count both. Pure.
 
-A checkpoint holds Adam's two moments and the master weights in fp32, 12 bytes for each trained
-parameter, and the weights themselves in their dtype; ZeRO stage 3 saves no weights beside the
-master's. Its files are nine with one trainer rank, and four for each further one. The earlier
-trainer.checkpoint_keep checkpoints stay until the next one is whole. A trajectory takes `TOKEN`
-bytes a token: its id, whether the policy made it, its log-probability and its version. Left out:
-the journal, the events and the versions of weights in between, whose sizes depend on what happens
-(`rose state` shows them).
+A checkpoint holds 12 bytes for each trained parameter, Adam's two moments and the master weights in
+fp32, and the weights themselves in their dtype. ZeRO stage 3 saves only the master weights. One
+trainer rank writes nine files, and each further rank four. The last trainer.checkpoint_keep
+checkpoints stay until the next one is complete. A trajectory takes `TOKEN` bytes a token: its id,
+whether the policy generated it, its log-probability and its version. Left out: the journal, the
+events and the versions of weights in between, whose sizes depend on what happens (`rose state`
+shows them).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rose.config import Config, ModelShape
 from rose.launch.memory import BYTES, trained
 from rose.observe.disk import size
 
-TOKEN = 13  # bytes in rollouts/
+TOKEN = 13  # bytes of a token in rollouts/
 
 
 class OnDisk(NamedTuple):
     checkpoint: int  # bytes of a checkpoint
     files: int  # files of a checkpoint
-    checkpoints: int  # the most that are there at once
+    checkpoints: int  # the most checkpoints that exist at once
     version: int  # bytes of a whole version of the weights
     step: int  # bytes of a step's trajectories if each fills its context
 
@@ -36,7 +36,7 @@ class OnDisk(NamedTuple):
 
 
 def of(c: Config, shape: ModelShape) -> OnDisk:
-    """Return what the run takes of the file system on which its folder lies."""
+    """Return what the run takes on the file system of its folder."""
     trainer, elements = c.trainer, trained(c, shape)
     weights = BYTES[trainer.dtype] if trainer.zero_stage < 3 else 0
     return OnDisk(

@@ -1,4 +1,4 @@
-"""The layout of a configuration together with memory per role, and whether it fits. Pure; prints on
+"""Lay out a configuration with the memory of each role, and check that it fits. Pure; prints on
 request.
 
 Left out: how memory is estimated (rose/launch/memory.py) and where the ranks run
@@ -21,30 +21,31 @@ from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
 from rose.protocol import Role
 
-ROUNDING_GIB = 1e-6
-GPUS_OF_A_MACHINE = 8  # that most have at most
+ROUNDING_GIB = 1e-6  # slack for sums of floats that should be equal
+GPUS_OF_A_MACHINE = 8  # GPUs; few machines have more
 
 
 @dataclass(frozen=True)
 class Plan:
     config: Config
-    shape: ModelShape | None  # None: the model isn't made yet, and nothing tells its shape
+    shape: ModelShape | None  # None: unknown until the model is made
     ranks: tuple[Rank, ...]
-    memory: dict[Role, memory.Estimate]  # of the roles that load the model; empty without its shape
+    memory: dict[Role, memory.Estimate]  # the roles that load the model; empty without its shape
     warnings: tuple[str, ...]
-    doubts: tuple[str, ...] = ()  # those of the warnings that were given
+    doubts: tuple[str, ...] = ()  # the warnings apart from those about memory
 
     @property
     def gpus(self) -> int:
-        """Different ones: where devices are shared, two ranks have the same."""
+        """Return the number of different GPUs. Two ranks that share devices have the same one."""
         return len({(rank.component, rank.node, gpu) for rank in self.ranks for gpu in rank.gpus})
 
 
 def make(
     c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = (), host_gib: float | None = None
 ) -> Plan:
-    """Raises `ConfigError` when the plan can't run; doubts, and those given, become
-    `Plan.warnings`. `host_gib`: memory of the machine that all ranks run on; None: unknown."""
+    """Plan the configuration. `doubts` and those found here become `Plan.warnings`. `host_gib`:
+    memory of the machine that all ranks run on; None: unknown. Raises `ConfigError` if the plan
+    can't run."""
     container.check(c)
     doubts = (*doubts, *_check_container(c), *_check_threads(c), *_check_machine(c))
     if shape is None:
@@ -62,7 +63,8 @@ def make(
 
 
 def _check_threads(c: Config) -> Iterator[str]:
-    """Ranks of a Slurm job have the CPUs that their component asks for, and no others."""
+    """Yield doubts about more threads than CPUs: a Slurm job's ranks have only the CPUs that their
+    component asks for."""
     if c.cluster.kind != "slurm":
         return
     wanted = {
@@ -85,7 +87,7 @@ def _check_threads(c: Config) -> Iterator[str]:
 
 
 def _check_machine(c: Config) -> Iterator[str]:
-    """Doubts about one machine that has all GPUs."""
+    """Yield doubts about one machine that has all GPUs."""
     if c.cluster.kind == "local" and c.cluster.gpus > GPUS_OF_A_MACHINE:
         yield (
             f"cluster.gpus={c.cluster.gpus} on one machine (cluster.kind=local), and few have more "
@@ -94,7 +96,7 @@ def _check_machine(c: Config) -> Iterator[str]:
 
 
 def _check_limits(c: Config) -> Iterator[str]:
-    """Doubts about what a job asks for without saying so."""
+    """Yield doubts about limits that a job gets because the configuration doesn't name them."""
     slurm = c.cluster.slurm
     if c.cluster.kind != "slurm" or slurm is None:
         return
@@ -113,7 +115,7 @@ def _check_limits(c: Config) -> Iterator[str]:
 
 
 def _check_container(c: Config) -> Iterator[str]:
-    """Doubts about what a run's ranks find inside."""
+    """Yield doubts about programs that a run's ranks need inside the container."""
     box = c.cluster.slurm.container if c.cluster.kind == "slurm" else None
     if box is not None and c.scheduler.provisioning.name in ASK_FOR_JOBS:
         yield (
@@ -165,8 +167,9 @@ def _fewer_drafts(c: Config) -> str:
 def _check_host(
     c: Config, trainer: memory.Estimate, rollout: memory.Estimate, host_gib: float
 ) -> None:
-    """On CPUs hybrid engines and the trainer are there at once; beside GPUs that they share either
-    waits in host memory, which has what is offloaded, too."""
+    """Raise `ConfigError` if trainer and engines don't fit into host memory. On CPUs the hybrid
+    engines and the trainer are in memory at once. Where they share GPUs, the sleeping side waits in
+    host memory, beside what is offloaded."""
     engines = (c.rollout.workers + c.hybrids) * rollout.total
     states, weights = (
         memory.waiting_gib(c, trainer, rollout)
@@ -176,7 +179,7 @@ def _check_host(
     offloaded, staged = memory.host_gib(c, trainer, rollout)
     states, weights = states + offloaded, weights + staged * (c.hybrids > 0)
     key, remedy = f"rollout.hybrid={c.hybrids}", "rollout.hybrid=0"
-    if not c.hybrids:  # nothing is staged while the engines' weights wait
+    if not c.hybrids:  # No version is staged while the engines' weights wait.
         key = f"colocate={c.colocate}" + " (one GPU)" * (c.colocate is None)
         remedy = "an adapter (trainer.lora) or a smaller model, or colocate=false on more GPUs"
     if states + weights > host_gib:
@@ -189,14 +192,15 @@ def _check_host(
 def _check_replicas(
     c: Config, shape: ModelShape, estimates: dict[Role, memory.Estimate], host_gib: float | None
 ) -> None:
-    """On a GPU a replica has what an engine leaves that sleeps there, and leaves it its share; on
-    CPUs all are there at once."""
+    """Raise `ConfigError` if replicas don't fit. On a GPU a replica has the memory beside a
+    sleeping engine, and while it sleeps itself must leave free the engine's share. On CPUs trainer,
+    engines and replicas are in memory at once."""
     each, key = memory.replica(c, shape), f"trainer.elastic_replicas={c.elastic_replicas}"
     trainer, rollout = estimates[Role.TRAINER], estimates[Role.ROLLOUT]
     offloaded, staged = memory.host_gib(c, trainer, rollout)
     wanted = offloaded + staged + c.elastic_replicas * sum(each.host.values())
     if c.cluster.gpus:
-        wanted += c.elastic_replicas * rollout.firm  # of the engines, while they sleep
+        wanted += c.elastic_replicas * rollout.firm  # weights of the sleeping engines
         if (limit := c.cluster.gpu_memory_gib) is not None:
             _check_share(c, limit)
             if each.total > limit - memory.ASLEEP_GIB:
@@ -216,7 +220,7 @@ def _check_replicas(
 
 
 def _less_memory(c: Config) -> Iterator[str]:
-    """What lowers the trainer's need and is not so yet."""
+    """Yield the changes that would lower the trainer's need."""
     t = c.trainer
     if not t.gradient_checkpointing:
         yield "set trainer.gradient_checkpointing=true"
@@ -239,8 +243,8 @@ def _less_memory(c: Config) -> Iterator[str]:
 
 
 def _check_share(c: Config, limit: float) -> None:
-    """vLLM starts if its share of a GPU's `limit` GiB is free, beside what the trainer's or a
-    replica's process keeps asleep."""
+    """Raise `ConfigError` if vLLM would not start because its share of a GPU's `limit` GiB can't be
+    free: the trainer's or a replica's process keeps memory there while it sleeps."""
     most = 1 - memory.ASLEEP_GIB / limit
     shared, whose = (
         (f"trainer.elastic_replicas={c.elastic_replicas}", "replica's")
@@ -256,10 +260,12 @@ def _check_share(c: Config, limit: float) -> None:
 
 
 def _check_cache(c: Config, rollout: memory.Estimate) -> None:
-    """A KV cache of a given size has room for a sequence: vLLM starts with no less."""
+    """Raise `ConfigError` if a KV cache of a given size has no room for one sequence: vLLM would
+    not start."""
     cache = c.rollout.kv_cache_gib
-    narrower = "kv_cache_dtype" in c.rollout.engine_args  # than what is estimated
-    if cache is not None and not narrower and rollout.kv_tokens < c.model.max_context:
+    # The estimate has the model's dtype; another may need less.
+    other_dtype = "kv_cache_dtype" in c.rollout.engine_args
+    if cache is not None and not other_dtype and rollout.kv_tokens < c.model.max_context:
         raise ConfigError(
             f"rollout.kv_cache_gib={cache:g}: has room for {rollout.kv_tokens} tokens, and one "
             f"sequence may have model.max_context={c.model.max_context}; raise it, or lower "
@@ -268,7 +274,8 @@ def _check_cache(c: Config, rollout: memory.Estimate) -> None:
 
 
 def _check_engines(c: Config, rollout: memory.Estimate, budget: float) -> None:
-    """`budget`: GiB of each GPU that an engine may take."""
+    """Raise `ConfigError` if an engine doesn't fit into `budget`, the GiB of each GPU that it may
+    take."""
     own = rollout.total - rollout.outside
     if rollout.kv_tokens < c.model.max_context or own > max(budget, rollout.firm) + ROUNDING_GIB:
         r, work = c.rollout, rollout.items["activations"]
@@ -292,7 +299,7 @@ def show(plan: Plan, console: Console) -> None:
     for role in Role:
         members = [rank for rank in plan.ranks if rank.role == role]
         if not members:
-            continue  # a replay has no environment hosts and no engines
+            continue  # A replay has no environment hosts and no engines.
         table.add_row(
             role.value,
             _span(members),
@@ -372,7 +379,7 @@ def _count(parameters: int) -> str:
 
 
 def _nodes(plan: Plan) -> Iterator[str]:
-    """What each component asks of a node."""
+    """Yield what each component asks of a node, in words."""
     c = plan.config
     for number, name in enumerate(("trainer", "rollout")):
         members = [rank for rank in plan.ranks if rank.component == number]
@@ -395,7 +402,8 @@ def _nodes(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    """What a rank of each role may take of its host's memory, beside what its processes do."""
+    """Yield what a rank of each role may take of its host's memory, without what every Python
+    process takes."""
     for role, estimate in plan.memory.items():
         if estimate.host:
             parts = " + ".join(f"{name} {gib:.1f}" for name, gib in estimate.host.items())

@@ -1,8 +1,8 @@
-"""One small JSON file per rank, status/attempt-NNN/rank-<k>.json: is it running, done, or how did
-it end.
+"""Keep a small JSON file per rank, status/attempt-NNN/rank-<k>.json: is the rank running or done,
+and how did it end.
 
-Written by the rank and by its guard, read by the launcher (and on a cluster by anybody who sees the
-run's folder). Left out: progress, which is in metrics.jsonl.
+The rank and its guard write it. The launcher reads it, and on a cluster anybody who sees the run's
+folder can. Left out: progress, which is in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     host: str
     state: Literal["running", "done", "failed"]
-    # the MPI world: its first collectives, which have no deadline of their own, are behind it
+    # The rank has joined the MPI world and passed its first collectives, which have no deadline.
     joined: bool = False
-    # a trainer's collectives and micro-batches, told every `beat_s` seconds of a step
+    # Collectives and micro-batches that a trainer rank has begun; None outside a step.
     begun: int | None = None
-    beat_s: float = 0.0
-    error: str = ""  # the exception, in the rank's own words, or why its guard has ended it
+    beat_s: float = 0.0  # seconds between two reports of `begun`
+    error: str = ""  # the rank's exception, or why its guard has killed it
     exit_code: int | None = None  # negative: minus the signal that killed it, as in subprocess
-    since: float = 0.0  # wall clock, seconds: when this state was entered
+    since: float = 0.0  # wall clock, seconds: when this status was written
 
     def how_it_ended(self) -> str:
         if self.exit_code is None:
@@ -49,20 +49,21 @@ def folder(run_dir: Path, attempt: int) -> Path:
 
 
 def write(run_dir: Path, attempt: int, status: RankStatus) -> None:
-    """Atomic: a reader sees the old file or the new one. Sets `since` to now. Raises OSError on a
-    full disk."""
+    """Write the status atomically, with `since` set to now: a reader sees the old file or the new
+    one. Raises OSError on a full disk."""
     path = folder(run_dir, attempt) / f"rank-{status.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(path, msgspec.json.encode(msgspec.structs.replace(status, since=time.time())))
 
 
 def mark_joined(run_dir: Path, attempt: int, rank: int) -> None:
-    """Said by the rank itself. Raises OSError as `write` does."""
+    """Report that this rank has joined the MPI world. Raises OSError as `write` does."""
     write(run_dir, attempt, msgspec.structs.replace(read(run_dir, attempt, rank), joined=True))
 
 
 def mark_begun(run_dir: Path, attempt: int, rank: int, begun: int | None, beat_s: float) -> None:
-    """Said by a trainer rank itself; null: the step is over. Raises OSError as `write` does."""
+    """Report what this trainer rank has begun; None: the step is over. Raises OSError as `write`
+    does."""
     last = read(run_dir, attempt, rank)
     write(run_dir, attempt, msgspec.structs.replace(last, begun=begun, beat_s=beat_s))
 
@@ -74,7 +75,7 @@ def read(run_dir: Path, attempt: int, rank: int) -> RankStatus:
 
 
 def read_all(run_dir: Path, attempt: int) -> dict[int, RankStatus]:
-    """Every rank that has reported, by rank."""
+    """Return the status of every rank that has reported, by rank."""
     found = (
         msgspec.json.decode(path.read_bytes(), type=RankStatus)
         for path in folder(run_dir, attempt).glob("rank-*.json")

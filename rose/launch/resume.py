@@ -1,5 +1,5 @@
-"""The same name continues: what may differ from the run's stored configuration, and what is
-finished.
+"""Continue a run under the same name: what may differ from its stored configuration, when it is
+finished, and how long it may take to stop.
 
 Left out: reading checkpoints; the roles do that when they start.
 """
@@ -21,8 +21,8 @@ from rose.launch import rank_status
 from rose.policies import registry
 from rose.trainer import checkpoint
 
-# What leaves the trajectories and updates of the remaining steps what they are, or was asked for to
-# be changed.
+# Keys that may change when a run continues: they don't alter the trajectories and updates of the
+# remaining steps, or the user changes them on purpose.
 MAY_CHANGE = (
     "trainer.steps",
     "trainer.ranks",
@@ -84,32 +84,33 @@ MAY_CHANGE = (
     "sim",
     "sim.*",
 )
-# A save may have begun when a run is stopped, and the last step is saved after it: twice what the
-# last one took, and a quarter more on a busy file system. Half of the time to stop is the limit for
-# both.
+# Largest share of the time to stop that one save may take. A save may run when the stop begins, and
+# the last step is saved after it. Half of the time has to hold both, and a quarter more for a busy
+# file system: 1 / 2 / (2 x 1.25).
 SAVE_SHARE = 1 / 5
-WARNING_SAVES = 3.0
-# Of the time to stop, what a step that is being trained and its checkpoint may take together: the
-# last third is for ranks to leave. And what is kept of that for the checkpoint, at least.
-STEP_SHARE, KEPT_SHARE = 2 / 3, 1 / 6
-# Of Slurm's warning: for killing ranks that have not left, and asking for the requeue
-REQUEUE_S = 20.0
-KILL_WAIT_S = 30.0  # Slurm's KillWait, by default: from scancel's SIGTERM to its SIGKILL
-# where the cache is; the model is named by the recipe's arguments
+WARNING_SAVES = 3.0  # durations of the last save by which Slurm must warn before the time limit
+# Share of the time to stop that a step under training and its checkpoint may take together. The
+# last third is for ranks to leave.
+STEP_SHARE = 2 / 3
+KEPT_SHARE = 1 / 6  # least share of the time to stop that is kept for the checkpoint
+REQUEUE_S = 20.0  # seconds of Slurm's warning for killing ranks and asking for the requeue
+KILL_WAIT_S = 30.0  # Slurm's default KillWait: seconds from scancel's SIGTERM to its SIGKILL
+# A recipe's arguments name the model, and its path depends only on where the cache is.
 RECIPES_MAY_CHANGE = ("model.path",)
 
 
 def check(stored: Path, new: Config) -> None:
-    """Raises `ConfigError` when the run stored at `stored` (its config.json) can't be continued
-    with `new`."""
-    before, now = (_flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new)))
+    """Raise `ConfigError` if the run stored at `stored` (its config.json) can't continue with
+    `new`."""
+    before, now = _flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new))
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
-        now["model.path"] = str(models.resolve(new.model).resolve())  # as it is stored
-    for flat in (before, now):  # earlier launchers stored it as it was given
+        now["model.path"] = str(models.resolve(new.model).resolve())  # config.json has it resolved
+    for flat in (before, now):
+        # An older config.json may have a relative path, and lack arguments added since then.
         if replayed := flat.get("rollout.replay"):
             flat["rollout.replay"] = str(Path(replayed).resolve())
-        for kind in registry.POLICIES:  # arguments that came later are at their defaults
+        for kind in registry.POLICIES:
             for key, value in registry.defaults(kind, flat[f"scheduler.{kind}.name"]).items():
                 flat.setdefault(f"scheduler.{kind}.args.{key}", value)
     changed = [
@@ -129,12 +130,12 @@ def check(stored: Path, new: Config) -> None:
 
 
 def not_applied(stored: Path, new: Config) -> list[str]:
-    """Return the keys that `new` has other values of than the run stored at `stored`, which runs
-    now, with both values."""
+    """Return the keys, with both values, whose values in `new` differ from those of the run stored
+    at `stored`, which is running."""
     if not stored.exists():
         return []
     before, now = _flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new))
-    own = ("output_dir", "fresh", "model.*", "cluster.dry_run")  # written otherwise than given
+    own = ("output_dir", "fresh", "model.*", "cluster.dry_run")  # stored in another form than given
     return [
         f"{key}: {before.get(key)!r}, not {value!r}"
         for key, value in sorted(now.items())
@@ -143,15 +144,15 @@ def not_applied(stored: Path, new: Config) -> list[str]:
 
 
 def other_rates(run_dir: Path, c: Config) -> str:
-    """Return how the learning rate jumps where the run goes on with another trainer.steps, by which
-    its schedule falls; "" where it doesn't."""
+    """Return how the learning rate jumps if the run continues with another trainer.steps, over
+    which its schedule decays; "" if it doesn't jump."""
     latest, stored = checkpoint.latest(run_dir), run_dir / "config.json"
     if latest is None or not stored.exists() or c.trainer.optimizer.schedule == "constant":
         return ""
     before = configuration.load(stored, checked=False).trainer
     if before.steps == c.trainer.steps:
         return ""
-    from rose.trainer.schedule import learning_rates  # imports torch
+    from rose.trainer.schedule import learning_rates  # Imports torch, which takes seconds.
 
     step = checkpoint.step_of(latest)
     last = learning_rates(before)(step * before.updates_per_step - 1)
@@ -164,9 +165,9 @@ def other_rates(run_dir: Path, c: Config) -> str:
 
 
 def check_inputs(run_dir: Path, name: str) -> str:
-    """Return what has changed of the files that keys name and of installed packages since the
-    run's last attempt, in words; "" if nothing. Raises `ConfigError` for a file that alters the
-    training, once a step is saved."""
+    """Return, in words, which files that keys name and which installed packages have changed since
+    the run's last attempt; "" if none. Raises `ConfigError` for a file that alters the training,
+    once a step is saved."""
     every = list(inputs.changed(run_dir))
     files = [f"{key}: {what}" for key, what in every if not _matches(key, MAY_CHANGE)]
     if files and checkpoint.latest(run_dir) is not None:
@@ -185,8 +186,8 @@ def _matches(key: str, rules: tuple[str, ...]) -> bool:
 
 
 def other_shape(run_dir: Path, c: Config) -> str:
-    """By which ranks, at which ZeRO stage, the run's last checkpoint was saved and is continued, if
-    these differ; else "". Raises `ConfigError` where that can't be done."""
+    """Return the ranks and ZeRO stage by which the run's last checkpoint was saved and is
+    continued, in words; "" if they are the same. Raises `ConfigError` if that can't be done."""
     latest = checkpoint.latest(run_dir)
     if latest is None:
         return ""
@@ -200,14 +201,15 @@ def other_shape(run_dir: Path, c: Config) -> str:
 
 
 def last_saved(run_dir: Path) -> str:
-    """Where a run that has a checkpoint goes on; else ""."""
+    """Return from where a run with a checkpoint continues, in words; "" without a checkpoint."""
     latest = checkpoint.latest(run_dir)
     return f"continues after step {checkpoint.step_of(latest)}, {latest}" if latest else ""
 
 
 def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> None:
-    """The coordinator's last word: all `steps` training steps and the last evaluation are done and
-    saved. `stopped`: of a run whose eval.stop has ended it before trainer.steps."""
+    """Record that all `steps` training steps and the last evaluation are done and saved. The
+    coordinator's last write. `stopped`: the configuration of a run that eval.stop ended before
+    trainer.steps."""
     path = _mark(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = {"steps": steps}
@@ -217,8 +219,8 @@ def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> N
 
 
 def is_finished(run_dir: Path, c: Config) -> bool:
-    """True if `run_dir` holds a run that finished with at least trainer.steps, or that was to have
-    as many and stopped early by the same eval.stop."""
+    """True if the run finished with at least trainer.steps, or if the same eval.stop ended it early
+    on the way to at least as many."""
     done = _finished(run_dir)
     if done is None:
         return False
@@ -227,7 +229,7 @@ def is_finished(run_dir: Path, c: Config) -> bool:
 
 
 def stopped_early(run_dir: Path) -> int | None:
-    """The step at which eval.stop ended the run; null if it didn't."""
+    """Return the step at which eval.stop ended the run; None if it didn't."""
     done = _finished(run_dir)
     early = done is not None and done["steps"] < done.get("asked", done["steps"])
     return done["steps"] if early else None
@@ -242,9 +244,9 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def requeues_in_vain(run_dir: Path, job: str, restarts: int) -> int:
-    """Return how often `job`, which was requeued `restarts` times in all, was requeued since the
-    run last had a new checkpoint. It is noted in status/requeues.json."""
+def requeues_without_checkpoint(run_dir: Path, job: str, restarts: int) -> int:
+    """Return how often `job`, requeued `restarts` times in all, was requeued since the run last had
+    a new checkpoint. status/requeues.json keeps the count at that checkpoint."""
     path = Path(run_dir) / "status" / "requeues.json"
     latest = checkpoint.latest(run_dir)
     step = checkpoint.step_of(latest) if latest else 0
@@ -258,21 +260,21 @@ def requeues_in_vain(run_dir: Path, job: str, restarts: int) -> int:
     elif before[1] != job:
         before = before[0], job, 0
     noted = dict(zip(("step", "job", "restarts"), before, strict=True))
-    with suppress(OSError):  # A full disk costs the note, and not the requeue.
+    with suppress(OSError):  # On a full disk the note is lost, but the job is still requeued.
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(noted).encode() + b"\n")
     return restarts - before[2]
 
 
 def note_save(run_dir: Path, seconds: float) -> None:
-    """How long the last checkpoint took, from the order to the disk."""
+    """Record how many seconds the last checkpoint took, from the request until it was on disk."""
     path = Path(run_dir) / "status" / "save.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(path, json.dumps({"seconds": seconds}).encode() + b"\n")
 
 
 def last_save_s(run_dir: Path) -> float:
-    """Seconds that the run's last checkpoint took; 0 before the first."""
+    """Return the seconds that the run's last checkpoint took; 0 before the first."""
     try:
         return float(
             json.loads((Path(run_dir) / "status" / "save.json").read_text(encoding="utf-8"))[
@@ -284,14 +286,15 @@ def last_save_s(run_dir: Path) -> float:
 
 
 def stop_s(run_dir: Path, cluster: Cluster) -> float:
-    """Seconds that a run may take to stop: cluster.stop_timeout_s, or what saving at `SAVE_SHARE`
-    of it needs."""
+    """Return the seconds that a run may take to stop: cluster.stop_timeout_s, or more if one save
+    would take more than `SAVE_SHARE` of it."""
     return max(cluster.stop_timeout_s, last_save_s(run_dir) / SAVE_SHARE)
 
 
 def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
-    """Seconds after a signal at which what has not left is killed: `stop_s`. A job that Slurm has
-    `warned` asks for its requeue before the time limit, after which Slurm takes none."""
+    """Return the seconds after a signal at which remaining processes are killed: `stop_s`. A job
+    that Slurm has `warned` kills them earlier, since it must ask for its requeue before the time
+    limit."""
     limit_s = stop_s(run_dir, cluster)
     if not warned or cluster.slurm is None:
         return limit_s
@@ -300,8 +303,8 @@ def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 
 
 def note_warned(run_dir: Path, attempt: int) -> None:
-    """Slurm has warned the job, or its time limit is near: for the coordinator, before its
-    signal."""
+    """Record, for the coordinator and before its signal, that Slurm has warned the job or its time
+    limit is near."""
     _warning(run_dir, attempt).touch()
 
 
@@ -310,10 +313,12 @@ def is_warned(run_dir: Path, attempt: int) -> bool:
 
 
 def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
-    """Seconds that a stop may wait for the end of a step that is being trained, so that the step is
-    saved: what the checkpoint and the ranks' leaving don't need of the time to stop. That of a job
-    that Slurm has `warned` ends with its warning, of which the launcher keeps a part (`end_s`);
-    that of another one in Slurm, which was cancelled or preempted, with `KILL_WAIT_S`."""
+    """Return the seconds that a stop may wait for the end of a step under training, so that the
+    step is saved. It is the time to stop, less what the checkpoint and the ranks' leaving need. The
+    time to stop ends
+    1. with Slurm's warning if the job is `warned`, and the launcher keeps a part of it (`end_s`);
+    2. after `KILL_WAIT_S` in any other Slurm job, which was cancelled or preempted.
+    """
     limit_s = stop_s(run_dir, cluster)
     if warned and cluster.slurm is not None:
         limit_s = min(limit_s, warning_s(run_dir, cluster.slurm))
@@ -325,17 +330,19 @@ def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 
 
 def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
-    """Seconds that saving the last step may take as a run stops, after `waited_s` for its end. Of a
-    job that Slurm has warned they may be more than the launcher gives it (`end_s`): a save that
-    ends until then counts, and one that doesn't is lost with either limit."""
+    """Return the seconds that saving the last step may take while a run stops, after `waited_s`
+    of waiting for its end. In a job that Slurm has warned this may be more than the launcher
+    allows (`end_s`). A save that ends before that counts, and one that doesn't is lost with
+    either limit."""
     limit_s = stop_s(run_dir, cluster)
     left_s = max(STEP_SHARE * limit_s - waited_s, KEPT_SHARE * limit_s)
     return min(limit_s / 2, left_s)
 
 
 def warning_s(run_dir: Path, slurm: Slurm) -> int:
-    """Seconds before its time limit at which a job must be warned to save its last step:
-    cluster.slurm.warning_s, or `WARNING_SAVES` times what the last checkpoint took."""
+    """Return the seconds before its time limit at which a job must be warned to save its last step:
+    cluster.slurm.warning_s, or `WARNING_SAVES` times what the last checkpoint took, if that is
+    more."""
     return max(slurm.warning_s, math.ceil(WARNING_SAVES * last_save_s(run_dir)))
 
 

@@ -1,7 +1,8 @@
-"""The text that a run is to Slurm: sbatch's script, and srun's command line inside it. Pure.
+"""Write what Slurm gets for a run: sbatch's script, and srun's command line inside it. Pure.
 
-The script's only command starts one process on the first node (rose/launch/slurm.py), which starts
-the ranks of all components as one MPI world with one srun, and watches them. Left out: submitting.
+The script's only command starts one process on the first node (rose/launch/slurm.py). That process
+starts the ranks of all components as one MPI world, with one srun, and watches them. Left out:
+submitting.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rose.launch.layout import Rank
 from rose.places import CHECKOUT
 
 BATCH = ("-u", "-m", "rose.launch.batch")
-# Slurm's warning goes to the script's shell alone. Until Python can note signals, which takes
-# seconds where its files are slow to load, the shell keeps them; Python ignores what reaches it.
+# Slurm warns the script's shell alone. The shell keeps signals until Python can note them, which
+# takes seconds on a slow file system. Until then Python ignores signals that reach it directly.
 KEPT = ("INT", "TERM", "USR2")
 KEEP_SIGNALS = (
     "rose_signals= rose_ready=",
@@ -34,13 +35,13 @@ KEEP_SIGNALS = (
 
 
 def folder(run_dir: Path) -> Path:
-    """Where submitit keeps what it submitted."""
+    """Return the folder where submitit keeps what it submitted."""
     return Path(run_dir) / "submitted"
 
 
 def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | None = None) -> str:
-    """The batch script; `run_dir` absolute. `warning_s`: seconds before the time limit at which
-    Slurm warns the job, at least cluster.slurm.warning_s, which null takes."""
+    """Return the batch script; `run_dir` is absolute. `warning_s`: seconds before the time limit at
+    which Slurm warns the job, at least cluster.slurm.warning_s; None: that one."""
     first, *others = _by_component(ranks)
     lines = []
     for members in others:
@@ -65,14 +66,14 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
-    """The batch script of a job that lends the run one more engine (rose/lending/rank/job.py);
-    `run_dir` absolute."""
+    """Return the batch script of a job that lends the run one more engine
+    (rose/lending/rank/job.py); `run_dir` is absolute."""
     return helper_script(c, "borrowed", c.rollout.tensor_parallel, run_dir, name)
 
 
 def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str) -> str:
-    """Return the batch script of a job of one task that helps the run. `component`: a field of
-    `Slurm`, whose options it has."""
+    """Return the batch script of a job of one task that helps the run. `component` names the field
+    of `Slurm` with its options."""
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(
@@ -94,19 +95,20 @@ def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str
 
 
 def _escaped(path: Path) -> str:
-    """Return a path as it stands in a file name pattern of Slurm's, where %x is the job's name."""
+    """Return a path for a file name pattern of Slurm's, in which % begins a replacement (%x is the
+    job's name)."""
     return str(path).replace("%", "%%")
 
 
 def _submitted(python: Sequence[str], run_dir: Path) -> str:
-    """Return the command that starts what submitit has stored."""
+    """Return the command that runs what submitit has stored."""
     return f"exec {shlex.join([*python, *BATCH, str(folder(run_dir))])}"
 
 
 def _kept_by_shell(command: str) -> str:
     """Return lines that start the command, pass signals on to it (`KEEP_SIGNALS`) and end with its
-    exit code; a signal ends the shell's wait early. In POSIX mode, which a POSIXLY_CORRECT of the
-    user's switches on, bash would forget that code at the first wait."""
+    exit code. A signal ends the shell's `wait` early, so they wait in a loop. In POSIX mode, which
+    the user's POSIXLY_CORRECT switches on, bash would forget the exit code at the first wait."""
     return "\n".join(
         (
             "set +o posix",
@@ -121,9 +123,9 @@ def _kept_by_shell(command: str) -> str:
 def srun_argv(
     c: Config, ranks: Sequence[Rank], run_dir: Path, attempt: int, rank_command: Sequence[str] = ()
 ) -> list[str]:
-    """One srun over all components, whose ranks find their roles by their number."""
-    # not the run's folder, which may have commas in its name (a point of a sweep): they part mounts
-    # from each other
+    """Return the command line of one srun over all components, whose ranks find their roles by
+    their number."""
+    # Mount the parent: a sweep's run folder may have commas in its name, which separate mounts.
     rank_command = rank_command or (*container.command(c, [run_dir.parent]), "-m", "rose.main")
     components = _by_component(ranks)
     argv = ["srun", *c.cluster.mpi.srun]
@@ -135,9 +137,10 @@ def srun_argv(
             f"--ntasks={len(members)}",
             f"--ntasks-per-node={len(members) // _nodes(members)}",
             "--distribution=block",
+            # Given because a site may have other defaults: ranks end one after the other.
             "--kill-on-bad-exit=0",
             "--wait=0",
-            "--export=ALL",  # whatever a site's settings say: ranks end one after the other
+            "--export=ALL",
             *_step_options(c, members),
             *rank_command,
             "--run",
@@ -164,12 +167,11 @@ def _nodes(members: Sequence[Rank]) -> int:
 
 
 def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
-    """What srun does not take over from its component of the job (Slurm 22.05 and later)."""
+    """Return the options that srun does not take from its component of the job (Slurm 22.05 and
+    later)."""
     taken = _options(c, members)
     if c.cluster.gpus:
-        taken["gpu-bind"] = (
-            "none"  # every rank finds its GPUs among all of the node's (rose/launch/gpus.py)
-        )
+        taken["gpu-bind"] = "none"  # Each rank sees all of the node's GPUs (rose/launch/gpus.py).
     return [
         f"--{name}={taken[name]}"
         for name in ("cpus-per-task", "gpus-per-node", "gpu-bind", "mem")
@@ -178,7 +180,7 @@ def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
 
 
 def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
-    """sbatch's options of one component; True for one without a value."""
+    """Return sbatch's options of one component; True for an option without a value."""
     component = "rollout" if members[0].component else "trainer"
     gpus = max((gpu for rank in members for gpu in rank.gpus), default=-1) + 1
     return _component_options(c, component, _nodes(members), len(members) // _nodes(members), gpus)
@@ -187,8 +189,9 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
 def _component_options(
     c: Config, named: str, nodes: int, ranks_per_node: int, gpus: int
 ) -> dict[str, Any]:
-    """`named`: a field of `Slurm`. `gpus`: that ranks use on a node, the fullest one. No more are
-    asked for: others may have the rest, or its price."""
+    """Return sbatch's options for `named`, a field of `Slurm`. `gpus`: GPUs that ranks use on
+    the fullest node. No more are requested, since others may use them, or the user would pay for
+    them."""
     component: Component = getattr(c.cluster.slurm, named)
     options: dict[str, Any] = {
         "nodes": nodes,

@@ -1,5 +1,5 @@
-"""A run as a Slurm job: `submit` sends it and returns; `Run`, inside the job, starts the ranks and
-watches them.
+"""Run as a Slurm job: `submit` submits the job and returns; `Run`, inside the job, starts the ranks
+and watches them.
 
 Left out: the texts that Slurm gets (sbatch.py) and the state of a job afterwards (state.py).
 """
@@ -37,19 +37,19 @@ from rose.launch.layout import Rank, layout
 from rose.observe import report, terminal
 from rose.observe.terminal import echo
 
-LOOK_S = 5.0  # between two looks at the time that is left
-# Seconds for which an attempt waits for what a lost node still has of an earlier one: the lock of
-# the run's folder, which NFS and Lustre release 90 s and more after their client is gone, or steps.
-LEFT_S = 300.0
-ANSWER_S = 20.0  # for squeue, of which the next look asks again
+POLL_S = 5.0  # seconds between two checks of the time that is left
+# Seconds for which an attempt waits until a lost node releases what an earlier attempt has there:
+# steps, or the lock of the run's folder. NFS and Lustre release it 90 s and more after the node.
+RELEASE_S = 300.0
+ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
-# how the variables begin that Slurm puts into a job's processes
+# Beginnings of the variables that Slurm sets in a job's processes.
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
-# by which its commands find it
+# Variables by which Slurm's commands find its controller.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-# srun would apply these to all components: what sbatch set for the first one, or what the shell had
-# that submitted
+# Beginnings of the variables that sbatch set for the first component, or the submitting shell had.
+# srun would apply them to all components.
 OF_ONE_COMPONENT = (
     "SLURM_CPU_BIND",
     "SLURM_MEM_BIND",
@@ -64,7 +64,7 @@ OF_ONE_COMPONENT = (
 )
 
 
-# a user's defaults for sbatch's options that the configuration may leave out
+# Variables with a user's defaults for options of sbatch that the configuration may leave out.
 DEFAULTS = {
     f"SBATCH_{name}": option
     for name, option in {
@@ -76,7 +76,7 @@ DEFAULTS = {
 
 
 def check_programs() -> None:
-    """Raises `ConfigError` when this machine cannot submit."""
+    """Raise `ConfigError` if this machine cannot submit."""
     missing = [
         program
         for program in ("sbatch", "srun", "squeue", "scontrol")
@@ -90,7 +90,7 @@ def check_programs() -> None:
 
 
 class Executor(submitit.SlurmExecutor):
-    """submitit's, with our text: a heterogeneous job."""
+    """submitit's executor with our text, which is that of a heterogeneous job."""
 
     def __init__(self, folder: Path, text: str) -> None:
         super().__init__(folder=folder)
@@ -106,9 +106,9 @@ class Executor(submitit.SlurmExecutor):
 
 @contextmanager
 def _as_outside_a_job() -> Iterator[None]:
-    """sbatch hands this process's variables on to the job. Those of another job, in whose shell
-    somebody submits, would there bind the ranks to the CPUs and GPUs of that one. Outside a job
-    they are the user's or the site's own."""
+    """Hide the variables of the job in whose shell somebody submits. sbatch passes this process's
+    variables on, and these would bind the ranks to the CPUs and GPUs of that other job. Outside a
+    job such variables are the user's or the site's own, and stay."""
     inside = "SLURM_JOB_ID" in os.environ
     with _without(
         [n for n in os.environ if inside and n.startswith(OF_A_JOB) and n not in OF_THE_SITE]
@@ -126,8 +126,8 @@ def _without(names: Sequence[str]) -> Iterator[None]:
 
 
 def _overruling(text: str) -> list[str]:
-    """Return the variables of sbatch's that would overrule what the script says. Those by which a
-    user names an account, a partition and the like hold where the script names none."""
+    """Return the variables of sbatch's that would overrule the script. A user's defaults for the
+    account, the partition and the like are not among them where the script leaves these out."""
     return [
         name
         for name in os.environ
@@ -137,7 +137,7 @@ def _overruling(text: str) -> list[str]:
 
 
 def check_environment(c: Config) -> None:
-    """Raise `ConfigError` where ranks on GPUs would start in an environment of `make train`, whose
+    """Raise `ConfigError` if ranks on GPUs would start in an environment of `make train`, whose
     vLLM is for CPUs: the job would wait in the queue only to fail."""
     if not c.cluster.gpus or c.cluster.slurm.container is not None:
         return
@@ -152,13 +152,13 @@ def check_environment(c: Config) -> None:
 
 def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     """Submit the run to Slurm; print its id and how to follow it. Raises `ConfigError` with
-    sbatch's own words when it refuses; a run that had not begun then leaves nothing."""
+    sbatch's message if it refuses. A run that had not begun leaves no files then."""
     run_dir = c.run_dir.resolve()
     warning_s = resume.warning_s(run_dir, c.cluster.slurm)
-    if words := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
+    if text := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
         if warning_s > c.cluster.slurm.warning_s:
-            words += f"; its last checkpoint took {resume.last_save_s(run_dir):.0f} s"
-        raise ConfigError(words)
+            text += f"; its last checkpoint took {resume.last_save_s(run_dir):.0f} s"
+        raise ConfigError(text)
     began = any((run_dir / name).exists() for name in ("config.json", "logs", "status"))
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     local.write_config(msgspec.structs.replace(c, output_dir=str(run_dir.parent)), run_dir)
@@ -191,7 +191,7 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
 
 
 def submit_helper(run_dir: Path, text: str, work: Callable[[], object]) -> int:
-    """Submit a job that helps a run, and print its id: a command's exit code."""
+    """Submit a job that helps a run, and print its id. Return a command's exit code."""
     try:
         print(Executor(sbatch.folder(run_dir), text).submit(work).job_id)
     except FailedJobError as error:
@@ -201,17 +201,17 @@ def submit_helper(run_dir: Path, text: str, work: Callable[[], object]) -> int:
 
 
 class NotNow(RuntimeError):
-    """Raised when an attempt can't begin and a later one may. The message is the cause."""
+    """An attempt can't begin now, and a later one may. The message is the cause."""
 
 
 @dataclass
 class Run:
-    """What the job runs on its first node, at its start and after each requeue."""
+    """The work of the job on its first node, at its start and after each requeue."""
 
     run_dir: Path
 
     def __call__(self) -> str:
-        """Raises `RunFailed`."""
+        """Run one attempt. Return how it ended, in words. Raises `RunFailed`."""
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
         try:
             with _locked(self.run_dir):
@@ -221,7 +221,7 @@ class Run:
         except NotNow as cause:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
-        # a lost rank while SIGTERM is being obeyed is the end that somebody asked for (scancel)
+        # A rank lost after SIGTERM is no reason to requeue: somebody cancelled the job (scancel).
         if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
             return self._requeue(c, outcome)
         lent.cancel_all(self.run_dir)
@@ -230,7 +230,8 @@ class Run:
         return "stopped" if outcome.interrupted else "finished"
 
     def _attempt(self, c: Config) -> supervise.Outcome:
-        """Raises `RunFailed`, and `NotNow` when the job is warned or ended before ranks start."""
+        """Start the ranks and watch them to their end. Raises `RunFailed`, and `NotNow` if the job
+        is warned or ended before the ranks start."""
         ranks = layout(c)
         try:
             _refuse_shared_nodes()
@@ -238,11 +239,11 @@ class Run:
         except commands.SlurmError as error:
             raise NotNow(str(error)) from None
         try:
-            words = resume.check_inputs(self.run_dir, c.name)
+            changes = resume.check_inputs(self.run_dir, c.name)
         except ConfigError as error:
             raise RunFailed(str(error)) from None
-        if words:
-            print(words, flush=True)
+        if changes:
+            print(changes, flush=True)
         if batch.received:
             raise NotNow("a signal came before the ranks were started")
         attempt = logs.new_attempt(self.run_dir)
@@ -253,11 +254,11 @@ class Run:
             flush=True,
         )
         processes.adopt_orphans()
-        with open(logs.attempt_folder(self.run_dir, attempt) / "srun.log", "wb") as words:
+        with open(logs.attempt_folder(self.run_dir, attempt) / "srun.log", "wb") as log:
             srun = subprocess.Popen(
                 sbatch.srun_argv(c, ranks, self.run_dir, attempt),
                 stdin=subprocess.DEVNULL,
-                stdout=words,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env=_environment(c),
                 start_new_session=True,
@@ -273,18 +274,18 @@ class Run:
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
-        """Ask Slurm for another go, which continues from the last checkpoint; it ends this
-        process."""
+        """Ask Slurm for another attempt, which continues from the last checkpoint. Slurm then ends
+        this process."""
         why = outcome.failure or "Slurm's warning: preempted, or near the time limit"
         job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
-        vain = resume.requeues_in_vain(self.run_dir, job, done)
-        if vain >= most:
+        lost = resume.requeues_without_checkpoint(self.run_dir, job, done)
+        if lost >= most:
             raise RunFailed(
-                f"given up after {vain} requeues without a new checkpoint "
+                f"given up after {lost} requeues without a new checkpoint "
                 f"(cluster.slurm.requeues={most}); the last end: {why}"
             )
         print(
-            f"{why}\nrequeueing, {vain + 1} of at most {most} without a new checkpoint", flush=True
+            f"{why}\nrequeueing, {lost + 1} of at most {most} without a new checkpoint", flush=True
         )
         try:
             if not commands.requeue(job, done):
@@ -304,8 +305,10 @@ def _restarts() -> int:
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder, once the launch that submitted this job, or an earlier attempt on a
-    lost node, has released it. Raises `NotNow` when the latter has not within `LEFT_S`."""
-    end, told = time.monotonic() + LEFT_S, False
+    lost node, has released it. If it is held for longer than `RELEASE_S`, raise `RunFailed` in the
+    job's first attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
+    end = time.monotonic() + RELEASE_S
+    printed = False
     with ExitStack() as stack:
         while True:
             try:
@@ -315,26 +318,26 @@ def _locked(run_dir: Path) -> Iterator[None]:
                 if time.monotonic() > end and not _restarts():
                     raise RunFailed(str(error)) from None
                 if batch.received or time.monotonic() > end:
-                    raise NotNow(f"{error}; waited {LEFT_S:g} s") from None
-                if not told:
+                    raise NotNow(f"{error}; waited {RELEASE_S:g} s") from None
+                if not printed:
                     print(f"{error}; waiting for its end", flush=True)
-                told = True
+                printed = True
                 time.sleep(PAUSE_S)
         yield
 
 
 @contextmanager
 def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
-    """Slurm's warning before the time limit comes as early as the job asked for when it was
-    submitted. Where saving has turned out to take longer, this process warns itself."""
+    """Warn this process before the time limit where Slurm would warn too late. Slurm warns as early
+    as the job asked for at submission, and saving may have turned out to take longer."""
     over = threading.Event()
 
     def watch() -> None:
         end = None
-        while not over.wait(LOOK_S):
+        while not over.wait(POLL_S):
             needed = resume.warning_s(run_dir, slurm)
             if needed <= slurm.warning_s:
-                continue  # Slurm's own comes in time
+                continue  # Slurm's own warning comes in time.
             end = _end_time() if end is None else end
             if end is not None and time.time() > end - needed:
                 print(
@@ -355,9 +358,9 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
 
 
 def _end_time() -> float | None:
-    """When Slurm will end this job, seconds of the epoch; inf without a limit, None while Slurm
-    does not say."""
-    if given := os.environ.get("SLURM_JOB_END_TIME"):  # since 23.02
+    """Return when Slurm will end this job, in seconds of the epoch; inf without a limit, None if
+    Slurm gives no answer."""
+    if given := os.environ.get("SLURM_JOB_END_TIME"):  # set since Slurm 23.02
         return float(given)
     try:
         asked = commands.ask(
@@ -368,7 +371,7 @@ def _end_time() -> float | None:
         )
     except commands.SlurmError:
         return None
-    # of every component, local time; other words (N/A) where there is no limit
+    # squeue prints a local time for each component, and N/A where there is no limit.
     ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", asked, re.MULTILINE)
     if not asked.strip():
         return None
@@ -376,8 +379,8 @@ def _end_time() -> float | None:
 
 
 def _refuse_shared_nodes() -> None:
-    """Raises `RunFailed` when a node is in two components of this job: srun then starts no rank and
-    never ends (its PMI has one socket per job and node). Raises `commands.SlurmError`."""
+    """Raise `RunFailed` if a node is in two components of this job: srun then starts no rank and
+    never ends, since its PMI has one socket per job and node. Raises `commands.SlurmError`."""
     nodes: dict[str, str] = {}
     for group in range(int(os.environ.get("SLURM_HET_SIZE", "0"))):
         listed = os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]
@@ -395,26 +398,26 @@ def _refuse_shared_nodes() -> None:
 
 
 def _end_old_steps() -> None:
-    """When the first node is lost, Slurm requeues its component only: on the others the last
-    attempt's step lives on, and srun can't start ours beside it. Raises `NotNow` when it won't
-    end, and `commands.SlurmError`."""
+    """End the steps of an earlier attempt. When the first node is lost, Slurm requeues only its
+    component: on the other nodes the last attempt's step lives on, and srun can't start ours beside
+    it. Raises `NotNow` if such a step won't end, and `commands.SlurmError`."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
     ]
-    end = time.monotonic() + LEFT_S
+    end = time.monotonic() + RELEASE_S
     while old := _numbered_steps(jobs):
         if time.monotonic() > end or batch.received:
             raise NotNow(f"steps {' '.join(old)} of an earlier attempt did not end")
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-        with suppress(commands.SlurmError):  # a step that has ended; the next poll says so
+        with suppress(commands.SlurmError):  # The step may have ended, which the next poll shows.
             commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
         time.sleep(PAUSE_S)
 
 
 def _numbered_steps(jobs: Sequence[str]) -> list[str]:
-    """Ids of the steps that some srun started, as 12.0; not 12.batch, which this process is.
-    Raises `commands.SlurmError`."""
+    """Return the ids of the steps that srun started, such as 12.0. This process's own, 12.batch, is
+    not one. Raises `commands.SlurmError`."""
     listed = commands.ask(
         ["squeue", "--steps", "--noheader", "--format=%i", "--jobs", ",".join(jobs)]
     )
@@ -422,7 +425,7 @@ def _numbered_steps(jobs: Sequence[str]) -> list[str]:
 
 
 def _environment(c: Config) -> dict[str, str]:
-    """srun's; what cluster.env says goes for all ranks."""
+    """Return srun's environment. Variables in cluster.env go to all ranks."""
     return {
         name: value
         for name, value in local.environment(c).items()

@@ -1,7 +1,8 @@
-"""What became of a run: how far it has come and what it has cost; and of its Slurm job every
-component's state and exit reason, and the ranks that failed.
+"""Show how far a run has come and what it has cost. Of its Slurm job, show every component's state
+and exit reason, and the ranks that failed.
 
     python -m rose.launch.state outputs/NAME [outputs/OTHER ...]
+
 Asks squeue, and sacct for jobs that ended some time ago.
 """
 
@@ -30,8 +31,8 @@ from rose.observe import disk, terminal
 from rose.observe.status import Status, read_status
 from rose.trainer import checkpoint
 
-COMMAND_DEADLINE_S = 30.0
-# a PREEMPTED job that comes back is PENDING
+COMMAND_DEADLINE_S = 30.0  # seconds for squeue or sacct, while a user waits at the terminal
+# States of a job that runs or may run again. A PREEMPTED job that was requeued is PENDING.
 ACTIVE = {
     "PENDING",
     "RUNNING",
@@ -44,22 +45,22 @@ ACTIVE = {
     "SIGNALING",
     "STAGE_OUT",
 }
-# of which a user wants to know why
+# States of a job that ended by itself or by the cluster, so that a user wants to know the cause.
 FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-TAIL_LINES = 15
-# Reasons for which a job waits until somebody changes the job or the limit, by squeue's manual.
+TAIL_LINES = 15  # lines of a failed job's log that are shown
+# squeue's reasons for which a job waits until somebody changes the job or the limit (its manual).
 REFUSED = re.compile(
     r"(QOS|Assoc)(Max|Min)\w*PerJob|PartitionTimeLimit|InvalidQOS|InvalidAccount|BadConstraints"
 )
-# what squeue says of a job that ended some minutes ago, or never was
+# Part of squeue's message for a job that ended some minutes ago, or never existed.
 UNKNOWN_JOB = "invalid job id"
 FIELDS = ("JobID", "State", "ExitCode", "Reason", "NodeList", "Elapsed")
 
 
 class JobState(NamedTuple):
-    """One component of a job, as Slurm reports it."""
+    """The state of one component of a job, as Slurm reports it."""
 
-    job: str  # 12+0, or 12 if the job has one component
+    job: str  # id: 12+0, or 12 if the job has one component
     state: str
     exit_code: str
     reason: str
@@ -68,15 +69,15 @@ class JobState(NamedTuple):
 
 
 def remember(run_dir: Path, job: str) -> None:
-    """Note the job that a run was submitted as."""
+    """Record the id of the job that a run was submitted as."""
     path = _note(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, f"{job}\n".encode())
 
 
 def submitted(run_dir: Path) -> str | None:
-    """Id of the job that the run was last submitted as; None if it never was. Raises RuntimeError
-    when the note of it can't be read, or holds no id."""
+    """Return the id of the job that the run was last submitted as; None if it never was. Raises
+    RuntimeError if the file with the id can't be read, or holds no id."""
     path = _note(run_dir)
     if not path.exists():
         return None
@@ -90,12 +91,12 @@ def submitted(run_dir: Path) -> str | None:
 
 
 def components(job: str) -> list[JobState]:
-    """Every component's state; empty when Slurm no longer knows the job, or has no commands here.
-    Raises RuntimeError when Slurm doesn't answer, or not with states of jobs: nobody may take a run
-    for one that has ended because the controller was busy.
+    """Return every component's state; empty if Slurm no longer knows the job, or has no commands
+    here. The controller (squeue) overrides the accounting (sacct), which is a moment late but
+    remembers a job for longer.
 
-    The controller (squeue) is believed before the accounting (sacct), which knows of a job a moment
-    later, but for longer.
+    Raises RuntimeError if Slurm doesn't answer, or prints no states of jobs: a run must not count
+    as ended because the controller was busy.
     """
     found = {
         row.job: row
@@ -126,9 +127,9 @@ def is_active(job: str) -> bool:
 
 
 def cannot_start(job: str) -> str:
-    """Return why a job that waits will wait for ever; '' for any other. It may ask for more than a
-    limit allows. And Slurm (22.05) leaves a heterogeneous job so when the node of its first
-    component was set DOWN by hand while its slurmd lived on."""
+    """Return why a waiting job will never start; '' for any other job. It may ask for more than a
+    limit allows. Or a component has ended: Slurm (22.05) leaves a heterogeneous job like that if
+    the node of its first component was set DOWN by hand while its slurmd lived on."""
     found = components(job)
     states = {component.job: component.state for component in found}
     over = [name for name, now in states.items() if now not in ACTIVE]
@@ -155,8 +156,8 @@ def _any_active(found: list[JobState]) -> bool:
 
 
 def show(run_dir: Path, console: Console) -> bool:
-    """Print the state; False when nothing is known of a job. Raises RuntimeError as `components`
-    and `submitted` do, once what lies in the run's folder is printed."""
+    """Print the state; return False if the run has no job. Raises RuntimeError as `components` and
+    `submitted` do, after printing what the run's folder has."""
     job = submitted(run_dir)
     if job is None:
         return False
@@ -171,7 +172,7 @@ def show(run_dir: Path, console: Console) -> bool:
     for name in FIELDS:
         table.add_column(name)
     for component in found:
-        table.add_row(*map(escape, component))  # a list of nodes may have brackets
+        table.add_row(*map(escape, component))  # A list of nodes may have brackets.
     if found:
         console.print(table)
     else:
@@ -191,7 +192,7 @@ def _show_failure(run_dir: Path, job: str, found: list[JobState], console: Conso
         return
     log = run_dir / "logs" / f"slurm-{job}.out"
     if lines := logs.tail(log, TAIL_LINES):
-        # a program's escape sequences are for its own terminal
+        # Drop a program's escape sequences, which would act on this terminal.
         plain = ("".join(filter(str.isprintable, line)) for line in lines)
         words = "\n".join([f"last lines of {log}:", *(f"  {line}" for line in plain)])
     else:
@@ -204,8 +205,8 @@ def _show_failure(run_dir: Path, job: str, found: list[JobState], console: Conso
 
 
 def show_run(run_dir: Path, console: Console) -> bool:
-    """How far it has come, and what it has cost; False when nothing is known of it. Raises
-    RuntimeError where that can't be read."""
+    """Print how far the run has come and what it has cost; return False if neither is known. Raises
+    RuntimeError if the files can't be read."""
     try:
         status = read_status(run_dir)
     except NotADirectoryError:
@@ -221,15 +222,16 @@ def show_run(run_dir: Path, console: Console) -> bool:
 
 
 def progress(run_dir: Path, status: Status) -> str:
-    """One line: the step and what it is at, or was when the run last told, and what is saved."""
+    """Return one line: the step, its phase and how long ago the run reported it, and what is
+    saved."""
     newest = checkpoint.latest(run_dir)
     saved = f"saved after step {checkpoint.step_of(newest)}" if newest else "nothing is saved yet"
     if status.phase == "done":
         return f"{run_dir.name}: finished after step {status.step} of {status.steps}; {saved}"
     waits = f", waiting for {status.waiting_for}" if status.waiting_for else ""
-    told = f"{max(0.0, time.time() - status.time):,.0f} s ago"
+    age = f"{max(0.0, time.time() - status.time):,.0f} s ago"
     return (
-        f"{run_dir.name}: step {status.step} of {status.steps}, {status.phase}{waits} ({told}); "
+        f"{run_dir.name}: step {status.step} of {status.steps}, {status.phase}{waits} ({age}); "
         f"{saved}"
     )
 
@@ -246,7 +248,7 @@ def _show_ranks(run_dir: Path, found: list[JobState] | None, console: Console) -
         ranks = rank_status.read_all(run_dir, attempt)
     except (OSError, msgspec.MsgspecError) as error:
         raise RuntimeError(f"{rank_status.folder(run_dir, attempt)}: {error}") from None
-    # nobody is left to write how a rank ended that Slurm ended together with its guard
+    # If Slurm killed a rank together with its guard, its status stays "running".
     active = found is None or _any_active(found)
     running = "running" if active else "ended with the job"
     states = [running if status.state == "running" else status.state for status in ranks.values()]
@@ -266,7 +268,8 @@ def _show_ranks(run_dir: Path, found: list[JobState] | None, console: Console) -
 
 
 def _rows(command: list[str]) -> list[JobState]:
-    """Raises RuntimeError when it prints something, and no line of that is a job's."""
+    """Return the states that the command prints. Raises RuntimeError if it prints lines, but none
+    with a job's state."""
     lines = [line for line in (_ask(command) or "").splitlines() if line.strip()]
     rows = [line.split("|") for line in lines]
     found = [JobState(*row[: len(FIELDS)]) for row in rows if len(row) >= len(FIELDS)]
@@ -276,8 +279,9 @@ def _rows(command: list[str]) -> list[JobState]:
 
 
 def _ask(command: list[str]) -> str | None:
-    """What it prints; None if it is absent, if it is of a service that this cluster doesn't have
-    (sacct), or if the job is unknown."""
+    """Return what the command prints. Return None if the command is missing, if this cluster
+    doesn't have its service (sacct), or if the job is unknown. Raises RuntimeError if Slurm doesn't
+    answer."""
     name = command[0]
     if shutil.which(name) is None:
         return None
@@ -314,7 +318,7 @@ def main() -> int:
 
 
 def _state_of(run_dir: Path, console: Console) -> int:
-    """Print it; the exit code."""
+    """Print the state of one run; return the exit code."""
     try:
         if show(run_dir, console) or show_run(run_dir, console):
             return 0

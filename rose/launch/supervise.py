@@ -1,14 +1,17 @@
-"""Watches a started job to its end, whatever the end is, and leaves no process behind, nor what
-those that it killed on this machine had in its memory.
+"""Watch a started job until it ends. Leave no process behind, and no shared memory of processes
+that are killed on this machine.
 
-A dead rank ends the job, and so do a trainer rank for which the others wait too long and a run
-folder that takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
-to stop: during a rollout or an evaluation it saves the last finished step at once; the end of a
-step that is trained it waits for, if that comes soon enough (`resume.step_end_s`), and saves it;
-else the run continues from its last checkpoint. From the signal on it has `resume.end_s`,
-cluster.stop_timeout_s or less than Slurm's warning, for this and for dismissing the other ranks;
-then everything is killed, as after a second signal. Every wait has a deadline. Left out: deciding
-about anything inside the run; that is the coordinator's.
+The job ends when a rank dies, when a trainer rank keeps the others waiting too long, and when the
+run's folder takes no more files. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the coordinator
+to stop:
+1. during a rollout or an evaluation it saves the last finished step at once;
+2. during training it waits for the end of the step, if that comes soon enough
+   (`resume.step_end_s`), and saves it; otherwise the run continues from its last checkpoint.
+
+Stopping and dismissing the other ranks may take `resume.end_s` from the signal:
+cluster.stop_timeout_s, or less if Slurm's warning is shorter. Then everything is killed, as after a
+second signal. Every wait has a deadline. Left out: decisions inside the run, which are the
+coordinator's.
 """
 
 from __future__ import annotations
@@ -37,18 +40,19 @@ from rose.observe.status import write_failure
 from rose.protocol import Role
 from rose.transfer import mirror
 
-POLL_S = 0.2  # between two looks at the ranks and their files
-POLL_SLURM_S = 1.0  # the same on a cluster, whose file system serves others, too
-# after a first dead rank: others may have died before it, and their guards are still writing
+POLL_S = 0.2  # seconds between two polls of the ranks and their status files
+POLL_SLURM_S = 1.0  # seconds between two polls on a cluster, whose file system others use too
+# Seconds from the first dead rank found to naming the cause. Others may have died before it, and
+# their guards are still writing.
 SETTLE_S = 0.6
-FAILURE_GRACE_S = 5.0  # for the others to end by themselves once one is dead
-PROBE_S = 5.0  # between two looks at whether the run's folder takes files, which is one small file
-# for counting what the run takes of the disk, as an attempt begins and where the disk refuses
+FAILURE_GRACE_S = 5.0  # seconds for the other ranks to end by themselves once one is dead
+PROBE_S = 5.0  # seconds between two tries to write a small file into the run's folder
+# Seconds for counting the run's use of the disk, when an attempt begins and when the disk is full.
 MEASURE_S = 5.0
-LOOK_S = 1.0  # thousands of maps are read in some 10 ms
-KILL_S = 10.0  # the kernel's time to carry out SIGKILL
-TAIL_LINES = 15
-# CUDA's words for hardware that failed, which another attempt may not meet
+READ_MAPS_S = 1.0  # seconds for reading processes' memory maps; thousands take some 10 ms
+KILL_S = 10.0  # seconds for the kernel to carry out SIGKILL
+TAIL_LINES = 15  # lines of a rank's log in the message of a failure
+# Parts of CUDA's messages about failed hardware, which another attempt may not get again.
 FAULTS = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
@@ -59,11 +63,11 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended. `interrupted`: the signal that asked it to."""
+    """The end of a job: in failure, by a signal, or in success."""
 
     failure: str = ""
-    interrupted: int = 0
-    lost_rank: bool = False  # the failure: as `Job.lost`, which another attempt may survive
+    interrupted: int = 0  # the signal that asked the job to end; 0: none
+    lost_rank: bool = False  # True if `Job.lost`: another attempt may succeed
 
     @property
     def code(self) -> int:
@@ -72,22 +76,22 @@ class Outcome:
 
 @dataclass
 class Job:
-    """A running mpiexec or srun. This process must be a subreaper (`processes.adopt_orphans`)
-    before it starts."""
+    """A running mpiexec or srun. This process must have become a subreaper
+    (`processes.adopt_orphans`) before `process` started."""
 
     process: subprocess.Popen
     ranks: Sequence[Rank]
     run_dir: Path
     attempt: int
-    cluster: Cluster  # for its deadlines: start_timeout_s and stop_timeout_s
-    starter: str = "mpiexec"  # its name, and that of its log
+    cluster: Cluster
+    starter: str = "mpiexec"  # name of `process` and of its log
     signals: list[int] = field(default_factory=list)
     handled: bool = False  # True if the batch process notes its signals in `signals`
-    vanished: set[int] = field(default_factory=set)  # ranks whose process was gone at the last look
-    probed: float = 0.0  # monotonic: when the run's folder was last tried
+    vanished: set[int] = field(default_factory=set)  # ranks without a process at the last poll
+    probed: float = 0.0  # monotonic seconds: the last try to write into the run's folder
     beats: Beats = field(default_factory=Beats)
     before: tuple[dict[str, disk.Use], bool] = ({}, True)  # use of the disk at the start
-    lost: bool = False  # the rank that ends the job was killed, vanished, hangs or lost its GPU
+    lost: bool = False  # True if the failed rank was killed, vanished, hangs or lost its GPU
 
     @property
     def _poll_s(self) -> float:
@@ -113,11 +117,11 @@ class Job:
             end_all(self.process)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            mirror.remove_left(self.run_dir)  # of ranks that were killed
+            mirror.remove_left(self.run_dir)  # Ranks that were killed leave their mirrors.
 
     def _watch(self) -> Outcome:
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
-        asked = False  # the coordinator, to stop
+        asked = False  # True once the coordinator was asked to stop
         while True:
             failure = self._failure(deadlines)
             if failure and self._stopped():
@@ -135,7 +139,7 @@ class Job:
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
             if self.signals and not asked:
-                # from the signal on, though the coordinator may not have appeared
+                # The time runs from the signal, even if the coordinator has not started yet.
                 end_s = resume.end_s(self.run_dir, self.cluster, self._warned)
                 deadlines.setdefault("stop", time.monotonic() + end_s)
                 asked = self._signal_coordinator(states)
@@ -143,7 +147,7 @@ class Job:
             if coordinator and coordinator.state == "done":
                 deadlines.setdefault("leave", time.monotonic() + self.cluster.stop_timeout_s)
                 if time.monotonic() > deadlines["leave"]:
-                    # all is saved; the laggards are ended
+                    # All is saved, so the remaining ranks are killed.
                     return Outcome(interrupted=self._interrupted())
             time.sleep(self._poll_s)
 
@@ -152,13 +156,13 @@ class Job:
 
     @property
     def _warned(self) -> bool:
-        """Whether Slurm asked it to end, before the time limit."""
+        """True if Slurm asked the job to end, before its time limit."""
         return self.cluster.slurm is not None and self.signals[:1] == [signal.SIGUSR2]
 
     def _stopped(self) -> bool:
-        """Asked to stop, the coordinator did: with code 0, or of SIGTERM itself before it could
-        handle it and had anything to save. How the others end no longer matters: they may be slow,
-        or miss it."""
+        """True if the coordinator was asked to stop and did: with code 0, or by SIGTERM itself
+        before it handled signals, when it had nothing to save. How the other ranks end no longer
+        matters: they may be slow, or miss the request."""
         coordinator = self.statuses().get(0)
         return (
             bool(self.signals)
@@ -174,13 +178,13 @@ class Job:
         if self.process.poll() is not None and any(
             states.get(r.rank) is None or states[r.rank].state != "done" for r in self.ranks
         ):
-            time.sleep(SETTLE_S)  # a guard may still be writing
+            time.sleep(SETTLE_S)  # A guard may still be writing.
             dead = self._dead(self.statuses(), starter_gone=True)
             return self._first(dead) if dead else self._starter_failure(states)
         if len(states) == len(self.ranks) and all(status.joined for status in states.values()):
             deadlines.pop("appear", None)
         if now > deadlines.get("appear", now):
-            return self._late(states)
+            return self._start_failure(states)
         if failure := self._hanging(states, now):
             return failure
         if now > deadlines.get("stop", now):
@@ -195,28 +199,28 @@ class Job:
         return ""
 
     def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
-        """Of trainer ranks that the others wait for."""
+        """Return the failure of the trainer ranks that the others wait for; "" if none."""
         trainers = [s for s in states.values() if s.role is Role.TRAINER]
-        late, most = self.beats.late(trainers, now)
-        self.lost |= bool(late)
+        hanging, most = self.beats.hanging(trainers, now)
+        self.lost |= bool(hanging)
         return "\n".join(
             f"rank {s.rank} (trainer {s.index}, pid {s.pid} on {s.host}) hangs: others wait for it "
-            f"after {most} collectives and micro-batches, it has last told of {s.begun or 0} "
+            f"after {most} collectives and micro-batches, it last reported {s.begun or 0} "
             f"(trainer.step_timeout_s says how long they may)\n"
-            f"{self._words(logs.rank_log(self.run_dir, self.attempt, s.role, s.rank).name)}"
-            for s in late
+            f"{self._tail(logs.rank_log(self.run_dir, self.attempt, s.role, s.rank).name)}"
+            for s in hanging
         )
 
-    def _late(self, states: dict[int, RankStatus]) -> str:
-        """MPI's own start has no deadline: ranks that cannot reach each other wait in it for ever,
-        the first one too."""
+    def _start_failure(self, states: dict[int, RankStatus]) -> str:
+        """Return which ranks did not start or join in time. MPI's own start has no deadline: ranks
+        that cannot reach each other wait in it for ever."""
         within = f"within cluster.start_timeout_s={self.cluster.start_timeout_s:g}"
         missing = [
             f"{rank.role.value} rank {rank.rank}" for rank in self.ranks if rank.rank not in states
         ]
         if missing:
             return (
-                f"{', '.join(missing)} did not start {within}\n{self._words(self.starter + '.log')}"
+                f"{', '.join(missing)} did not start {within}\n{self._tail(self.starter + '.log')}"
             )
         out = [
             f"{status.role.value} rank {status.rank} on {status.host}"
@@ -228,12 +232,12 @@ class Job:
             "by which hosts do "
             "not reach each other; name one that they share "
             f"(cluster.interface={self.cluster.interface!r})\n"
-            f"{self._words(self.starter + '.log')}"
+            f"{self._tail(self.starter + '.log')}"
         )
 
     def _explained(self, failure: str) -> Outcome:
-        """A rank that dies of a disk that takes no more may not be able to report it: it then looks
-        lost, and isn't."""
+        """Return the outcome of a failure. If the run's folder takes no more files, say so: a rank
+        that dies of a full disk may not be able to report it, and then seems lost."""
         refused = files.refusal(self.run_dir)
         if refused and self.lost:
             failure = (
@@ -246,6 +250,7 @@ class Job:
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:
+        """Describe the rank that failed first, which caused the others to fail, and set `lost`."""
         first = min(dead, key=lambda status: status.since)
         self.lost = (
             first.exit_code is None
@@ -255,16 +260,17 @@ class Job:
         return self._describe(first)
 
     def _await_starter(self) -> None:
-        """Its ranks are done: it may end by itself."""
+        """Let mpiexec or srun end by itself, since its ranks are done."""
         try:
             self.process.wait(FAILURE_GRACE_S)
         except subprocess.TimeoutExpired:
-            return  # `end_all` ends it
+            return  # `end_all` kills it.
 
     def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
-        """Ranks that failed, and ranks whose process is gone without a status (their guard died
-        too), once they have been so at two looks in a row: a guard needs a moment to write. Those
-        on other hosts are believed while the starter, which watches them, lives."""
+        """Return the ranks that failed, and those whose process is gone without a report because
+        their guard died too. The latter count after two polls in a row, since a guard needs a
+        moment to write. Ranks on other hosts count as alive while the starter, which watches them,
+        lives."""
         gone = {
             s.rank
             for s in states.values()
@@ -275,7 +281,8 @@ class Job:
         return [s for s in states.values() if s.state == "failed" or s.rank in sure]
 
     def _signal_coordinator(self, states: dict[int, RankStatus]) -> bool:
-        """Ask it to stop. False while it hasn't appeared: asked again at the next look."""
+        """Ask the coordinator to stop. Return False if it has not started yet; the next poll asks
+        again."""
         if 0 not in states:
             return False
         if states[0].state == "running" and psutil.pid_exists(states[0].pid):
@@ -289,7 +296,7 @@ class Job:
         return (
             f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on "
             f"{status.host}) "
-            f"{status.how_it_ended()}\n{self._words(log.name)}"
+            f"{status.how_it_ended()}\n{self._tail(log.name)}"
         )
 
     def _starter_failure(self, states: dict[int, RankStatus]) -> str:
@@ -297,18 +304,18 @@ class Job:
         without = f"; ranks {missing} never started" if missing else ""
         return (
             f"{self.starter} exited with code {self.process.returncode}{without}\n"
-            f"{self._words(self.starter + '.log')}"
+            f"{self._tail(self.starter + '.log')}"
         )
 
-    def _words(self, name: str) -> str:
+    def _tail(self, name: str) -> str:
         path = logs.attempt_folder(self.run_dir, self.attempt) / name
         return "\n".join(
             [f"last lines of {path}:", *(f"  {line}" for line in logs.tail(path, TAIL_LINES))]
         )
 
     def _end_ranks(self, grace_s: float) -> None:
-        """SIGTERM to every rank, not to the guards and mpiexec, which end with their ranks; then
-        `grace_s`. To ranks on other hosts through srun."""
+        """Send SIGTERM to every rank, to those on other hosts through srun; then wait `grace_s`
+        seconds. Guards and mpiexec get none, because they end with their ranks."""
         running = [status for status in self.statuses().values() if status.state == "running"]
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
@@ -326,9 +333,9 @@ def _is_here(status: RankStatus) -> bool:
 
 
 def end_all(process: subprocess.Popen) -> None:
-    """SIGKILL every descendant of this process that stems from the job, adopted orphans too, until
-    none is left, nor the shared memory of ranks whose world was not complete. Raises RuntimeError
-    if one survives (it hangs in the kernel)."""
+    """Kill every descendant of this process that stems from the job, adopted orphans too, until
+    none is left. Remove the shared memory of ranks whose MPI world was not complete. Raises
+    RuntimeError if a process survives (it hangs in the kernel)."""
     deadline = time.monotonic() + KILL_S
     while left := psutil.Process().children(recursive=True):
         _remove_shared([child.pid for child in left])
@@ -336,7 +343,7 @@ def end_all(process: subprocess.Popen) -> None:
             try:
                 child.kill()
             except psutil.NoSuchProcess:
-                continue  # it ended in between, which is what was wanted
+                continue  # It has ended meanwhile.
         process.poll()
         for child in left:
             if child.pid != process.pid:
@@ -350,17 +357,18 @@ def end_all(process: subprocess.Popen) -> None:
 
 
 def _remove_shared(pids: list[int]) -> None:
-    """`mpi_process.remove_shared` of each, for `LOOK_S` at most: the maps of a process that hangs
-    in the kernel may not be readable, which must keep nobody from ending the others."""
-    look = threading.Thread(
+    """Call `mpi_process.remove_shared` for each process, in a thread that may take `READ_MAPS_S`.
+    The memory maps of a process that hangs in the kernel may not be readable, and that must not
+    keep the others from being killed."""
+    remover = threading.Thread(
         target=lambda: [mpi_process.remove_shared(pid) for pid in pids], daemon=True
     )
-    look.start()
-    look.join(LOOK_S)
+    remover.start()
+    remover.join(READ_MAPS_S)
 
 
 def _reap(pid: int) -> None:
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return  # a grandchild still: its own parent reaps it, or it is adopted at the next look
+        return  # A grandchild: its parent reaps it, or this process adopts it by the next round.

@@ -1,6 +1,7 @@
-"""Lending idle serving GPUs to a training run without hurting who is served on them.
+"""Lending idle serving GPUs to a training run within the latency targets of the users served there.
 
-`rules` decide, `vllm` carries it out inside the two engines of a device, `operator` runs the online
-server and its switch, `rank` is the engine that joins a run; `board` is the shared memory between
-them, and `profile` measures a device. `python -m rose.serving` is the command.
+`rules` decide, `vllm` carries the decisions out inside the two engines of a device, `operator` runs
+the online server and its switch, and `rank` is the rollout engine that joins a run. These processes
+exchange their states through shared memory (`board`). `profile` measures a device. The command is
+`python -m rose.serving`.
 """

@@ -1,11 +1,10 @@
-"""The states that the two engines of a device publish to each other, in shared memory: one writer a
-board, any number of readers.
+"""Boards: the states that the processes of a lent device publish to each other in shared memory.
 
-A board is a file of fixed size in /dev/shm: header (magic, layout, sequence number, checksum), then
-its fields as float64. Each write has a number of its own, and the checksum is over that number and
-the fields: a reader takes a copy and checks it. So a torn, damaged, foreign or outdated board is
-never taken for a state: `read` returns None, and `why` states what is wrong. Times are
-CLOCK_MONOTONIC, which all processes of a node share and nobody sets.
+A board has one writer and any number of readers. It is a file of fixed size in /dev/shm: a header
+(magic, layout, sequence number, checksum), then its fields as float64. Each write has a sequence
+number of its own, and the checksum covers that number and the fields. A reader takes a copy and
+checks it. If the copy is torn, damaged, foreign or outdated, `read` returns None and `why` says
+what is wrong. Times are CLOCK_MONOTONIC, which all processes of a node share and no program sets.
 """
 
 from __future__ import annotations
@@ -21,48 +20,51 @@ import xxhash
 
 MAGIC = b"ROSEBRD1"
 _HEADER = struct.Struct("<8sQQQ")  # magic, layout, sequence, checksum
-LOOK_S = 1.0  # for boards that are not there yet
-TRIES = 8  # a copy is torn when it was taken during a write, which takes microseconds
+OPEN_RETRY_S = 1.0  # seconds between two attempts to open a board that does not exist yet
+# Attempts to copy a board. A copy is torn if a write ran meanwhile, which takes microseconds.
+TRIES = 8
 INFINITE = float("inf")
 
 
 @dataclasses.dataclass
 class Online:
-    """The online engine's state, written by its scheduler each step and by a beat in between."""
+    """The online engine's state, written by its scheduler at each engine step and at least every
+    beat. Counts and sums are since the engine's start."""
 
     pid: float = 0
-    pid_started: float = 0  # clock ticks after boot: tells a process from its number's next owner
-    beat: float = 0  # when this was written
+    pid_started: float = 0  # clock ticks after boot, distinguishes processes with the same pid
+    beat: float = 0  # time of this write
     steps: float = 0
     running: float = 0  # requests
-    waiting: float = 0
-    step_ends: float = 0  # predicted, at the P99 residual; 0: no step is running
-    decode_s: float = 0  # mean time of a step that decodes what runs now; 0: nothing does
-    # the latest time until which every online request meets its target, its own steps at their P99
-    # time counted, if the device were taken from S until then; infinite without requests
+    waiting: float = 0  # requests
+    step_ends: float = 0  # predicted end of the running step at P99; 0: no step is running
+    decode_s: float = 0  # mean seconds of a step that decodes all running requests; 0 without any
+    # If no step of this engine ran until this time, every request would still meet its target, its
+    # steps taking their P99 time. Infinite without requests.
     hold_until: float = INFINITE
-    prompt_share: float = 1  # of lending.step_share, by how soon first tokens came
-    kv_total: float = 0  # bytes of KV cache of this engine's whole pool
-    kv_used: float = 0  # bytes, by requests (cached prefixes that nobody uses are free)
-    kv_held: float = 0  # bytes that this engine may use now; the rest is lent, or was
-    kv_wanted: float = 0  # bytes that it wants to hold
-    lends: float = 1  # 0: nothing is lent, as when this engine misses its targets by itself
-    finished: float = 0  # requests since start, of these kinds ...
-    met: float = 0  # ... within both P99 targets
-    finished_lending: float = 0  # ... while anything was lent
-    met_lending: float = 0
-    aborted: float = 0  # by clients or for want of memory; not met
+    prompt_share: float = 1  # factor on lending.step_share that keeps the median TTFT
+    kv_total: float = 0  # bytes of this engine's KV cache
+    kv_used: float = 0  # bytes held by requests, without cached prefixes that no request uses
+    kv_held: float = 0  # bytes that this engine may use now; the others are lent or being returned
+    kv_wanted: float = 0  # bytes that this engine wants to hold
+    lends: float = 1  # 0: lends nothing, as when this engine misses its targets even alone
+    finished: float = 0  # requests
+    met: float = 0  # finished requests within both P99 targets
+    finished_lending: float = 0  # requests that finished while anything was lent
+    met_lending: float = 0  # requests of `finished_lending` within both P99 targets
+    aborted: float = 0  # requests that clients aborted, or that found no memory; never in `met`
     preempted: float = 0  # times that a running request lost its memory
     prompt_tokens: float = 0
-    made_tokens: float = 0
-    busy_s: float = 0  # in steps
-    step_error: float = 0  # mean absolute error of predicted step times, as a share
-    step_p99: float = 0  # 99th percentile of measured / predicted
+    made_tokens: float = 0  # generated tokens
+    busy_s: float = 0  # seconds in engine steps
+    step_error: float = 0  # mean of |predicted - measured| / measured step time
+    step_p99: float = 0  # 99th percentile of measured / predicted step time
 
 
 @dataclasses.dataclass
 class Rollout:
-    """The rollout engine's state, written by its scheduler each step and while the gate is shut."""
+    """The rollout engine's state, written by its scheduler at each engine step and while the gate
+    is shut. Fields without a comment are as in `Online`."""
 
     pid: float = 0
     pid_started: float = 0
@@ -70,34 +72,36 @@ class Rollout:
     steps: float = 0
     running: float = 0
     waiting: float = 0
-    step_ends: float = 0  # predicted; 0: no step is running
+    step_ends: float = 0
     open: float = 0  # 1: the gate is open
     shut_by: float = 0  # a `gate.Reason`
-    open_s: float = 0  # since start
-    shut_s: float = 0  # since start, with requests waiting at it
-    busy_s: float = 0  # in steps
+    open_s: float = 0  # seconds with requests and an open gate
+    shut_s: float = 0  # seconds with requests and a shut gate
+    busy_s: float = 0
     kv_total: float = 0
     kv_used: float = 0
-    kv_budget: float = 0  # bytes that it may use now: what is more has been given back
-    frozen: float = 0  # 1: revoked in this training step, it may not grow
+    kv_budget: float = 0  # bytes that this engine may use now; more has been returned
+    frozen: float = 0  # 1: memory was revoked in this training step, so the budget may not grow
     prompt_tokens: float = 0
-    made_tokens: float = 0  # by lent compute
-    evicted: float = 0  # requests aborted and handed back
-    wasted_tokens: float = 0  # computed for them, prompt and made; to be computed again elsewhere
+    made_tokens: float = 0
+    evicted: float = 0  # requests evicted and returned to the coordinator
+    wasted_tokens: float = (
+        0  # prompt and generated tokens of evicted requests, to be computed again
+    )
     step_error: float = 0
     step_p99: float = 0
 
 
 @dataclasses.dataclass
 class Control:
-    """The operator's word, written by the process that started both engines."""
+    """The operator's switch, written by the process that started both engines."""
 
     pid: float = 0
     pid_started: float = 0
     beat: float = 0
-    lend: float = 0  # 0: stop at once
-    share: float = 1  # of what could be lent, at this hour
-    epoch: float = 0  # training steps seen: a new one ends a freeze
+    lend: float = 0  # 1: lend; 0: stop at once
+    share: float = 1  # share of the lendable memory that is lent at this hour, 0 to 1
+    epoch: float = 0  # number of training steps seen; a change ends a freeze
 
 
 @dataclasses.dataclass
@@ -107,19 +111,20 @@ class Epoch:
     pid: float = 0
     pid_started: float = 0
     beat: float = 0
-    # the policy version that the rollout engine loaded last: another one ends a freeze
-    epoch: float = -1
+    epoch: float = -1  # policy version that the rollout engine loaded last; a change ends a freeze
 
 
 State = TypeVar("State", Online, Rollout, Control, Epoch)
 
 
 def folder(name: str) -> Path:
-    """Where the boards of the device `name` are; one folder per user and device."""
+    """The folder with the boards of the device `name`: one for each user and device."""
     return Path("/dev/shm") / f"rose-{os.getuid()}-{name}"
 
 
 class _File(Generic[State]):
+    """An open board file of one kind of state."""
+
     def __init__(self, path: Path, kind: type[State], create: bool) -> None:
         self.path, self.kind = Path(path), kind
         self._names = [f.name for f in dataclasses.fields(kind)]
@@ -128,8 +133,8 @@ class _File(Generic[State]):
         if create:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._size = _HEADER.size + self._fields.size
-        # Read and written by calls, not mapped: whoever maps a file that another cuts is killed by
-        # SIGBUS.
+        # The file is not mapped: if another process truncated a mapped file, SIGBUS would kill this
+        # one.
         self._file = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if not create and (found := os.fstat(self._file).st_size) != self._size:
             os.close(self._file)
@@ -146,7 +151,8 @@ class _File(Generic[State]):
 
 
 class Writer(_File[State]):
-    """Set fields of `state`, then `write`. One writer a board; a new one replaces a dead one's."""
+    """The writer of a board: set fields of `state`, then call `write`. A board has one writer at a
+    time. A new one continues the file of a dead one."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=True)
@@ -159,7 +165,7 @@ class Writer(_File[State]):
         os.ftruncate(self._file, self._size)
 
     def write(self) -> None:
-        """About 10 microseconds."""
+        """Publish `state`, in about 10 microseconds."""
         self.state.beat = time.monotonic()
         data = self._fields.pack(*vars(self.state).values())
         self._sequence += 1
@@ -168,14 +174,15 @@ class Writer(_File[State]):
 
 
 class Reader(_File[State]):
-    """Raises `OSError` when there is no board, `ValueError` when it has another size."""
+    """A reader of a board. Raises `OSError` if there is none, `ValueError` if its size is wrong."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=False)
         self.why = ""
 
     def read(self, stale_after_s: float = INFINITE) -> State | None:
-        """The state, if whole and not older than `stale_after_s`; else None, and `why` says why."""
+        """Return the state if it is whole and at most `stale_after_s` old. Otherwise returns None,
+        and `why` has the reason."""
         for _ in range(TRIES):
             copy = os.pread(self._file, self._size, 0)
             if len(copy) != self._size:
@@ -203,19 +210,18 @@ class Reader(_File[State]):
 
 
 class Peer(Generic[State]):
-    """A board that somebody else writes, and may not have made yet. Only a whole state counts; the
-    last one tells whether its writer lives."""
+    """A reader of a board that may not exist yet, which remembers the last whole state."""
 
     def __init__(self, path, kind: type[State]) -> None:
         self._path, self._kind = path, kind
         self._reader: Reader[State] | None = None
-        self._looked_at = float("-inf")
+        self._tried_at = float("-inf")
         self.last: State | None = None
 
     def read(self, stale_after_s: float = INFINITE) -> State | None:
         now = time.monotonic()
-        if self._reader is None and now - self._looked_at > LOOK_S:
-            self._looked_at = now
+        if self._reader is None and now - self._tried_at > OPEN_RETRY_S:
+            self._tried_at = now
             try:
                 self._reader = Reader(self._path, self._kind)
             except (OSError, ValueError):
@@ -225,15 +231,14 @@ class Peer(Generic[State]):
         return found
 
     def gone(self) -> bool:
-        """Whether there is no such process: none has ever written, or the one that did has
-        ended."""
+        """True if the board has no living writer: none has ever written, or the last has ended."""
         if (found := self.read()) is not None:
             return not is_alive(found)
         return self.last is None or not is_alive(self.last)
 
 
 def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
-    """Whether the process that wrote it lives (not: another that has its number now)."""
+    """True if the process that wrote `state` lives; false if another process has its pid now."""
     try:
         return _started(int(state.pid)) == state.pid_started
     except OSError:
@@ -241,8 +246,8 @@ def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
 
 
 def _started(pid: int) -> float:
-    """When a process began, clock ticks after boot: no clock that is set moves it. Raises `OSError`
-    if it is gone."""
+    """Start of a process in clock ticks after boot, which setting the clock doesn't change. Raises
+    `OSError` if the process has ended."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     if fields[0] in (b"Z", b"X"):
         raise ProcessLookupError(f"process {pid} has ended")

@@ -1,5 +1,7 @@
-"""The profile of a lending device as a file: read and checked against the device and the engines
-that it was measured with. `rose.lending.profile` writes it."""
+"""The file with a device's profile: read, and compared with the device and the engines here.
+
+`rose.lending.profile` writes the file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ AGAIN = "measure again with python -m rose.lending.profile"
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The profile. Raises `ConfigError` naming the file and what is wrong with it."""
+    """Read a profile. Raises `ConfigError` naming the file and what is wrong with it."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
@@ -38,16 +40,16 @@ def load(path: str | Path) -> dict[str, Any]:
             "rose.lending.profile writes one"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        text = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ConfigError(
-            f"serving.lending.profile={str(path)!r}: no profile of a device: {words}; {AGAIN}"
+            f"serving.lending.profile={str(path)!r}: no profile of a device: {text}; {AGAIN}"
         ) from None
     return found
 
 
 def fingerprint(config: Config, model: Path) -> dict[str, Any]:
-    """What step times depend on, of the device and of both engines as `config` has them; `model`:
-    the rollout engine's folder. Raises `ConfigError` when a model has no config.json."""
+    """The properties of the device and of both engines on which step times depend. `model` is the
+    folder of the rollout engine's model. Raises `ConfigError` when a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
     return {
         "device": _device(gpus),
@@ -66,9 +68,9 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
-    """Raises `ConfigError` that names everything in which profile `found`, of file `path`, was
-    measured otherwise than the engines that `config` and `model` (the rollout engine's folder)
-    would start here."""
+    """Raise `ConfigError` if the profile `found`, read from `path`, is for other engines or another
+    device than `config` and `model`, the folder of the rollout engine's model, would use here. The
+    error names every difference."""
     wanted = fingerprint(config, model)
     differ = [
         f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)

@@ -1,10 +1,9 @@
-"""How long the steps of two engines take on this device, alone and beside each other, under made
-traffic.
+"""Measure the engine steps of two engines on this device, alone and beside each other.
 
-Clients in a closed loop send prompts of random tokens, lengths log-uniform, and take a few tokens
-of each, so that steps of every mixture of prefill and decodes come by themselves. The engines' own
-schedulers write down each step (rose/lending/vllm/steps.py). Left out: HTTP, and tokens that mean
-something: neither is part of a step.
+Clients in a closed loop send prompts of random tokens, with log-uniform lengths, and take a few
+generated tokens of each. So steps of every mixture of prefill and decodes occur. The engines'
+schedulers record each step (rose/lending/vllm/steps.py). There is no HTTP and no meaningful text,
+because neither is part of a step.
 """
 
 from __future__ import annotations
@@ -26,37 +25,45 @@ from rose.engine.start import EngineError
 from rose.lending.rules.predictor import Predictor, Work
 from rose.lending.vllm import priority
 
-REQUEST_S = 120.0  # one request of a probe; nothing that can be served beside others takes so long
-# tokens of the first prompts, as far as one takes PROBE_SHARE of the time
-PROBES = (16, 64, 256, 1024, 4096, 16384)
+# Bounds one request of the warm-up, in seconds. A request that can be served beside others takes
+# far less.
+REQUEST_S = 120.0
+PROBES = (16, 64, 256, 1024, 4096, 16384)  # prompt tokens of the warm-up's requests, in order
+# The warm-up ends with the first request that takes this share of the seconds for an engine alone.
 PROBE_SHARE = 0.06
-# tokens made per request: about a tenth of the steps have prefill with one client, half with 8
+# Least and most tokens generated for a request. With one client, about a tenth of the steps have
+# prefill, with 8 clients half of them.
 ANSWER = (4, 24)
-# of the time with both engines: by turns with rollouts and without, so that slow drifts cancel
+# Number of pairs of time slices, without and with rollouts, in the time for both engines. They
+# alternate so that slow drifts cancel.
 SLICES = 12
-# an online step with rollout steps for more, or less, of its time counts as either
-BESIDE, ALONE = (0.5, 0.01)
-FEWEST = 20  # steps of both kinds, or nothing can be said of a P99
-STEP_SHARE = 0.125  # of a slice, that a step in it may take
-LEAST_HOLD = 0.01  # less can't be told from none with so few steps
-CLIENTS = 4  # of each engine while both run
-# times a request's own time between a client's requests then: an online engine that is never idle
-# would leave an engine of idle priority on the same core no step to be measured beside
-REST = 3.0
-STOP_S = 10.0
+# An online step counts as beside rollouts if rollout steps ran for at least this share of its time.
+BESIDE = 0.5
+# An online step counts as alone if rollout steps ran for at most this share of its time.
+ALONE = 0.01
+FEWEST = 20  # least number of online steps of either kind; a P99 of fewer says nothing
+STEP_SHARE = 0.125  # most of a slice that one step in it may take
+LEAST_HOLD = 0.01  # least hold_p99 reported; so few steps can't distinguish less from 0
+CLIENTS = 4  # clients of each engine while both run
+# A client pauses between its requests for this multiple of a request's time. An online engine that
+# is never idle would leave no time for steps of an engine of idle priority on the same core.
+PAUSE = 3.0
+STOP_S = 10.0  # seconds for an orderly end of clients and engines
 
 
 class Side(NamedTuple):
     """An engine to be measured."""
 
     name: str  # "online" or "rollout"
-    args: dict[str, Any]  # of vLLM's AsyncEngineArgs
-    environment: dict[str, str]  # of its process, besides ours
+    args: dict[str, Any]  # arguments for vLLM's AsyncEngineArgs
+    environment: dict[str, str]  # environment variables of the engine's process, besides ours
     vocabulary: int
-    logprobs: int | None  # of each token, as it will be asked for
+    logprobs: int | None  # vLLM's SamplingParams.logprobs, as this side's clients will request
 
 
 class Step(NamedTuple):
+    """A measured engine step."""
+
     began: float  # CLOCK_MONOTONIC, seconds
     ended: float
     work: Work
@@ -67,7 +74,8 @@ class Step(NamedTuple):
 
 
 class Measured:
-    """One engine process; its steps land in `log`. Blocks until it serves. Raises `EngineError`."""
+    """An engine process that records its steps in the file `log`. Creating one blocks until the
+    engine serves. Raises `EngineError`."""
 
     def __init__(self, side: Side, gpus: bool, log: Path, seed: int = 0) -> None:
         self.side, self._log, self._read = side, log, 0
@@ -95,9 +103,9 @@ class Measured:
         return self._llm.engine_core.resources.engine_manager.processes[0]
 
     async def warm_up(self, seconds: float) -> None:
-        """One prompt after the other, each longer, until one takes longer than PROBE_SHARE of
-        `seconds`: no longer ones are sent from then on. The first is not judged, as much is made at
-        first use. Raises `EngineError`."""
+        """Send prompts of growing length until one takes over PROBE_SHARE of `seconds`. Later
+        traffic has no longer prompts. The first prompt's time doesn't count, because engines
+        compile and allocate at first use. Raises `EngineError`."""
         longest, tokens, took = max(2, min(self._longest, self._kv_tokens // 2)), 0, 0.0
         for probe in PROBES:
             if tokens == longest or tokens > PROBES[0] and took > PROBE_SHARE * seconds:
@@ -107,21 +115,23 @@ class Measured:
         self._longest = tokens
 
     async def sweep(self, seconds: float) -> None:
-        """Traffic of 1, 2, 4, ... clients, up to the engine's sequences. Raises `EngineError`."""
+        """Send traffic of 1, 2, 4, ... clients, up to the engine's most sequences, for `seconds` in
+        all. Raises `EngineError`."""
         levels = [2**n for n in range(self._most.bit_length()) if 2**n < self._most] + [self._most]
         for clients in levels:
             await self.traffic(clients, seconds / len(levels))
 
     async def traffic(
-        self, clients: int, seconds: float, longest: int | None = None, rest: float = 0.0
+        self, clients: int, seconds: float, longest: int | None = None, pause: float = 0.0
     ) -> None:
-        """For so long, with prompts up to `longest`; what runs then is aborted. `rest`: of each
-        client after a request, times the request's own time. Raises `EngineError`."""
+        """Send traffic for `seconds`, then abort the running requests. Prompts have up to `longest`
+        tokens. Each client pauses after a request for `pause` times the request's time. Raises
+        `EngineError`."""
         longest = max(
             2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients))
         )
         tasks = [
-            asyncio.create_task(self._client(longest, rest))
+            asyncio.create_task(self._client(longest, pause))
             for _ in range(min(clients, self._most))
         ]
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -131,13 +141,13 @@ class Measured:
         for task in done:
             raise task.exception()
 
-    async def through(self) -> None:
-        """Until a short request went through: the step of what was aborted before has ended, which
-        beside others may take an engine of low priority any time. Raises `EngineError`."""
+    async def drain(self) -> None:
+        """Wait for a short request, and so for the end of the step with the aborted requests. That
+        step may take an engine of low priority very long. Raises `EngineError`."""
         await self._timed(2, 1)
 
     async def _timed(self, prompt: int, answer: int) -> float:
-        """Seconds of one request. Raises `EngineError`."""
+        """Send one request; return its seconds. Raises `EngineError` after `REQUEST_S`."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(REQUEST_S):
@@ -149,12 +159,12 @@ class Measured:
             ) from None
         return time.monotonic() - began
 
-    async def _client(self, longest: int, rest: float) -> None:
+    async def _client(self, longest: int, pause: float) -> None:
         while True:
             began = time.monotonic()
             tokens = round(math.exp(self._dice.uniform(math.log(2), math.log(longest))))
             await self._request(tokens, self._dice.randint(*ANSWER))
-            await asyncio.sleep(rest * (time.monotonic() - began))
+            await asyncio.sleep(pause * (time.monotonic() - began))
 
     async def _request(self, prompt: int, answer: int) -> None:
         from vllm import SamplingParams
@@ -170,7 +180,7 @@ class Measured:
             logprobs=self.side.logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # no prefix is ever cached
+        # Random tokens never match a cached prefix.
         tokens = [self._dice.randrange(self.side.vocabulary) for _ in range(prompt)]
         try:
             async for _ in self._llm.generate(
@@ -181,7 +191,7 @@ class Measured:
             raise EngineError(f"the {self.side.name} engine died while it was measured") from error
 
     def steps(self) -> list[Step]:
-        """Those written since the last call."""
+        """Return the steps recorded since the last call."""
         with self._log.open("rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -190,7 +200,7 @@ class Measured:
         return [_step(json.loads(line)) for line in whole.splitlines()]
 
     def lower_priority(self) -> None:
-        """As R's threads do beside S."""
+        """Lower the priority of the engine's threads, as a co-serving rollout engine does."""
         priority.lower_priority(self.process.pid, priority.may_return())
 
     def shutdown(self) -> None:
@@ -210,7 +220,8 @@ def _step(found: dict[str, Any]) -> Step:
 
 
 async def alone(engine: Measured, seconds: float) -> Predictor:
-    """Raises `EngineError` when too few steps came for a fit."""
+    """Measure an engine alone for `seconds`; return the fitted predictor of its step times. Raises
+    `EngineError` when there were too few steps for a fit."""
     await engine.warm_up(seconds)
     engine.steps()
     await engine.sweep(seconds)
@@ -230,32 +241,33 @@ async def together(
     rollout_predictor: Predictor,
     seconds: float,
 ) -> dict[str, float]:
-    """`interference` of steady online traffic with and without rollouts beside it. Takes up to
-    twice the time when steps are too few. Raises `EngineError`."""
+    """Measure the `interference` of rollouts with steady online traffic. Takes up to twice
+    `seconds` if there are too few steps. Raises `EngineError`."""
     slice_s = seconds / SLICES / 2
     longest, rollout_longest = (
         _longest_within(slice_s * STEP_SHARE, p) for p in (predictor, rollout_predictor)
     )
     steps: tuple[list[Step], list[Step]] = ([], [])
     for engine in (online, rollout):
-        engine.steps()  # those of before
-    for turn in range(2 * SLICES):
-        await online.traffic(CLIENTS, slice_s, longest, REST)
+        engine.steps()  # discards earlier steps
+    for pair in range(2 * SLICES):
+        await online.traffic(CLIENTS, slice_s, longest, PAUSE)
         await asyncio.gather(
-            online.traffic(CLIENTS, slice_s, longest, REST),
+            online.traffic(CLIENTS, slice_s, longest, PAUSE),
             rollout.traffic(CLIENTS, slice_s, rollout_longest),
         )
-        await rollout.through()
-        for all_of_it, engine in zip(steps, (online, rollout), strict=False):
-            all_of_it += engine.steps()
-        if turn >= SLICES - 1 and min(map(len, _apart_and_beside(*steps))) >= FEWEST:
+        await rollout.drain()
+        for collected, engine in zip(steps, (online, rollout), strict=False):
+            collected += engine.steps()
+        if pair >= SLICES - 1 and min(map(len, _apart_and_beside(*steps))) >= FEWEST:
             break
     return interference(*steps, predictor, rollout_predictor)
 
 
 def _longest_within(seconds: float, predictor: Predictor) -> int:
-    """Tokens of the longest prompt, a power of 2, that CLIENTS may send at once for a step of so
-    long: an aborted request's step runs on into the next slice."""
+    """Length in tokens, a power of 2, up to which CLIENTS prompts fit into a step of `seconds`. A
+    step continues into the next slice although its requests were aborted, so steps must be
+    short."""
     tokens = 2
     while (
         tokens < PROBES[-1]
@@ -268,14 +280,17 @@ def _longest_within(seconds: float, predictor: Predictor) -> int:
 def interference(
     online: list[Step], rollout: list[Step], predictor: Predictor, rollout_predictor: Predictor
 ) -> dict[str, float]:
-    """hold_p99, hold_mean: the share of the time spent beside a rollout step by which an online
-    step is longer than alone, (r' - r) / (r' x overlap) with r and r' the measured / predicted
-    times of online steps alone and beside rollouts, at their P99 and on average. progress: what
-    rollouts did meanwhile, as a share of what they do alone.
+    """Compute how much rollout steps and online steps delay each other.
+
+    - hold_p99, hold_mean: the share of its overlap with rollout steps by which an online step gets
+      longer, (r' - r) / (r' x overlap). r and r' are the measured / predicted times of online steps
+      alone and beside rollouts, at their P99 and on average.
+    - progress: the work that rollout steps did while online steps ran, as a share of their work
+      alone in the same time.
 
     Comparing the two distributions at the same quantile leaves out the noise that both have, which
-    is in the predictor's margin already. Raises `EngineError` with fewer than FEWEST steps of
-    either kind.
+    the predictor's margin already covers. Raises `EngineError` with fewer than FEWEST online steps
+    of either kind.
     """
     steps_apart, steps_beside = _apart_and_beside(online, rollout)
     apart, beside = (
@@ -306,8 +321,7 @@ def interference(
 def _apart_and_beside(
     online: list[Step], rollout: list[Step]
 ) -> tuple[list[tuple[float, Step]], ...]:
-    """(share, step) of online steps with hardly any rollout step during them, and with one for most
-    of their time."""
+    """Online steps alone, and online steps beside rollout steps, as (overlap share, step)."""
     begins = [step.began for step in rollout]
     shares = [(_overlap(step, rollout, begins), step) for step in online]
     apart = [(share, step) for share, step in shares if share <= ALONE]
@@ -315,7 +329,8 @@ def _apart_and_beside(
 
 
 def _overlap(step: Step, others: list[Step], begins: list[float]) -> float:
-    """Share of its time during which one of `others` (in order, one after the other) ran."""
+    """Share of the step's time during which one of `others` ran. `others` are in order of their
+    beginnings, `begins`, and don't overlap each other."""
     at, covered = max(0, bisect.bisect_right(begins, step.began) - 1), 0.0
     while at < len(others) and others[at].began < step.ended:
         covered += max(0.0, min(step.ended, others[at].ended) - max(step.began, others[at].began))

@@ -1,16 +1,14 @@
-"""Measure this device for co-serving: how long steps of both engines take, and how they disturb
-each other.
+"""Measure this device for co-serving: step times of both engines, and how they delay each other.
 
-    python -m rose.lending.profile out=profile.json serving.online.model=FOLDER name=RUN [A.B=VALUE
-    ...] python -m rose.lending.profile out=profile.json serving.online.model=FOLDER model=FOLDER
-    [A.B=VALUE ...]
+    python -m rose.lending.profile out=FILE serving.online.model=FOLDER name=RUN [A.B=VALUE ...]
+    python -m rose.lending.profile out=FILE serving.online.model=FOLDER model=FOLDER [A.B=VALUE ...]
 
-The rollout engine is that of the run (in output_dir=outputs), or one of the model in FOLDER with
-the settings of conf/ and the command line. Takes seconds= (60) and the start of both engines; run
-it on the device as it will be, without other work on it. What it writes goes into
-serving.lending.profile: without it nothing is lent.
+The rollout engine is that of the run (in output_dir=outputs), or one for the model in FOLDER with
+the settings of conf/ and the command line. It takes seconds= (60) and the start of both engines.
+Run it on the device that will be lent, without other work on it. Set serving.lending.profile to the
+file that it writes: without a profile nothing is lent.
 
-    0 written   1 an engine failed, or too few steps   2 bad arguments
+Exit status: 0 written, 1 an engine failed or there were too few steps, 2 bad arguments
 """
 
 from __future__ import annotations
@@ -40,10 +38,11 @@ from rose.lending.rules.predictor import Predictor
 
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0
-ALONE = 0.3  # of them for each engine; the rest for both together
-# times one request's KV cache at 2 bytes an element: for blocks that are not full, and float32
-SPARE = 2.2
-STOLEN = 0.05  # of the time: more is said
+ALONE = 0.3  # share of the seconds for each engine alone; the others are for both together
+# Factor on the KV cache of one request at 2 bytes an element. It covers blocks that are not full,
+# and float32.
+KV_MARGIN = 2.2
+STOLEN = 0.05  # share of stolen CPU time above which the report warns
 
 
 def main(arguments: list[str]) -> int:
@@ -55,8 +54,8 @@ def main(arguments: list[str]) -> int:
         given = settings.parse([a for a in arguments if a.partition("=")[0] in OURS])
         out, seconds = _out(given), _seconds(given)
         config, model = configured(arguments, given)
-        # the operator's online server has the threads that its command line says; else as many as
-        # cores
+        # The operator's online server uses the threads that its command line names, or one for each
+        # core.
         written = measure(config, model, seconds, settings.parse(arguments).get("rollout.threads"))
         written["seconds"] = round(time.monotonic() - began, 1)
         write_whole(out, (json.dumps(written, indent=1) + "\n").encode())
@@ -90,10 +89,11 @@ def _seconds(given: dict[str, Any]) -> float:
 
 
 def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Path]:
-    """The configuration of both engines and the rollout engine's folder. Raises `ConfigError`."""
+    """Return the configuration of both engines, and the folder of the rollout engine's model.
+    Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
     config = _configured(overrides, given)
-    # as the lender starts it
+    # The lender applies the same overrides.
     own = operate.beside_online(config.serving, config.cluster.gpus > 0, overrides)
     config = _configured([*overrides, *own], given)
     if config.serving.online.model is None:
@@ -145,12 +145,13 @@ def _composed(overrides: list[str]) -> Config:
 def measure(
     config: Config, model: Path, seconds: float, threads: int | None = None
 ) -> dict[str, Any]:
-    """The profile, without the time that it took; `threads`: of the online engine, null: as many as
-    there are cores. Raises `EngineError`."""
+    """Measure both engines; return the profile without the seconds that it took. `threads` are
+    those of the online engine, None for one per core. Raises `EngineError`."""
     gpus = config.cluster.gpus > 0
-    # both as on a shared device: KV caches of that layout, though here each keeps its own
+    # Both engines use the KV layout of a shared device, though here each keeps its own cache.
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
-    os.environ.pop(plugin.FOLDER, None)  # an engine that finds boards asks before each step
+    # With boards, the rollout engine would wait for the gate before each step.
+    os.environ.pop(plugin.FOLDER, None)
     log("importing vLLM")
     start.preload()
     found = fingerprint(config, model)
@@ -167,7 +168,7 @@ def measure(
 
 
 def stolen_s() -> float:
-    """What a hypervisor has given to other guests, of all cores' time."""
+    """CPU seconds, summed over all cores, that a hypervisor has given to other guests."""
     return getattr(psutil.cpu_times(), "steal", 0.0)
 
 
@@ -201,7 +202,7 @@ async def _measure(
 
 
 def online_side(config: Config):
-    """S as `python -m rose.serving` starts it, but for its HTTP server."""
+    """The online engine as `python -m rose.serving` starts it, without its HTTP server."""
     from rose.lending.measure import Side
 
     folder = start.local_folder(config.serving.online.model)
@@ -222,7 +223,7 @@ def online_side(config: Config):
 
 
 def rollout_side(config: Config, model: Path):
-    """R as a borrowed rank starts it."""
+    """The rollout engine as a borrowed rank starts it."""
     from rose.lending.measure import Side
 
     folder = start.local_folder(model)
@@ -239,17 +240,17 @@ def rollout_side(config: Config, model: Path):
 
 
 def kv_part(config: Config, shape: configuration.ModelShape, own: int, max_context: int) -> int:
-    """Bytes of KV cache for one of the engines while a GPU is measured, whose memory both take for
-    good: half of the budget that they will share, but what one request needs; never more than its
-    `own`."""
+    """Bytes of KV cache for one engine while a GPU is measured, where neither returns memory. It is
+    half of the budget that the engines will share, at least what one request needs, and at most the
+    engine's `own` size."""
     lending, online = config.serving.lending, config.serving.online
     half = int((lending.kv_gib or online.kv_cache_gib) * 2**30) // 2
-    one = SPARE * shape.kv_bytes_per_token * max_context
+    one = KV_MARGIN * shape.kv_bytes_per_token * max_context
     return min(own, max(half, int(one)))
 
 
 def table(found: dict[str, Any]) -> str:
-    """For the operator: coefficients, errors, interference, duration."""
+    """Format a profile for the operator: coefficients, errors, interference and duration."""
     rows = [
         (
             "",
@@ -309,8 +310,8 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def log(words: str) -> None:
-    print(f"rose.lending.profile {time.strftime('%H:%M:%S')} {words}", flush=True)
+def log(text: str) -> None:
+    print(f"rose.lending.profile {time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 if __name__ == "__main__":

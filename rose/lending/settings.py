@@ -1,6 +1,9 @@
-"""The configuration of the serving side: of a rank, its run's own with what differs there; of the
-online server, which serves before there is a run, conf/serving/borrow.yaml of this repository with
-the command line over it."""
+"""The configuration of the serving side.
+
+A borrowed rank uses its run's configuration, with overrides for its own machine. The online server
+runs before there is a run, so it uses conf/serving/borrow.yaml of this repository, with the command
+line over it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from rose.processes import cores
 
 DEFAULTS = places.CONF / "serving" / "borrow.yaml"
 
-# What an engine elsewhere may do differently; all else is the run's, or the tokens would be another
-# policy's.
+# Keys that a borrowed rank may override. All others are the run's, because with other values the
+# tokens would come from another policy.
 MAY_DIFFER = (
     "rollout.",
     "serving.",
@@ -35,12 +38,13 @@ MAY_DIFFER = (
     "transfer.load_timeout_s",
 )
 OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a fixed set of keys
-MAY_BE_NULL = ("serving.online.slo",)  # sections that a key of theirs makes
+MAY_BE_NULL = ("serving.online.slo",)  # sections that setting one of their keys creates
+# Keys under MAY_DIFFER that may not be overridden.
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """["a.b=1", ...] -> {"a.b": 1}, values as in YAML. Raises `ConfigError`."""
+    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Raises `ConfigError`."""
     found = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -56,7 +60,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 def of_run(run_dir: Path, arguments: list[str]) -> Config:
-    """The run's stored configuration with `arguments` over it. Raises `ConfigError`."""
+    """Return the run's stored configuration with `arguments` over it. Raises `ConfigError`."""
     path = Path(run_dir) / "config.json"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -71,15 +75,15 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
             )
         _set(tree, key, value, str(path))
         if key == "model.path" and tree["model"]["source"] == "hub":
-            # a copy that this node has, in place of the snapshot in the run's cache
+            # The path is this node's copy of the model, not the snapshot in the run's cache.
             tree["model"]["source"] = "folder"
     given = "rollout.threads" in parse(arguments)
     return _on_own_cores(configuration.from_dict(tree), given)
 
 
 def _on_own_cores(c: Config, given: bool) -> Config:
-    """With no more threads than this process has cores, unless its command line says how many: the
-    run's are of the launcher's machine."""
+    """Lower rollout.threads to the number of this process's cores, unless the command line set it.
+    The run's number was chosen for the launcher's machine."""
     threads = c.rollout.threads
     if given or threads is None or c.cluster.gpus:
         return c
@@ -88,7 +92,7 @@ def _on_own_cores(c: Config, given: bool) -> Config:
 
 
 def of_server(arguments: list[str]) -> Serving:
-    """The defaults with the `serving.*` of `arguments` over them. Raises `ConfigError`."""
+    """Return the defaults with the `serving.*` of `arguments` over them. Raises `ConfigError`."""
     tree = {"serving": yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))}
     for key, value in parse(arguments).items():
         if key.startswith("serving."):
@@ -97,7 +101,9 @@ def of_server(arguments: list[str]) -> Serving:
 
 
 def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Sections under MAY_BE_NULL take any key here: the conversion names wrong and right ones."""
+    """Set a key that the tree already has, in place. Raises `ConfigError` for an unknown key.
+    Sections in OPEN and MAY_BE_NULL accept any key; the conversion of the tree rejects wrong keys
+    of the latter."""
     *sections, last = key.split(".")
     branch: Any = tree
     for depth, section in enumerate(sections, 1):

@@ -1,6 +1,6 @@
-"""The report's section of trajectories as conversations: of some steps the best, the worst, the
-longest and one that a limit cut, and the newest that failed and were replaced. Its size is bounded,
-however long the run and its trajectories are."""
+"""Show trajectories as conversations, in a section of the report. Of some steps it has the best,
+the worst, the longest and one that a limit cut; it also has the newest that failed and were
+replaced. Its size is bounded, however long the run and its trajectories are."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rose.files import printable
 from rose.observe import failed
 from rose.observe.trajectories import Part, Shown, Texts, notable, read, saved_steps
 
-MAX_STEPS = 24  # evenly thinned, the first and the last among them
-MAX_CHARACTERS = 4000  # of a trajectory: some 400 kB for the most steps
-MAX_PARTS = 40  # of a trajectory
+MAX_STEPS = 24  # steps shown, evenly spaced, with the first and the last
+MAX_CHARACTERS = 4000  # characters of a trajectory: some 400 kB for `MAX_STEPS`
+MAX_PARTS = 40  # parts of a trajectory
 MAX_FAILED = 8  # trajectories that failed, the newest
 
 
@@ -38,7 +38,8 @@ def html(run_dir: Path) -> str:
 
 
 def _failed(run_dir: Path, texts: Texts) -> str:
-    """Return the newest trajectories that failed, with what their programs printed; "" of none."""
+    """Return the newest trajectories that failed, with what their programs printed; "" if none
+    failed."""
     newest, damaged = failed.read(run_dir, MAX_FAILED)
     kept = failed.count(run_dir)
     body = "".join(f"<p class=muted>{escape(words)}</p>" for words in damaged)
@@ -106,7 +107,8 @@ def _part(part: Part, turn: str, text: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """`text`, or its beginning and end with the count of what is left out between them."""
+    """Return `text`; if it has more than `most` characters, its beginning and end, with the number
+    of characters left out between them."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -1,7 +1,7 @@
-"""Measures what a run takes of a disk: bytes and files of each of its folders, and what grew.
+"""Measure what a run takes of a disk: bytes and files of each of its folders, and what grew.
 
 Quotas count blocks and inodes. So bytes are those that the disk has allocated, and folders, sockets
-and links count as files. Left out: what other runs and the model's cache take.
+and links count as files. Left out: other runs and the model's cache.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 BLOCK = 512  # bytes of a block in st_blocks, whatever the file system's own blocks are
-# Bounds a walk. Metadata servers of busy clusters answer some 1,000 calls a second, and a run with
-# sandboxes has 100,000 files and more. What is counted by then is shown as a lower bound.
+# Seconds for a walk. Metadata servers of busy clusters answer some 1,000 calls a second, and a run
+# with sandboxes has 100,000 files and more. The count up to then is shown as a lower bound.
 WALK_S = 20.0
-OWN_FILES = "(files)"  # stands for those that lie in the run's folder itself
+OWN_FILES = "(files)"  # name for the files directly in the run's folder
 MOST_GROWN = 4  # folders that an error names
 
 
@@ -50,7 +50,7 @@ def files(count: int) -> str:
 
 
 def measure(run_dir: Path, within_s: float = WALK_S) -> tuple[dict[str, Use], bool]:
-    """Return the use of each folder of the run, and whether the walk came to its end in time.
+    """Return the use of each folder of the run, and True if the walk finished within `within_s`.
 
     Files that vanish meanwhile, or that can't be read, are left out. A file with several names
     counts once.
@@ -85,7 +85,7 @@ def measure(run_dir: Path, within_s: float = WALK_S) -> tuple[dict[str, Use], bo
 
 
 def show(run_dir: Path, console: Console) -> None:
-    """Print the use of each folder, the largest first, and of all together."""
+    """Print the use of each folder, the largest first, and the total."""
     found, whole = measure(run_dir)
     if not found:
         return
@@ -102,8 +102,8 @@ def show(run_dir: Path, console: Console) -> None:
 
 
 def growth(before: tuple[Mapping[str, Use], bool], now: tuple[Mapping[str, Use], bool]) -> str:
-    """Return which folders of a run grew between two results of `measure`, the most grown first, in
-    words; the largest ones where a walk did not come to its end."""
+    """Return, in words, which folders of a run grew between two results of `measure`, the most
+    grown first. If a walk did not finish, return the largest folders instead."""
     (before, whole), (now, whole_now) = before, now
     if not (whole and whole_now):
         largest = sorted(now, key=lambda name: now[name], reverse=True)[:MOST_GROWN]

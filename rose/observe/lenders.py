@@ -1,8 +1,8 @@
-"""The serving side of a run's report: what each lending device kept for its users, and lent.
+"""Show the serving side in a run's report: what each lending device kept for its users, and lent.
 
-The operator's process beside an online server (rose/lending/operator/operate.py) leaves `lent.json`
-and a page of its own in OUTPUT_DIR/serving/RUN-HOST-N, which are found here. Left out: ranks
-without an online server beside them.
+The operator's process beside an online server (rose/lending/operator/operate.py) writes `lent.json`
+and a page of its own into OUTPUT_DIR/serving/RUN-HOST-N. Left out: ranks without an online server
+beside them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ LATENCIES = {
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(folder, `rose.lending.operator.report.summary`) of each device that served such a run."""
+    """Return (folder, `rose.lending.operator.report.summary`) for each device that lent itself to
+    this run."""
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):
         try:
             found.append((path.parent, json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError):
-            continue  # it is being written, or somebody else's: a report is made of what there is
+            continue  # The file is being written, or isn't readable here: report the others.
     return found
 
 
 def html(run_dir: Path) -> str:
-    """A table, "" without any such device."""
+    """Return a table; "" if no device lent itself."""
     rows = [_row(Path(run_dir).resolve(), folder, summary) for folder, summary in read(run_dir)]
     if not rows:
         return ""

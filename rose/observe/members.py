@@ -1,4 +1,5 @@
-"""The report's table of a mixture: what each environment learned; none of a single environment."""
+"""Show what each environment of a mixture learned, as a table of the report. A run with a single
+environment has none."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ TITLES = (
 
 
 def html(evals: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
-    """`evals` and `steps` are rows of metrics.jsonl. Means are over the last fifth of the steps,
-    each counted alike."""
+    """Return the table. `evals` and `steps` are rows of metrics.jsonl. Means are over the last
+    fifth of the steps, and each step has the same weight."""
     keys = {key for row in (*evals, *steps) for key in row}
     found = sorted(key for key in keys if key.startswith(("eval_n/", "trajectories/")))
     names = sorted({key.split("/", 1)[1] for key in found})
@@ -52,14 +53,14 @@ def _cells(name: str, evals: list[dict[str, Any]], steps: list[dict[str, Any]]) 
 
 
 def _of(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation's row as if it had this member's tasks alone."""
+    """Return an evaluation's row as if it had only this member's tasks."""
     return {"step": row["step"]} | {
         key.rpartition("/")[0]: value for key, value in row.items() if key.endswith(f"/{name}")
     }
 
 
 def _rate(found: list[dict[str, Any]]) -> str:
-    """With its Wilson 95% interval; of at most one evaluation."""
+    """Return the success rate of at most one evaluation, with its Wilson 95% interval."""
     if not found:
         return "–"
     e = found[0]

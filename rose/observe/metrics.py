@@ -1,9 +1,9 @@
-"""The run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and the
-same for TensorBoard and trackers (trackers.py).
+"""Write the run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and
+the same for TensorBoard and trackers (trackers.py).
 
 A row has `kind` ("step", "eval", "fault", "worker", "replica" or "host"), `step`, `time` (wall
-clock, seconds) and its values. metrics.jsonl is the truth (fsync'd by row, cut back on resume);
-TensorBoard is a view of it. Never imports torch.
+clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a resume
+cuts the file back. TensorBoard is a view of it. Never imports torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rose.observe.recorder import read_lines
 from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
-# kinds of rows that record what happened: `what` and `detail`
+# Kinds of rows that record an event, in `what` and `detail`.
 EVENTS = ("fault", "worker", "replica", "host")
 
 
 class MetricsWriter:
-    """Appends rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`,
-    and hands them to `trackers`, what befalls which becomes a row of its own.
+    """Append rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`,
+    and pass them to `trackers`. A tracker's fault becomes a row of its own.
 
     Opening an existing file drops a last line that a crash tore. Only the coordinator writes.
     """
@@ -43,7 +43,8 @@ class MetricsWriter:
         self._file = self.path.open("ab")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One row, on disk on return. `values` may have `kind` and `time`; NaN becomes null."""
+        """Write one row, which is on disk on return. `values` may have `kind` and `time`; NaN
+        becomes null."""
         row = {"kind": "step", "step": step, "time": time.time(), **values}
         self._append(row)
         self._step = step
@@ -67,8 +68,8 @@ class MetricsWriter:
             self._append({"step": step, "time": time.time(), **fault})
 
     def truncate(self, after_step: int) -> None:
-        """Forget steps and evaluations later than `after_step`, which a resumed run makes again;
-        faults and what befell borrowed ranks stay. A crash leaves the old file or the new one."""
+        """Drop the steps and evaluations later than `after_step`, which a resumed run repeats; keep
+        faults and other events. A crash leaves the old file or the new one."""
         self._file.close()
         rows = read_metrics(self.path.parent)
         kept = [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step]
@@ -87,7 +88,8 @@ class MetricsWriter:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row's numbers as dashboards name them: `train/loss`, `eval/success`; none of an event."""
+    """Return a row's numbers by the names that dashboards have: `train/loss`, `eval/success`; none
+    of an event."""
     if row["kind"] in EVENTS:
         return {}
     prefix = "train" if row["kind"] == "step" else row["kind"]
@@ -99,16 +101,16 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """TensorBoard scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
+    """Write scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
 
     def __init__(self, folder: Path):
-        # These imports take half a second: only where it is wanted.
+        # These imports take half a second, so only a run with TensorBoard has them.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summary = event_pb2, summary_pb2
-        # Files are read in the order of their names, which begin with the second; what follows it
-        # is in no order.
+        # TensorBoard reads files by name, and names begin with the second of their start. Two files
+        # of one second may be read in the wrong order, so wait for the next.
         now = time.time()
         if any(folder.glob(f"*.tfevents.{int(now):010d}.*")):
             time.sleep(1 - now % 1)
@@ -123,7 +125,7 @@ class TensorBoard:
         self._add(step=row["step"], wall_time=row["time"], summary=summary)
 
     def restart(self, step: int) -> None:
-        """TensorBoard's own way to say that everything from `step` on is made again."""
+        """Announce, as TensorBoard expects it, that everything from `step` on is written again."""
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._add(step=step, wall_time=time.time(), session_log=start)
 
@@ -136,7 +138,8 @@ class TensorBoard:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """All whole rows, in the order written; [] before the first. A torn last line is left out."""
+    """Return all complete rows, in the order written; [] before the first. A torn last line is left
+    out."""
     path = Path(run_dir) / FILE
     if not path.exists():
         return []
@@ -145,7 +148,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Rows of `kind` by step, the last one written for each step."""
+    """Return the rows of `kind` by step, the last one written for each step."""
     last = {row["step"]: row for row in rows if row["kind"] == kind}
     return [last[step] for step in sorted(last)]
 

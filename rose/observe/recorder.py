@@ -1,9 +1,10 @@
-"""Spans, instants and counters of a rank: JSON lines in RUN/events/ATTEMPT/ROLE-RANK.jsonl, of
-which all but the newest few MiB are in ROLE-RANK.000001.jsonl and so on.
+"""Record spans, instants and counters of a rank, as JSON lines in
+RUN/events/ATTEMPT/ROLE-RANK.jsonl. That file has the newest few MiB; older ones are in
+ROLE-RANK.000001.jsonl and so on.
 
-Wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects for clocks
-that differ between machines. Lines are flushed about each second and at `close`: a crash loses at
-most that, and a full disk what it refuses.
+Times are wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects
+for clocks that differ between machines. Lines are flushed about each second and at `close`. A crash
+loses the lines since then, and a full disk those that it refuses.
 """
 
 from __future__ import annotations
@@ -23,27 +24,29 @@ import msgspec
 from rose.files import Lossy
 
 FLUSH_SECONDS = 1.0
-# Bounds how much of a rank's events stays beyond observe.keep_steps, which removes whole files. A
-# rank of the default run writes 2 MiB in 60 steps; quotas commonly allow 0.1 to 1 MiB a file.
+# Size at which a new file begins. observe.keep_steps removes whole files, so this bounds how much
+# stays beyond it. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly allow 0.1 to
+# 1 MiB a file.
 SEGMENT_BYTES = 2**22
-SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of what follows ROLE-RANK and a dot
+SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of an older file's name behind ROLE-RANK and a dot
 
 
 class NullRecorder:
-    """The recorder that records nothing: what a rank uses when `observe.trace` is off."""
+    """A recorder that records nothing. A rank uses it when `observe.trace` is off."""
 
     def span(self, name: str, start: float, end: float, /, **args: Any) -> None:
-        """Something that lasted from `start` to `end` (wall clock, seconds)."""
+        """Record something that lasted from `start` to `end` (wall clock, seconds)."""
 
     def instant(self, name: str, /, **args: Any) -> None:
-        """Something that happened now."""
+        """Record something that happened now."""
 
     def counter(self, name: str, value: float, /) -> None:
-        """A quantity as it is now."""
+        """Record the present value of a quantity."""
 
     @contextmanager
     def timed(self, name: str, /, **args: Any) -> Iterator[dict[str, Any]]:
-        """Records the block as a span, also when it raises; yields the args, to be added to."""
+        """Record the block as a span, also when it raises. Yields the args, to which the block may
+        add."""
         start = time.time()
         try:
             yield args
@@ -51,11 +54,11 @@ class NullRecorder:
             self.span(name, start, time.time(), **args)
 
     def close(self) -> None:
-        """Write what is buffered; nothing may be recorded afterwards."""
+        """Write what is buffered. Nothing may be recorded afterwards."""
 
 
 class Recorder(NullRecorder):
-    """One per rank; any thread may record. `attempt` counts the starts of this run."""
+    """The recorder of a rank; any thread may record. `attempt` counts the starts of this run."""
 
     def __init__(self, run_dir: Path | str, rank: int, role: str, name: str, attempt: int = 1):
         path = Path(run_dir) / "events" / str(attempt) / f"{role}-{rank}.jsonl"
@@ -92,7 +95,7 @@ class Recorder(NullRecorder):
     def _open(self) -> None:
         self._file = io.BufferedWriter(Lossy(self._path, "ab"))
         if self._file.tell():
-            self._file.write(b"\n")  # ends a line that an earlier process tore
+            self._file.write(b"\n")  # End a line that an earlier process left incomplete.
         self._file.write(self._encoder.encode(self._header | {"time": time.time()}) + b"\n")
         self._file.flush()
 
@@ -104,8 +107,8 @@ class Recorder(NullRecorder):
                     self._begin_segment()
 
     def _begin_segment(self) -> None:
-        """Go on in an empty file; what is there gets the next number. Where the folder takes no
-        more files, all of it stays in one."""
+        """Continue in an empty file, and give the full one the next number. If the folder takes no
+        more files, continue in the full one."""
         before = self._path.parent.glob(f"{self._path.stem}.{SEGMENT}")
         number = 1 + max((int(path.stem.rpartition(".")[2]) for path in before), default=0)
         full, numbered = self._file, self._path.with_suffix(f".{number:06d}.jsonl")
@@ -120,13 +123,13 @@ class Recorder(NullRecorder):
 
 
 def _plain(value: Any) -> Any:
-    """numpy scalars and arrays, paths and enums that turn up in args."""
+    """Convert numpy scalars and arrays, paths and enums, which args may have."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What one rank recorded in one attempt. `events` are the lines, in the order written."""
+    """The events of one rank in one attempt. `events` are the lines, in the order written."""
 
     rank: int
     role: str
@@ -145,7 +148,7 @@ def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
         if header and header.get("kind") == "rank":
             place = (header["attempt"], header["rank"], path.name.partition(".")[0])
             found.append((place, path, header))
-    # A name with a number sorts before the newest file's.
+    # "ROLE-RANK.000001.jsonl" sorts before "ROLE-RANK.jsonl", which is the newest.
     found.sort(key=lambda item: item[:2])
     for (attempt, rank, _), files in groupby(found, key=lambda item: item[0]):
         events: list[dict[str, Any]] = []
@@ -157,11 +160,12 @@ def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
 
 
 def read_lines(file) -> Iterator[dict[str, Any]]:
-    """The whole JSON objects of a binary file of JSON lines, whatever state a crash left it in."""
+    """Yield the complete JSON objects of a binary file of JSON lines, whatever state a crash left
+    it in."""
     for line in file:
         try:
             value = msgspec.json.decode(line)
         except msgspec.DecodeError:
-            continue  # torn
+            continue  # A crash cut the line.
         if isinstance(value, dict):
             yield value

@@ -1,6 +1,6 @@
-"""`<run_dir>/report.html`: the run in one file. Its text, tables and configuration are written here
-as HTML, its figures are drawn by the scripts in page/. `build_views` makes all that is made of a
-run's files once an attempt has ended."""
+"""Write `<run_dir>/report.html`, the run in one file. Text, tables and configuration are written
+here as HTML; the scripts in page/ draw the figures. `build_views` writes the trace too, once an
+attempt has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from rose.observe.timeline import build_timeline
 from rose.observe.trace import build_trace
 
 FILE = "report.html"
-MAX_TABLE_ROWS = 200
+MAX_TABLE_ROWS = 200  # rows of a table; longer runs are thinned, or only the latest shown
+# (key of a row of metrics.jsonl, column's title, format) of the table of steps.
 COLUMNS = (
     ("step", "Step", "{:.0f}"),
     ("success", "Success", "{:.1%}"),
@@ -98,19 +99,19 @@ def build_report(run_dir: Path | str) -> Path:
 
 
 def _failed(run_dir: Path) -> dict[str, str]:
-    """The first section of a run whose last attempt failed."""
+    """Return the first section of a run whose last attempt failed; {} otherwise."""
     cause = printable(read_failure(run_dir))
     return {"This run failed": f"<pre>{escape(cause)}</pre>"} if cause else {}
 
 
 def _tasks(steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> dict[str, str]:
-    """A section where the environment names its tasks."""
+    """Return a section about single tasks if the environment names them; {} otherwise."""
     listed = tasks.html(steps, evals)
     return {"Tasks": listed} if listed else {}
 
 
 def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:
-    """A section about the scoring of episodes, where a pool of workers did it."""
+    """Return a section about the scoring of episodes if a pool of workers did it; {} otherwise."""
     scored = [row for row in steps if "reward_wait_s_mean" in row]
     if not scored:
         return {}
@@ -135,7 +136,8 @@ def _rewards(steps: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _hidden(steps: list[dict[str, Any]]) -> str:
-    """A line where the trainer works before batches are complete."""
+    """Return a line about the trainer's work before batches are complete (trainer.stream); ""
+    without."""
     hidden = series.mean_of(steps, "stream_hidden")
     if hidden is None:
         return ""
@@ -146,7 +148,7 @@ def _hidden(steps: list[dict[str, Any]]) -> str:
 
 
 def _hybrid(steps: list[dict[str, Any]]) -> str:
-    """A line where engines on the trainer's devices roll out."""
+    """Return a line about engines on the trainer's devices (rollout.hybrid); "" without."""
     used = series.mean_of(steps, "hybrid_idle_used")
     if used is None:
         return ""
@@ -155,9 +157,9 @@ def _hybrid(steps: list[dict[str, Any]]) -> str:
     late = int(_sum(steps, "starts_broken_off"))
     return (
         f"<p>Engines on the trainer's devices (rollout.hybrid) had turns for {used:.0%} of the "
-        f"time in which these had nothing to train ({given} of devices), and made {tokens:.0%} of "
-        f"the tokens. The trainer waited for its devices for {delay:.1%} of a step. Starts of such "
-        f"engines that were broken off for it: {late}.</p>"
+        f"time in which these had nothing to train ({given} of devices), and generated "
+        f"{tokens:.0%} of the tokens. The trainer waited for its devices for {delay:.1%} of a "
+        f"step. Starts of such engines that were cancelled for it: {late}.</p>"
     )
 
 
@@ -166,7 +168,8 @@ def _sum(steps: list[dict[str, Any]], key: str) -> float:
 
 
 def _replicas(steps: list[dict[str, Any]], happened: list[dict[str, Any]]) -> str:
-    """A line where engines' devices train, and what happened to the replicas."""
+    """Return a line about training on engines' devices, and what happened to the replicas; ""
+    without."""
     share = series.mean_of(steps, "replica_token_share")
     if share is None:
         return ""
@@ -186,32 +189,32 @@ def _replicas(steps: list[dict[str, Any]], happened: list[dict[str, Any]]) -> st
 
 
 def _planned(steps: list[dict[str, Any]]) -> str:
-    """A line where a planner said how many replicas train."""
+    """Return a line about the planned number of replicas; "" if no planner decides it."""
     planned = series.mean_of(steps, "replicas_planned")
     if planned is None:
         return ""
     words = f"On average {planned:.2g} were to train (scheduler/provisioning=libra)."
-    if foretold := [row for row in steps if "seconds_step_planned" in row]:
+    if predicted := [row for row in steps if "seconds_step_planned" in row]:
         expected, took = (
-            series.mean_of(foretold, key) or 0.0 for key in ("seconds_step_planned", "time_step")
+            series.mean_of(predicted, key) or 0.0 for key in ("seconds_step_planned", "time_step")
         )
         words += (
-            f" In {len(foretold):,} steps after a plan one was to take {expected:.3g} s on "
+            f" In {len(predicted):,} steps after a plan one was to take {expected:.3g} s on "
             f"average, and took {took:.3g} s."
         )
     return f"<p>{words}</p>"
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
-    """Figures of that section; one of a reference only where the run has one."""
+    """Return the names of that section's figures. Only a run with a reference has its figure."""
     reference = ["reference"] if any("reference_kl" in row for row in steps) else []
     names = ["mismatch", "ratio", "clipped", "staleness", "entropy", "grad", "lr", "equal"]
     return [*names, *reference]
 
 
 def build_views(observe: Observe, run_dir: Path) -> None:
-    """Trace and report, as conf/observe asks for them. One that finds no room is named on stderr:
-    how the run ended matters more."""
+    """Write trace and report if conf/observe asks for them. If the disk has no room, print that on
+    stderr and go on, since the run's own end matters more."""
     for wanted, make in ((observe.trace, build_trace), (observe.report, build_report)):
         try:
             if wanted:
@@ -236,7 +239,7 @@ def _subtitle(config: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def _facts(steps: list[dict[str, Any]], timeline: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The few numbers to know first."""
+    """Return the few numbers to know first, as (name, value)."""
     tokens, busy = series.mean_of(steps, "tokens_per_s"), series.mean_of(steps, "time_step")
     engines = sum(row["role"] == "rollout" for row in timeline["rows"]) if timeline else 0
     return [
@@ -256,7 +259,8 @@ def _duration(seconds: float) -> str:
 
 
 def _result(evals: list[dict[str, Any]]) -> str:
-    """Held-out success before and after, with intervals, and of the best between them."""
+    """Return held-out success before and after training, with intervals, and of the best step
+    between."""
     if not evals:
         return '<p class="empty">No held-out evaluation has finished yet.</p>'
     chosen = {"Before training": evals[0]} | ({"After training": evals[-1]} if evals[1:] else {})
@@ -289,7 +293,7 @@ def _later(versions: int) -> str:
 
 
 def _cost(run_dir: Path) -> dict[str, str]:
-    """A section about what the run has cost, where it is known."""
+    """Return a section about the run's cost; {} if it is unknown."""
     attempts, damaged = cost.of_attempts(run_dir)
     unknown = "".join(f"<p class=empty>Unknown: {escape(one)}</p>" for one in damaged)
     if not attempts:
@@ -319,7 +323,7 @@ def _number(value: Any, form: str) -> str:
 
 
 def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
-    """Counters of the steps in one sentence, then each fault with its time."""
+    """Return the steps' counters in one sentence, then a table of the faults with their times."""
     counted = (
         ("engine restarts", "engine_restarts"),
         ("turns continued on another engine", "migrations"),
@@ -328,13 +332,14 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         ("trajectories that moved to another host", "trajectories_moved"),
         ("... from a snapshot", "resumed_snapshots"),
         ("turns taken over", "resumed_turns"),
-        ("of them given back by an engine that serves others, too", "returned_turns"),
+        ("of them returned by an engine that also serves users", "returned_turns"),
         ("trajectories failed and replaced", "failed_trajectories"),
         ("tasks given up", "failed_tasks"),
         ("invalid tool calls", "invalid_calls"),
         ("truncated responses", "truncated"),
     )
-    of_run = ("engine_restarts", "failed_trajectories", "failed_tasks")  # counted over the run
+    # Rows have the total of the run so far for these, and the step's own count for the others.
+    of_run = ("engine_restarts", "failed_trajectories", "failed_tasks")
     sums = {
         name: int((max if key in of_run else sum)([row.get(key) or 0 for row in steps] or [0]))
         for name, key in counted
@@ -345,7 +350,7 @@ def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
 
 
 def _drafts(steps: list[dict[str, Any]]) -> str:
-    """What speculative decoding did; "" without."""
+    """Return a line about speculative decoding; "" without."""
     drafted, accepted = (
         sum(row.get(f"{what}_tokens") or 0 for row in steps) for what in ("drafted", "accepted")
     )
@@ -360,7 +365,8 @@ def _drafts(steps: list[dict[str, Any]]) -> str:
 
 
 def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
-    """What borrowed ranks gave, then each that came or went."""
+    """Return the tokens that borrowed ranks generated, then a table of the ranks that joined or
+    left."""
     if not rows:
         return '<p class="empty">No serving rank joined this run.</p>'
     lent = made = 0.0
@@ -370,11 +376,12 @@ def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
         lent += tokens * (row.get("borrowed_token_share") or 0)
         made += tokens
     share = lent / made if made else 0.0
-    return f"<p>They made {share:.1%} of the rollout tokens.</p>" + _happened(rows)
+    return f"<p>They generated {share:.1%} of the rollout tokens.</p>" + _happened(rows)
 
 
 def _machines(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """What the environment hosts said of their machines, those that said the same together."""
+    """Return what the environment hosts reported of their machines. Hosts with the same report
+    share a row."""
     hosts: dict[str, dict[str, None]] = {}
     for row in rows:
         hosts.setdefault(row["detail"], {})[row["what"]] = None
@@ -383,7 +390,7 @@ def _machines(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _happened(rows: list[dict[str, Any]]) -> str:
-    """The latest of them as a table; "" of none."""
+    """Return the latest events as a table; "" without any."""
     cells = [
         [
             time.strftime("%H:%M:%S", time.localtime(f["time"])),
@@ -408,7 +415,7 @@ def _details(steps: list[dict[str, Any]], config: dict[str, Any]) -> str:
 
 
 def _step_table(steps: list[dict[str, Any]]) -> str:
-    """The figures' numbers for those who prefer a table; evenly thinned in long runs."""
+    """Return the figures' numbers as a table; evenly thinned in long runs."""
     stride = max(1, -(-len(steps) // MAX_TABLE_ROWS))
     cells = [[_number(row.get(key), form) for key, _, form in COLUMNS] for row in steps[::stride]]
     note = f"<p class=muted>Every {stride}th step; metrics.jsonl has all.</p>" if stride > 1 else ""

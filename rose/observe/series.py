@@ -1,5 +1,5 @@
-"""From rows of metrics.jsonl to the bounded amounts of numbers that the report draws, and intervals
-for success rates: Wilson's for one rate, Newcombe's for a difference of two."""
+"""Turn rows of metrics.jsonl into the bounded amounts of numbers that the report draws. Has
+intervals for success rates: Wilson's for one rate, Newcombe's for a difference of two."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 Z_95 = 1.959963984540054  # two-sided 95% quantile of the standard normal
-MAX_POINTS = 400  # of a curve: more than a figure of 600 px can show
-MAX_BARS = 120
-MAX_BINS = 24
-IDLE = 3  # steps in a row without a gradient that are worth a word
+MAX_POINTS = 400  # points of a curve; a figure is 600 px wide and can't show more
+MAX_BARS = 120  # bars of the figure of phases
+MAX_BINS = 24  # bins of a histogram
+UNTAUGHT_STEPS = 3  # steps in a row without a gradient, from which the user is warned
 CURVES = (
     "success",
     "reward_mean",
@@ -40,8 +40,8 @@ PHASES = ("rollout", "train", "sync", "idle")
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """95% score interval (low, high) of a binomial rate (Wilson 1927); (0, 1) when nothing was
-    tried. Raises ValueError unless 0 <= successes <= n."""
+    """Return the 95% score interval (low, high) of a binomial rate (Wilson 1927); (0, 1) if nothing
+    was tried. Raises ValueError unless 0 <= successes <= n."""
     if not 0 <= successes <= n:
         raise ValueError(f"successes={successes} of n={n}: needs 0 <= successes <= n")
     if n == 0:
@@ -54,8 +54,8 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
 
 
 def difference_interval(before: tuple[float, int], after: tuple[float, int]) -> tuple[float, float]:
-    """95% interval of rate(after) - rate(before), each (successes, n) with n > 0 (Newcombe 1998,
-    method 10)."""
+    """Return the 95% interval of rate(after) - rate(before), each (successes, n) with n > 0
+    (Newcombe 1998, method 10)."""
     p1, p2 = before[0] / before[1], after[0] / after[1]
     (l1, u1), (l2, u2) = wilson_interval(*before), wilson_interval(*after)
     gain = p2 - p1
@@ -63,11 +63,11 @@ def difference_interval(before: tuple[float, int], after: tuple[float, int]) -> 
 
 
 def untaught(steps: list[dict[str, Any]]) -> str:
-    """Return a sentence if the last `IDLE` steps had no gradient; "" otherwise."""
-    last = steps[-IDLE:]
-    if len(last) < IDLE or any(row.get("grad_norm") != 0 for row in last):
+    """Return a sentence if the last `UNTAUGHT_STEPS` steps had no gradient; "" otherwise."""
+    last = steps[-UNTAUGHT_STEPS:]
+    if len(last) < UNTAUGHT_STEPS or any(row.get("grad_norm") != 0 for row in last):
         return ""
-    words = f"the last {IDLE} steps taught nothing: their gradient was 0"
+    words = f"the last {UNTAUGHT_STEPS} steps taught nothing: their gradient was 0"
     if any(row.get("groups_equal") != 1 for row in last):
         return f"{words}, though rewards within groups differed; all weights of tokens were 0"
     rewards = [row["reward_mean"] for row in last if row.get("reward_mean") is not None]
@@ -79,19 +79,22 @@ def untaught(steps: list[dict[str, Any]]) -> str:
 
 
 def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:
-    """Mean over the rows that have a number there, to five significant digits; None if none has."""
+    """Return the mean of the rows' numbers at `key`, to five significant digits; None if no row has
+    one."""
     values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
     return float(f"{sum(values) / len(values):.5g}") if values else None
 
 
 def buckets(rows: list[dict[str, Any]], limit: int) -> list[list[dict[str, Any]]]:
-    """At most `limit` runs of neighbouring rows, all equally long except the last."""
+    """Split the rows into at most `limit` groups of neighbours, all equally long except the
+    last."""
     size = max(1, -(-len(rows) // limit))
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """{"x": [...], name: [number or null, ...]} over the steps; of long runs neighbours' means."""
+    """Return {"x": [...], name: [number or None, ...]} over the steps; in a long run, means of
+    neighbours."""
     parts = buckets(steps, MAX_POINTS)
     found = {key: [mean_of(part, key) for part in parts] for key in CURVES}
     return {"x": [mean_of(part, "step") for part in parts]} | {
@@ -100,7 +103,8 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    """A curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each engine."""
+    """Return a curve for each name in the keys `<key>/<name>`, such as tokens_per_s of each
+    engine."""
     found = {each for row in steps for each in row if each.startswith(f"{key}/")}
     names = sorted(found, key=natural)
     parts = buckets(steps, max(50, min(MAX_POINTS, 40_000 // max(1, len(names)))))
@@ -112,7 +116,8 @@ def curves_by(steps: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seconds per phase and step (means of neighbours in long runs); `other`: of no phase."""
+    """Return the seconds of each phase for each step; in a long run, means of neighbours. `other`
+    is the time that belongs to no phase."""
     bars = []
     for part in buckets(steps, MAX_BARS):
         bar = {phase: mean_of(part, f"time_{phase}") or 0.0 for phase in PHASES}
@@ -122,8 +127,9 @@ def phase_bars(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out evaluations that have episodes, with rate and Wilson 95% interval: of several
-    samples of a task as wide as if they were all alike."""
+    """Return the held-out evaluations that have episodes, with rate and Wilson 95% interval. With
+    several samples a task, the interval is as wide as if each task had one: its samples may all be
+    alike."""
     result = []
     for row in rows:
         n = int(row.get("eval_n") or 0)
@@ -140,19 +146,20 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _passes(row: dict[str, Any]) -> dict[int, float]:
-    """k -> pass@k."""
+    """Return pass@k by k."""
     known = ((key.removeprefix("eval_pass_at_"), value) for key, value in row.items())
     return {int(k): value for k, value in known if k.isdecimal()}
 
 
 def gain_interval(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float]:
-    """`difference_interval` of two of `evaluations`."""
+    """Return `difference_interval` for two results of `evaluations`."""
     a, b = ((e["rate"] * e["tasks"], e["tasks"]) for e in (before, after))
     return difference_interval(a, b)
 
 
 def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Shares of responses per length bin, first fifth of the steps against the last fifth."""
+    """Return the shares of responses per bin of lengths, for the first fifth of the steps and the
+    last."""
     rows = [row for row in steps if row.get("response_hist")]
     if not rows:
         return None
@@ -161,8 +168,8 @@ def length_histogram(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def value_histogram(steps: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
-    """Shares of trajectories per value, or per range of values where there are many, in the first
-    fifth of the steps and the last. `key`: of [value, count] pairs."""
+    """Return the shares of trajectories per value, or per range of values if there are many, for
+    the first fifth of the steps and the last. Rows have [value, count] pairs at `key`."""
     rows = [row for row in steps if row.get(key)]
     if not rows:
         return None
@@ -181,7 +188,8 @@ def value_histogram(steps: list[dict[str, Any]], key: str) -> dict[str, Any] | N
 
 
 def _parts(values: list[float]) -> list[float]:
-    """Edges of at most `MAX_BINS` equal parts of the range; whole numbers of whole numbers."""
+    """Return the edges of at most `MAX_BINS` equal parts of the range. If all values are whole
+    numbers, so are the edges."""
     low, high = values[0], values[-1]
     if all(float(value).is_integer() for value in values):
         width = -(-int(high - low + 1) // MAX_BINS)
@@ -192,7 +200,7 @@ def _parts(values: list[float]) -> list[float]:
 def _sides(
     rows: list[dict[str, Any]], shares: Callable[[list[dict[str, Any]]], list[float]]
 ) -> list[dict[str, Any]]:
-    """The first fifth of the rows and the last, or a single row, each with its shares."""
+    """Return the shares of the first fifth of the rows and of the last, or of a single row."""
     fifth = max(1, len(rows) // 5)
     return [
         {"first": side[0]["step"], "last": side[-1]["step"], "shares": shares(side)}
@@ -201,7 +209,8 @@ def _sides(
 
 
 def _edges(rows: list[dict[str, Any]]) -> list[float]:
-    """The rows' own bin edges if they agree and are few; else equal bins up to the greatest."""
+    """Return the rows' own bin edges if they agree and are few; otherwise equal bins up to the
+    largest edge."""
     own = {tuple(edge for edge, _ in row["response_hist"]) for row in rows}
     first = next(iter(own))
     if len(own) == 1 and len(first) <= MAX_BINS:
@@ -211,7 +220,8 @@ def _edges(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def _shares(rows: list[dict[str, Any]], edges: list[float]) -> list[float]:
-    """Counts spread evenly over [edge before, edge], summed over the rows, normalised to 1."""
+    """Return the shares of all rows' counts per bin. A row's count is spread evenly over its own
+    bin."""
     counts = [0.0] * (len(edges) - 1)
     for row in rows:
         low = 0.0
@@ -226,6 +236,6 @@ def _shares(rows: list[dict[str, Any]], edges: list[float]) -> list[float]:
 
 
 def natural(name: str) -> tuple[str, int]:
-    """A key by which engine-10 comes after engine-9."""
+    """Return a sort key by which engine-10 comes after engine-9."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0)

@@ -1,7 +1,7 @@
-"""What every report page is around its sections: one HTML file that opens offline, light and dark.
+"""Build a report page around its sections: one HTML file that opens offline, light and dark.
 
-Text and tables come as HTML; the figures are drawn by the page's scripts from numbers embedded in
-the file. A content security policy forbids the page every network access.
+Text and tables are HTML. The page's scripts draw the figures from numbers embedded in the file. A
+content security policy forbids the page every network access.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def page(
     data: Any,
     scripts: Sequence[str],
 ) -> str:
-    """The file's content.
+    """Return the file's content.
 
-    `kind`: of report, such as "training". `title` and `facts` (name, value) are plain text;
+    `kind`: kind of report, such as "training". `title` and `facts` (name, value) are plain text;
     `subtitle` and `body` are HTML. `data`: what the scripts find as DATA. `scripts`: JavaScript
-    sources, of which one defines drawAll(); they find what charts.js defines.
+    sources, one of which defines drawAll(); they may use what charts.js defines.
     """
     own = files("rose.observe") / "page"
     listed = "".join(
@@ -47,20 +47,20 @@ def page(
 
 
 def embed(data: Any) -> str:
-    """JSON that can stand inside a <script> whatever strings are in it."""
+    """Return JSON that can stand inside a <script>, whatever strings are in it."""
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     return text.replace("\u2028", " ").replace("\u2029", " ")
 
 
 def section(title: str, body: str) -> str:
-    """HTML of one section, its heading `title`."""
+    """Return the HTML of one section with the heading `title`."""
     name = title.lower().replace(" ", "-")
     return f'<section aria-labelledby="{name}">\n<h2 id="{name}">{title}</h2>\n{body}\n</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], listed: bool = False) -> str:
-    """A table that scrolls by itself; cells are HTML. The first cell of a row is its title, but in
-    a list of events, `listed`, whose last cells are long text. "" without rows."""
+    """Return a table that scrolls by itself; cells are HTML. "" without rows. The first cell of a
+    row is its title, except in a list of events (`listed`), whose last cells are long text."""
     body = "".join(f"<tr>{_cells(row, listed)}</tr>" for row in rows)
     titles = "".join(f"<th scope=col>{title}</th>" for title in head)
     kind = " class=list" if listed else ""
@@ -81,7 +81,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def figures(*names: str) -> str:
-    """Places of figures that stand side by side where the page is wide."""
+    """Return places for figures, side by side if the page is wide enough."""
     return '<div class="pair">\n' + "\n".join(map(figure, names)) + "\n</div>"
 
 

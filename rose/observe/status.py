@@ -1,5 +1,5 @@
-"""Two files say how a run is. `<run_dir>/live.json` says what it does now: the coordinator writes,
-the terminal reads. `status/attempt-NNN/failure.txt` says why an attempt failed: the launcher
+"""Keep a run's state in two files. `<run_dir>/live.json` has what it does now: the coordinator
+writes, the terminal reads. `status/attempt-NNN/failure.txt` has why an attempt failed: the launcher
 writes, the report reads."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FAILURE = "failure.txt"
 
 
 def write_failure(run_dir: Path, attempt: int, text: str) -> None:
-    """Note why an attempt failed, if the disk has room for that."""
+    """Write why an attempt failed, if the disk has room for it."""
     with suppress(OSError):
         write_whole(_failure(run_dir, attempt), text.encode("utf-8", "replace"))
 
@@ -38,30 +38,32 @@ def _failure(run_dir: Path, attempt: int) -> Path:
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One rollout engine: recent tokens per second, requests running and waiting, its version."""
+    """The state of one rollout engine."""
 
-    tokens_per_s: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    version: int = -1
+    tokens_per_s: float = 0.0  # mean of the last seconds
+    running: int = 0  # requests
+    waiting: int = 0  # requests
+    version: int = -1  # policy version; -1: none yet
 
 
 class Status(msgspec.Struct, frozen=True):
-    """`phase`: starting, evaluating, rollout, train, sync, done. Times: wall clock, seconds."""
+    """The state of a run. `phase`: starting, evaluating, rollout, train, sync, done. Times: wall
+    clock, seconds."""
 
     phase: str = "starting"
     step: int = 0
     steps: int = 0
     waiting_for: str = ""
-    finished: int = 0  # trajectories of this phase
-    total: int = 0
+    finished: int = 0  # trajectories of this phase that have ended
+    total: int = 0  # trajectories of this phase
     workers: dict[str, WorkerStatus] = {}
     started: float = 0.0
     time: float = 0.0
 
 
 class LiveStatus:
-    """Writes at most once in `interval` seconds, but at once when the phase or the step changes."""
+    """Write the status at most once in `interval` seconds, and at once when the phase or the step
+    changes."""
 
     def __init__(self, run_dir: Path | str, interval: float = 0.5):
         self._path = Path(run_dir) / FILE
@@ -72,7 +74,7 @@ class LiveStatus:
         self._write()
 
     def update(self, **fields: Any) -> None:
-        """Change some fields of `Status`; raises TypeError for a name it doesn't have."""
+        """Change some fields of `Status`. Raises TypeError for a name that it doesn't have."""
         before = self.status
         self.status = msgspec.structs.replace(before, **fields)
         moved = (before.phase, before.step) != (self.status.phase, self.status.step)
@@ -80,20 +82,20 @@ class LiveStatus:
             self._write()
 
     def close(self) -> None:
-        """Write the last word, however recent the one before."""
+        """Write the last status, however recent the one before."""
         self._write()
 
     def _write(self) -> None:
         self.status = msgspec.structs.replace(self.status, time=time.time())
-        # The display is nothing that a run needs: on a full disk it must not keep a step from
-        # being saved. What must be kept is written by others, which fail.
+        # A run doesn't need the display, so a full disk must not end the run here. It ends where
+        # something that has to be kept can't be written.
         with suppress(OSError):
             write_whole(self._path, msgspec.json.encode(self.status))
         self._written = time.monotonic()
 
 
 def read_status(run_dir: Path | str) -> Status | None:
-    """The last status written, or None when there is none yet."""
+    """Return the last status written; None if there is none yet."""
     try:
         return msgspec.json.decode((Path(run_dir) / FILE).read_bytes(), type=Status)
     except FileNotFoundError:

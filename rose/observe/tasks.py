@@ -1,5 +1,5 @@
-"""The report's section of tasks: how often each was solved, in the first and the last half of the
-training steps and in the last held-out evaluation."""
+"""Show, in a section of the report, how often each task was solved: in the first and the second
+half of the training steps and in the last held-out evaluation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from rose.observe.shell import table
 
-MAX_TASKS = 200  # A table has so many: those that were solved least often.
+MAX_TASKS = 200  # tasks in the table: those that were solved least often
 Row = dict[str, Any]
-Counts = dict[str, tuple[int, int]]  # A task's name leads to how often it was solved, and tried.
+Counts = dict[str, tuple[int, int]]  # a task's name -> (how often it was solved, and tried)
 
 
 def html(steps: list[Row], evals: list[Row]) -> str:
-    """Return the table; "" where the environment names no tasks. `evals`: the rows of held-out
+    """Return the table; "" if the environment names no tasks. `evals`: the rows of held-out
     evaluations, in order."""
     half = (len(steps) + 1) // 2
     parts = [_sum(steps[:half], "task_successes"), _sum(steps[half:], "task_successes")]
@@ -43,7 +43,7 @@ def _sum(rows: list[Row], key: str) -> Counts:
 
 
 def _rate(parts: list[Counts], name: str) -> tuple[float, str]:
-    """Return a key that puts tasks in order by the share of all tries that solved them."""
+    """Return a sort key for tasks: the share of all tries that solved the task, then its name."""
     counts = [part.get(name, (0, 0)) for part in parts]
     return sum(solved for solved, _ in counts) / max(1, sum(tried for _, tried in counts)), name
 

@@ -1,6 +1,7 @@
-"""The run in the terminal: live while it runs, a table and a curve when it has ended.
+"""Show the run in the terminal: live while it runs, a table and a curve when it has ended.
 
-Follows metrics.jsonl and live.json, so it may start late, die and start again unnoticed.
+The display reads metrics.jsonl and live.json only, so it may start late, or die and start again,
+without effect on the run.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from rose.observe.metrics import EVENTS, read_metrics, rows_of
 from rose.observe.status import Status, read_status
 
 POLL_SECONDS = 0.25
-MAX_TABLE_WIDTH = 1000  # characters
-ETA_STEPS = 10  # the newest steps, whose mean duration the rest is expected to take
+MAX_TABLE_WIDTH = 1000  # characters of a line in a file or a pipe
+ETA_STEPS = 10  # newest steps, whose mean duration predicts the remaining ones
 PHASE_STYLES = {"rollout": "blue", "train": "yellow", "sync": "green", "idle": "bright_black"}
-# bit of dot (row, column) of a cell
+# Bit of the dot at (row, column) in a braille character.
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 @contextmanager
 def shown(run_dir: Path, console: Console, poll_s: float | None = None) -> Iterator[None]:
-    """Meanwhile a thread follows the run."""
+    """Follow the run in a thread while the block runs."""
     over = threading.Event()
     thread = threading.Thread(
         target=follow,
@@ -58,8 +59,9 @@ def follow(
     poll_s: float = POLL_SECONDS,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Show the run until `stop()`, asked each `poll_s`: a live display on a terminal, else a line
-    per step, evaluation or fault from now on. What was written before the end is still shown."""
+    """Show the run until `stop()`, which is asked each `poll_s`: a live display on a terminal,
+    else a line per step, evaluation or fault from now on. Rows written before `stop()` are still
+    shown."""
     polls = _polls(stop, poll_s, pause)
     if console.is_terminal:
         _follow_live(Path(run_dir), polls, console)
@@ -68,8 +70,8 @@ def follow(
 
 
 def echo(console: Console, text: str, label: str = "", style: str | None = None) -> None:
-    """Print `text` as it stands, whatever brackets and lines it has, after `label` (markup). What a
-    terminal would obey is shown as pictures."""
+    """Print `text` as it is, with its brackets and line breaks, after `label` (markup). Control
+    characters are printed as visible symbols, so that the terminal doesn't obey them."""
     if label:
         console.print(label, end=" ")
     words = printable(text)
@@ -77,13 +79,13 @@ def echo(console: Console, text: str, label: str = "", style: str | None = None)
 
 
 def show(console: Console, table: Table) -> None:
-    """Print a table: as wide as the terminal, and in a file or a pipe as wide as it needs."""
+    """Print a table: as wide as the terminal, or in a file or a pipe as wide as it needs."""
     if console.is_terminal:
         console.print(table)
         return
     width = console.width
     try:
-        console.width = MAX_TABLE_WIDTH  # rich never prints wider than the console
+        console.width = MAX_TABLE_WIDTH  # rich prints nothing wider than the console.
         console.width = max(width, console.measure(table).maximum)
         console.print(table)
     finally:
@@ -91,10 +93,10 @@ def show(console: Console, table: Table) -> None:
 
 
 def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> None:
-    shown = len(read_metrics(run_dir))  # by earlier attempts, in their output
+    shown = len(read_metrics(run_dir))  # rows that earlier attempts have printed
     for _ in polls:
         rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
-        for at in range(min(shown, len(rows)), len(rows)):  # a resume cuts the file back
+        for at in range(min(shown, len(rows)), len(rows)):  # A resume may cut the file.
             echo(console, describe(rows[at], status.steps))
             if words := _newly_untaught(rows[: at + 1]):
                 echo(console, words, label="[yellow]warning:[/]")
@@ -102,7 +104,8 @@ def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> Non
 
 
 def _newly_untaught(rows: list[dict[str, Any]]) -> str:
-    """Return `series.untaught` where the last row is the first for which it has a word."""
+    """Return the warning of `series.untaught` if the last row is the first to cause it; ""
+    otherwise."""
     steps = rows_of(rows, "step")
     if not rows or rows[-1]["kind"] != "step" or series.untaught(steps[:-1]):
         return ""
@@ -112,7 +115,7 @@ def _newly_untaught(rows: list[dict[str, Any]]) -> str:
 def _polls(
     stop: Callable[[], bool], poll_s: float, pause: Callable[[float], object]
 ) -> Iterator[None]:
-    """A turn each `poll_s`, and one after `stop()`."""
+    """Yield each `poll_s` seconds until `stop()`, and once after it."""
     while not stop():
         yield
         pause(poll_s)
@@ -120,7 +123,7 @@ def _polls(
 
 
 def describe(row: dict[str, Any], steps: int) -> str:
-    """One row of the metrics as one line of text."""
+    """Return one row of the metrics as one line of text."""
     if row["kind"] in EVENTS:
         fault = "fault: " if row["kind"] == "fault" else ""
         found = f"{row.get('what', '')}: {row.get('detail', '')}"
@@ -162,7 +165,7 @@ def _follow_live(run_dir: Path, polls: Iterator[None], console: Console) -> None
 
 
 def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
-    """The live display of one moment."""
+    """Return the live display of this moment."""
     steps = rows_of(rows, "step")
     parts: list[Any] = [_progress(status, steps), _now(status)]
     if status.workers:
@@ -238,8 +241,8 @@ def _clock(seconds: float) -> str:
 
 
 def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -> list[str]:
-    """Rates in [0, 1] over their index as `height` lines with an axis; braille dots, or `*` if not
-    `dots`. `width` and `height` are in characters, each of 2 by 4 dots."""
+    """Draw rates in [0, 1] over their index as `height` lines with an axis, in braille dots, or in
+    `*` if not `dots`. `width` and `height` are in characters, each of 2 by 4 dots."""
     columns, rows = 2 * width, 4 * height
     cells = [[0] * width for _ in range(height)]
     previous = None
@@ -249,7 +252,7 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
         value = values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
         y = round((1 - min(1.0, max(0.0, value))) * (rows - 1))
         previous = y if previous is None else previous
-        for dot in range(min(y, previous), max(y, previous) + 1):  # joins steep parts
+        for dot in range(min(y, previous), max(y, previous) + 1):  # Fill steep parts.
             cells[dot // 4][x // 2] |= BRAILLE[dot % 4][x % 2]
         previous = y
     labels = {0: "100% ┤", height - 1: "  0% ┤"}
@@ -261,8 +264,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Held-out success before and after, success over the steps, where the report is, how to get
-    the model, what it cost, and how to see the policy play."""
+    """Print held-out success before and after, success over the steps, where the report is, how to
+    export the model, what the run cost, and how to watch the policy play."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:
@@ -287,7 +290,7 @@ def final_table(run_dir: Path | str, console: Console) -> None:
 
 
 def show_cost(run_dir: Path | str, console: Console) -> bool:
-    """What the run has cost so far, in one line; False where nothing is known of it."""
+    """Print the run's cost so far in one line; return False if it is unknown."""
     attempts, damaged = cost.of_attempts(run_dir)
     for one in damaged:
         echo(console, f"Cost unknown: {one}")

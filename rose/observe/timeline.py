@@ -1,8 +1,9 @@
-"""The run's events as the report's timeline: who did what when, small enough for one HTML file.
+"""Turn the run's events into the report's timeline: which rank did what when, small enough for one
+HTML file.
 
-Rows are the coordinator's phases, the trainers and the engines. How many turns each engine ran is
-kept for the whole run; single turns only of as many whole steps as fit the budget (the Perfetto
-trace has all of them).
+Rows are the coordinator's phases, the trainers and the engines. The number of running turns of each
+engine covers the whole run. Single turns are kept for as many whole steps as fit into the budget
+(the Perfetto trace has all of them).
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from rose.observe.recorder import RankEvents, read_events
 from rose.observe.series import natural
 from rose.observe.trace import Span, assign_lanes, spans_of
 
-MAX_MARKS = 20_000  # at about 60 bytes each: 1.2 MB of the report
-MAX_ROWS = 300
-MAX_STEPS = 5_000  # in the page's step list; of longer runs those with single turns
-OCCUPANCY_NUMBERS = 120_000  # over all engines
+MAX_MARKS = 20_000  # single spans, at about 60 bytes each: 1.2 MB of the report
+MAX_ROWS = 300  # ranks
+MAX_STEPS = 5_000  # steps in the page's list; a longer run lists only those with single turns
+OCCUPANCY_NUMBERS = 120_000  # points of all engines' curves of running turns together
+# Role -> names of the spans that the timeline shows.
 SHOWN = {
     "coordinator": ("rollout", "train", "sync", "evaluate", "checkpoint"),
     "trainer": ("train_step", "forward_backward", "optimizer", "publish"),
@@ -30,7 +32,7 @@ SHOWN = {
 
 @dataclass
 class Row:
-    """One line of the timeline; the spans of all attempts, by start, with their lanes."""
+    """A line of the timeline: the spans of all attempts, by start, with their lanes."""
 
     name: str
     role: str
@@ -39,7 +41,8 @@ class Row:
 
 
 def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
-    """As the page reads it (times in ms from `t0`, wall clock seconds); None without spans."""
+    """Return the timeline as the page reads it (times in ms from `t0`, which is in wall clock
+    seconds); None without spans."""
     rows: dict[str, Row] = {}
     steps: list[dict[str, Any]] = []
     for rank in read_events(run_dir):
@@ -84,7 +87,8 @@ def _row_order(row: Row) -> tuple:
 
 
 def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
-    """None if all marks fit; else windows of whole steps, spread evenly over the run."""
+    """Return None if all marks fit; otherwise time windows of whole steps, spread evenly over the
+    run."""
     starts = np.sort(np.array([span.start for row in rows for span in row.spans]))
     if len(starts) <= MAX_MARKS:
         return None
@@ -92,7 +96,7 @@ def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[
         return [(int(starts[0]), int(starts[MAX_MARKS]))]
     bounds = np.array([[step["start"], step["end"]] for step in steps])
     last = starts[np.minimum(np.searchsorted(starts, bounds[:, 0]) + MAX_MARKS, len(starts) - 1)]
-    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # of a step that alone is too much, its beginning
+    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # Cut a step that alone has too many marks.
     counts = np.diff(np.searchsorted(starts, bounds), axis=1)[:, 0]
     share = max(1, int(len(steps) * MAX_MARKS / max(1, counts.sum())))
     while True:
@@ -117,12 +121,12 @@ def _row_table(rows: list[Row], t0: int, end: int) -> list[dict[str, Any]]:
 
 
 def occupancy(spans: list[Span], t0: int, end: int, bins: int) -> list[float]:
-    """Mean number of turns running in each of `bins` equal parts of [t0, end]."""
+    """Return the mean number of running turns in each of `bins` equal parts of [t0, end]."""
     edges = np.linspace(t0, max(end, t0 + 1), bins + 1)
     turns = [span for span in spans if span.name == "turn"]
 
     def passed(times: list[int]) -> np.ndarray:
-        """Sum over the times of max(0, edge - time), per edge."""
+        """Return, per edge, the sum over the times of max(0, edge - time)."""
         ordered = np.sort(np.array(times, dtype=float))
         total = np.concatenate([[0.0], np.cumsum(ordered)])
         before = np.searchsorted(ordered, edges)
@@ -133,14 +137,15 @@ def occupancy(spans: list[Span], t0: int, end: int, bins: int) -> list[float]:
 
 
 def _marks(rows: list[Row], t0: int, kept: list[tuple[int, int]] | None) -> dict[str, list]:
-    """The drawn spans as columns; `kind` and `finish` index `kinds` and `finishes`."""
+    """Return the drawn spans as columns; `kind` and `finish` are indices into `kinds` and
+    `finishes`."""
     names = ("row", "lane", "start", "length", "kind", "id", "tokens", "version", "finish")
     columns: dict[str, list] = {name: [] for name in names}
     kinds: list[str] = []
     finishes: list[str] = []
     windows = np.array(kept if kept is not None else [(t0, np.iinfo(np.int64).max)])
     for number, row in enumerate(rows):
-        # the phases, for the overview
+        # All of the coordinator's phases are kept, for the overview.
         whole = row.role == "coordinator" and len(row.spans) <= MAX_MARKS
         for span, lane in zip(row.spans, row.lanes, strict=False):
             i = np.searchsorted(windows[:, 0], span.start, side="right") - 1

@@ -1,9 +1,9 @@
-"""The run as a Chrome trace for ui.perfetto.dev: `<run_dir>/trace.json.gz`.
+"""Write the run as a Chrome trace for ui.perfetto.dev: `<run_dir>/trace.json.gz`.
 
-One process per rank. Spans that overlap in time go to different threads ("lanes"), except those
-that belong inside one another (an env_step in its trajectory, forward_backward in train_step). An
-arrow leads from each trajectory on its environment host through its turns, on whichever engines
-made them.
+Each rank is a process. Spans that overlap in time go to different threads ("lanes"), except for
+spans inside one another (an env_step in its trajectory, forward_backward in train_step). An arrow
+leads from each trajectory on its environment host through its turns, on the engines that generated
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FILE = "trace.json.gz"
 
 
 class Span(NamedTuple):
-    """Whole microseconds: rounding can't make nested spans cross. `key`: the trajectory or None."""
+    """A span in whole microseconds, so that rounding can't make nested spans cross. `key`: the
+    trajectory or None."""
 
     start: int
     end: int
@@ -33,7 +34,7 @@ class Span(NamedTuple):
 
 
 def spans_of(rank: RankEvents) -> list[Span]:
-    """The rank's spans, by start, the outer one first."""
+    """Return the rank's spans by start, an outer span before its inner ones."""
     spans = []
     for e in (event for event in rank.events if event["kind"] == "span"):
         start, end, args = round(e["start"] * 1e6), round(e["end"] * 1e6), e["args"]
@@ -42,11 +43,11 @@ def spans_of(rank: RankEvents) -> list[Span]:
 
 
 def assign_lanes(spans: list[Span], nest: bool = True) -> list[int]:
-    """A lane for each span (sorted as by `spans_of`), the lowest free one: O(n log n).
+    """Return a lane for each span (sorted as by `spans_of`), the lowest free one: O(n log n).
 
-    With `nest`, a span shares the lane of the open one of its trajectory (or, without a trajectory,
-    of the latest open one without) if it has another name and fits inside. Otherwise spans of a
-    lane never overlap.
+    With `nest`, a span shares the lane of the open span of its trajectory if it has another name
+    and fits inside. A span without a trajectory shares that of the latest open one without. In all
+    other cases the spans of a lane never overlap.
     """
     lanes: list[int] = []
     stacks: list[list[Span]] = []  # open spans per lane, outermost first
@@ -82,11 +83,11 @@ def _fits(stack: list[Span], span: Span) -> bool:
 
 
 def build_trace(run_dir: Path | str) -> Path:
-    """Write the trace of all attempts and return its path; one rank at a time in memory."""
+    """Write the trace of all attempts and return its path. Only one rank at a time is in memory."""
     path = Path(run_dir) / FILE
     # trajectory -> (microseconds, span name, pid, tid)
     flows: dict[str, list[tuple[int, str, int, int]]] = {}
-    pids: dict[str, int] = {}  # by name: a rank of a later attempt is the same process
+    pids: dict[str, int] = {}  # rank's name -> process; one for a rank's attempts together
     with whole(path) as part, gzip.open(part, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
@@ -137,7 +138,8 @@ def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable
 
 
 def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
-    """trajectory -> turn -> turn ...; none where only one of the two was recorded."""
+    """Yield the arrow trajectory -> turn -> turn ... of each trajectory. A trajectory of which only
+    spans of one kind were recorded has none."""
     for number, (key, stops) in enumerate(flows.items(), 1):
         if {name for _, name, _, _ in stops} != {"trajectory", "turn"}:
             continue

@@ -1,10 +1,10 @@
-"""The run's numbers also to Weights & Biases and MLflow, where they are asked for (observe.wandb,
+"""Send the run's numbers to Weights & Biases and MLflow too, if they are configured (observe.wandb,
 observe.mlflow) and installed.
 
-Each tracker has a thread of its own, which takes rows from a queue: a server that is slow or away
-costs the run nothing, and what it misses is reported once. A resumed run continues the tracker's
-own run, whose id is in trackers.json. Left out: files and media; keys and passwords, which both
-packages take from their own variables and files (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
+Each tracker has a thread of its own, which takes rows from a queue. So a server that is slow or
+away costs the run nothing, and the first failure is reported once. A resumed run continues the
+tracker's own run, whose id is in trackers.json. Left out: files and media; keys and passwords,
+which both packages read from their own variables and files (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from typing import Any, Protocol
 from rose.config import Config, ConfigError, Observe, to_dict
 from rose.files import write_whole
 
-FILE = "trackers.json"  # name of the tracker -> the id of its run
-WAITING_ROWS = 10_000  # for a tracker that doesn't answer; later ones are lost to it
-CLOSE_SHARE = 1 / 3  # of cluster.stop_timeout_s: for what is waiting when the run ends
-# What the packages would send to their makers.
+FILE = "trackers.json"  # tracker's name -> id of its run
+WAITING_ROWS = 10_000  # rows that wait for a tracker; further ones are not sent to it
+CLOSE_SHARE = 1 / 3  # share of cluster.stop_timeout_s for sending waiting rows at the run's end
+# Variables by which the packages send no reports to their makers.
 QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-LONGEST_PARAMETER = 500  # characters that every MLflow server takes
-PARAMETERS_AT_ONCE = 100  # MLflow's limit
+LONGEST_PARAMETER = 500  # characters of a value that every MLflow server accepts
+PARAMETERS_AT_ONCE = 100  # parameters in a request; MLflow's limit
 
-_ids_lock = threading.Lock()  # of FILE, which each tracker's thread adds its id to
+_ids_lock = threading.Lock()  # guards FILE, to which each tracker's thread adds its id
 
 
 class Tracker(Protocol):
-    """Made, used and closed in one thread; whatever it raises is reported, and ends nothing."""
+    """A service that takes rows. It is created, used and closed in one thread. An error that it
+    raises is reported and doesn't end the run."""
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None: ...
 
@@ -43,8 +44,8 @@ class Tracker(Protocol):
 
 
 class WandbTracker:
-    """`step` is a metric of its own, as W&B's takes no smaller one than it had, and a resumed run
-    makes some again."""
+    """Send rows to Weights & Biases. `step` is a metric of its own: W&B's built-in step must not
+    decrease, and a resumed run repeats steps."""
 
     def __init__(self, config: Config, run_dir: Path):
         import wandb
@@ -79,7 +80,7 @@ class WandbTracker:
 
 class MlflowTracker:
     def __init__(self, config: Config, run_dir: Path):
-        # a folder of runs, which MLflow 3 takes when it is told so only
+        # MLflow 3 accepts a folder of runs only with this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -91,7 +92,7 @@ class MlflowTracker:
         params = [
             Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in _flat(to_dict(config))
         ]
-        known = self._client.get_run(self.id).data.params  # which can't be changed
+        known = self._client.get_run(self.id).data.params  # MLflow lets nobody change these.
         new = [param for param in params if param.key not in known]
         for at in range(0, len(new), PARAMETERS_AT_ONCE):
             self._client.log_batch(self.id, params=new[at : at + PARAMETERS_AT_ONCE])
@@ -113,7 +114,8 @@ class MlflowTracker:
 
 
 def _metric_name(name: str) -> str:
-    """With one "/": a folder of runs can't have train/x as a file and as a folder."""
+    """Return the name with one "/": in a folder of runs, train/x can't be both a file and a
+    folder."""
     first, slash, rest = re.sub(r"[^\w./ -]", "_", name).partition("/")
     return first + slash + rest.replace("/", ".")
 
@@ -139,10 +141,11 @@ def asked_for(observe: Observe) -> list[str]:
 
 
 def check(observe: Observe) -> None:
-    """Raises `ConfigError` for a tracker that isn't installed."""
+    """Raise `ConfigError` for a tracker that isn't installed."""
     for name in asked_for(observe):
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder that W&B wrote here is no package
+        # W&B writes a folder wandb/, which Python finds as a package without an origin.
+        if spec is None or spec.origin is None:
             key, value = KINDS[name][0], getattr(getattr(observe, name), KINDS[name][0])
             raise ConfigError(
                 f"observe.{name}.{key}={value!r}: the package {name} is not installed; pip install "
@@ -151,11 +154,12 @@ def check(observe: Observe) -> None:
 
 
 def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
-    """Of the tracker's run: as it was when this run began, else a new one."""
+    """Return the id of the tracker's run: the noted one if this run has continued, else a new
+    one."""
     path = Path(run_dir) / FILE
     if (known := _ids(path).get(name)) is not None:
         return known
-    made = new()  # may ask a server, which must not hold the other tracker up
+    made = new()  # Outside the lock: it may wait for a server, and the other tracker must not.
     with _ids_lock:
         write_whole(path, json.dumps(_ids(path) | {name: made}).encode() + b"\n")
     return made
@@ -166,7 +170,7 @@ def _ids(path: Path) -> dict[str, str]:
 
 
 class Background:
-    """A tracker behind a queue. `faults` are what went wrong and has not been reported yet."""
+    """A tracker behind a queue. `faults` are errors that have not been reported yet."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], close_s: float):
         self.name, self._close_s = name, close_s
@@ -177,14 +181,14 @@ class Background:
         self._thread.start()
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Never waits."""
+        """Queue a row. Never waits."""
         try:
             self._rows.put_nowait((step, time_s, dict(values)))
         except queue.Full:
             self._report(f"it takes no rows: {WAITING_ROWS} are waiting")
 
     def close(self) -> None:
-        """Give it `close_s` seconds for what is waiting."""
+        """Give the tracker `close_s` seconds for the rows that wait."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:
@@ -213,14 +217,15 @@ class Background:
             self._report(f"it did not end in order: {type(error).__name__}: {error}")
 
     def _report(self, what: str) -> None:
-        """Once: a server that is away fails in the same way for each row."""
+        """Report a fault, the first time only: a server that is away fails in the same way for each
+        row."""
         if not self._lost:
             self._lost = True
             self.faults.put(f"{self.name}: {what}"[:1000])
 
 
 def start(config: Config, run_dir: Path) -> list[Background]:
-    """Those that the run asks for."""
+    """Start the trackers that the run asks for."""
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
     return [

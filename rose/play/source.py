@@ -6,6 +6,7 @@ Left out: the weights themselves, which `rose.play.policy` loads.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def find(place: Path, overrides: list[str]) -> Source:
     if overrides:
         raise ConfigError(
             f"{overrides[0]}: {place} is a run, which plays its own environments; overrides are "
-            f"for an exported model (rose export {place} --out DIR)"
+            f"for an exported model (rose export {shlex.quote(str(place))} --out DIR)"
         )
     return Source(place, configuration.load(place / "config.json", checked=False), is_run=True)
 
@@ -97,7 +98,8 @@ def _of_export(place: Path, tree: dict[str, Any], overrides: list[str]) -> Confi
     if not any(each.startswith(ENVIRONMENT) for each in overrides):
         raise ConfigError(
             f"{place}: an exported model doesn't say what to play; name an environment, as "
-            f"rose play {place} env=frozen_lake, or the experiment, as +experiment=terminal"
+            f"rose play {shlex.quote(str(place))} env=frozen_lake, or the experiment, as "
+            "+experiment=terminal"
         )
     from rose import front  # takes a second, which a run's folder doesn't need
     from rose.launch import errors

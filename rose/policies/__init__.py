@@ -1,8 +1,9 @@
-"""The systems' policies: one file per system, with all that it decides; what several share is in
-`batches`, `asynchronous`, `speeds` and `causal_tree`. `registry` finds them by kind and name.
+"""Policies, one file per paper or system, with everything that the system decides. Code that
+several share is in `batches`, `asynchronous`, `speeds` and `causal_tree`. `registry` finds a policy
+by its kind and name.
 
-May import `rose.scheduler` and `rose.config` only, and is as pure: a policy reads the cluster and
-answers with actions.
+This package may import only `rose.scheduler` and `rose.config`. Policies are pure: they read the
+cluster's state and return actions.
 """
 
 from rose.policies.registry import POLICIES, build

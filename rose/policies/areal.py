@@ -1,4 +1,4 @@
-"""AReaL (arXiv 2505.24298): asynchronous, with staleness bounded by what is admitted."""
+"""AReaL (arXiv 2505.24298): asynchronous training that bounds staleness by bounding admission."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from rose.policies.asynchronous import Asynchronous
 
 
 class BoundedStaleness(Asynchronous):
-    """Fully asynchronous, with staleness bounded by what is admitted (AReaL, arXiv 2505.24298,
-    section 5.1).
+    """Fully asynchronous; admission bounds staleness (AReaL, arXiv 2505.24298, section 5.1).
 
-    A group is admitted while floor((N_r - 1) / B) <= i + eta, with N_r the groups admitted so far
-    (refused ones taken off), B those of a batch, and i the newest version, counted from 0: as many
-    as eta + 1 batches are out, one in the trainer included until its version is published. And no
-    more than `running` batches of groups run at once, so that a group's version is about that of
-    its first tokens: 1 in AReaL's code (`max_concurrent_rollouts`, which is the batch's size if not
-    given). A step trains on the oldest finished groups as soon as they make a batch. The rule alone
-    lets a slow group be overtaken for ever, and so exceed eta. Here a batch waits if otherwise more
-    groups would be left with some version as their last than the steps until then can train; by the
-    rule they always can be trained in time, and nothing is ever dropped for its age. eta=0 is
-    synchronous.
+    A group is admitted while both hold:
+    1. floor((N_r - 1) / B) <= i + eta, with N_r the groups admitted so far (without refused ones),
+       B the groups of a batch, and i the newest version, counted from 0. So at most eta + 1 batches
+       are admitted and not published, the one in the trainer included.
+    2. At most `running` batches of groups run at once, so that a group's version is about that of
+       its first tokens. AReaL's code uses 1 (`max_concurrent_rollouts`, by default the batch size).
 
-    eta is 4 in AReaL's code experiments (8 in its mathematics ones), with the decoupled objective
-    (`algorithm=decoupled_ppo`). Live: turns in flight when a version comes are interrupted and go
-    on with it (`transfer.in_flight=recompute` is AReaL's way: the KV of what was made is computed
-    anew).
+    A step trains on the oldest finished groups as soon as they make a batch. With admission alone a
+    slow group could be overtaken until it exceeds eta. So a batch waits if training it would leave
+    more groups that must be trained by some version than the steps until then can train. Admission
+    ensures that all can be trained in time: no group is dropped for its age. eta=0 is synchronous.
+
+    AReaL uses eta=4 for code and 8 for mathematics, with the decoupled objective
+    (`algorithm=decoupled_ppo`). Live: turns in flight when a version is published are interrupted
+    and continue with it; `transfer.in_flight=recompute`, which computes their KV again, is AReaL's
+    way.
     """
 
     def __init__(self, eta: int, running: float, max_admitted: float) -> None:
@@ -42,8 +42,8 @@ class BoundedStaleness(Asynchronous):
         ) + self._training < self._groups * (1 + self.staleness)
 
     def _must_wait(self) -> bool:
-        """Earliest deadline first: of the groups admitted by a version, those that this batch
-        leaves over must fit into the batches up to that version + eta."""
+        """True if this batch would leave too many groups for their deadlines (earliest deadline
+        first): the groups left of versions up to v must fit into the batches up to v + eta."""
         taken = left = 0
         for version in range(self._version - self.staleness, self._version):
             ready = self._accepted_of[version]

@@ -1,5 +1,4 @@
-"""What the asynchronous batching policies share: groups of several versions, and a bound on their
-staleness."""
+"""Base class of the asynchronous batching policies: groups of several versions."""
 
 from __future__ import annotations
 
@@ -12,13 +11,14 @@ from rose.scheduler.groups import group_index
 
 
 class Asynchronous:
-    """Rollouts go on while the trainer trains. Staleness of a group: the version that a step trains
-    from, minus the newest version when the group was admitted. It never exceeds `staleness`.
+    """Asynchronous batching: rollouts continue while the trainer trains. The staleness of a group
+    is the version that its step trains from, minus the newest version at its admission. It never
+    exceeds `staleness`.
 
-    Up to `1 + staleness` batches of groups are out. A step takes the oldest batch of accepted
-    groups. A group that the filter refuses is dropped, and another admitted; after `max_admitted -
-    1` batches of such since the last step, refused groups fill up the batch, behind accepted ones,
-    so that a solved task can't sample for ever.
+    Up to `1 + staleness` batches of groups are admitted and untrained. A step takes the oldest
+    accepted groups. A refused group is dropped and replaced. Once `max_admitted - 1` batches of
+    groups have been replaced since the last step, further refused groups fill up the batch behind
+    accepted ones. Otherwise a solved task, whose groups are all refused, would sample forever.
     """
 
     def __init__(self, staleness: int, max_admitted: float) -> None:
@@ -27,15 +27,16 @@ class Asynchronous:
         self._stream = Stream()
         self._version = -1
         self._step = 0
-        self._groups = 0  # of a batch
-        self._wanted = False  # a step waits for its batch
-        self._admitted: dict[str, int] = {}  # group that is out -> version; in order of admission
-        self._running: dict[str, None] = {}  # of them, unfinished; in order of admission
+        self._groups = 0  # groups of a batch
+        self._wanted = False  # True while a step waits for its batch
+        # Group that isn't trained yet -> version at its admission, in order of admission
+        self._admitted: dict[str, int] = {}
+        self._running: dict[str, None] = {}  # unfinished groups, in order of admission
         self._accepted: dict[str, None] = {}
-        self._refused: dict[str, None] = {}  # kept to fill a batch
-        self._running_of: Counter[int] = Counter()  # version -> how many of `_running`
-        self._accepted_of: Counter[int] = Counter()  # version -> how many of `_accepted`
-        self._replaced = 0  # refused groups since the last step
+        self._refused: dict[str, None] = {}  # refused groups that can fill up a batch
+        self._running_of: Counter[int] = Counter()  # version -> number of running groups
+        self._accepted_of: Counter[int] = Counter()  # version -> number of accepted groups
+        self._replaced = 0  # refused groups replaced since the last step
         self._training = 0  # groups in the trainer
 
     def begin(self, step: int, groups: int) -> list[Action]:
@@ -44,7 +45,7 @@ class Asynchronous:
 
     def finished(self, group: str, accepted: bool) -> list[Action]:
         if group not in self._running:
-            return []  # dropped meanwhile
+            return []  # The group was dropped before.
         del self._running[group]
         self._running_of[self._admitted[group]] -= 1
         if accepted:
@@ -81,7 +82,7 @@ class Asynchronous:
         return actions
 
     def _has_room(self) -> bool:
-        """Whether one more group may be out."""
+        """True if one more group may be admitted."""
         return len(self._admitted) < self._groups * (1 + self.staleness)
 
     def _train(self) -> list[Action]:
@@ -100,19 +101,22 @@ class Asynchronous:
         return [*dropped, StartTraining(self._step, sorted(taken, key=group_index))]
 
     def certain(self) -> list[str]:
-        """A step takes the accepted groups that were admitted first, so those with fewer than a
-        batch before them, running or accepted."""
+        """Return the accepted groups that the waiting step will train in any case.
+
+        A step takes the accepted groups that were admitted first, so those are certain that have
+        fewer than a batch of running or accepted groups before them.
+        """
         if not self._wanted:
             return []
         first = [g for g in self._admitted if g not in self._refused][: self._groups]
         return [g for g in first if g in self._accepted]
 
     def _must_wait(self) -> bool:
-        """Whether a batch that could train has to wait for an older group."""
+        """True if a complete batch must wait for older groups."""
         return False
 
     def _expire(self, group: str) -> Action:
-        """No step can train it any more: its prompt begins anew."""
+        """Drop a group that is too old for any step, and let its prompt start again."""
         self._stream.put_back(group)
         return self._drop(group)
 

@@ -1,5 +1,4 @@
-"""What batching policies take groups from, and gather them in: the prompt stream, and the groups of
-a step."""
+"""Building blocks of batching policies: the prompt stream, and the groups of a step."""
 
 from __future__ import annotations
 
@@ -13,26 +12,27 @@ from rose.scheduler.groups import group_index, group_name, group_retry
 
 
 class Stream:
-    """Indices 0, 1, ...; those put back come first, each under a new name."""
+    """The prompt stream: indices 0, 1, ... Prompts that were put back come first, each as a group
+    with a new name."""
 
     def __init__(self) -> None:
         self._next = 0
-        self._again: deque[tuple[int, int]] = deque()  # (index, its next try)
+        self._again: deque[tuple[int, int]] = deque()  # (index, number of its next try)
 
     @property
     def waiting(self) -> int:
-        """Groups that were put back."""
+        """Number of prompts that were put back and wait."""
         return len(self._again)
 
     def admit(self) -> AdmitGroup:
-        """Admit what was put back first, else the next index."""
+        """Admit the prompt that was put back first, else the next index."""
         if self._again:
             index, retry = self._again.popleft()
             return AdmitGroup(index, group_name(index, retry))
         return self.admit_new()
 
     def admit_new(self, spare: float = 0.0) -> AdmitGroup:
-        """The next index, whatever was put back."""
+        """Admit the next index, even if prompts were put back."""
         self._next += 1
         return AdmitGroup(self._next - 1, group_name(self._next - 1), spare)
 
@@ -40,26 +40,29 @@ class Stream:
         self._again.append((group_index(group), group_retry(group) + 1))
 
     def snapshot(self, unfinished: Iterable[str]) -> dict[str, Any]:
-        """`unfinished`: groups admitted and not trained, first admitted first. Their processes end
-        with the run's attempt; `restore` begins them anew, before those that were put back earlier,
-        and under their names, by which their recorded turns are found."""
+        """Return the state for a checkpoint.
+
+        `unfinished` are the groups that are admitted and not trained, in order of admission. After
+        a restart they start again, before the prompts that were put back, and keep their names, by
+        which their recorded turns are found.
+        """
         lost = [[group_index(g), group_retry(g)] for g in unfinished]
         return {"next": self._next, "again": lost + [list(entry) for entry in self._again]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Another policy's, too: the form is the same. Checkpoints from before there were second
-        tries lack `again`."""
+        """Continue from a `snapshot`, of this or another batching policy. Old checkpoints, from
+        before prompts had second tries, lack `again`."""
         self._next = state["next"]
         self._again = deque((index, retry) for index, retry in state.get("again", []))
 
 
 class Round:
-    """Admits until `groups` are accepted; what the filter refuses is replaced, up to `max_admitted`
-    times the groups.
+    """The groups of one step. It admits groups until `groups` are accepted, and keeps `oversample`
+    times that many accepted or running.
 
-    From then on refused groups fill the batch, newest last, so that a solved task can't sample for
-    ever. It keeps `oversample` times the groups accepted or running and is complete with the first
-    `groups` accepted.
+    A refused group is replaced until `max_admitted` times `groups` were admitted. After that,
+    refused groups fill the batch, newest last. Otherwise a solved task, whose groups are all
+    refused, would sample forever.
     """
 
     def __init__(
@@ -69,23 +72,23 @@ class Round:
         self._target = math.ceil(groups * oversample)
         self._limit = groups * max_admitted
         self._admitted = 0
-        self._open: dict[str, None] = {}  # in order of admission
+        self._open: dict[str, None] = {}  # unfinished groups, in order of admission
         self._accepted: list[str] = []
         self._refused: list[str] = []
 
     @property
     def open(self) -> list[str]:
-        """Admitted and unfinished, in order of admission."""
+        """The unfinished groups, in order of admission."""
         return list(self._open)
 
     @property
     def groups(self) -> list[str]:
-        """All that it holds, in order of the stream."""
+        """All admitted groups, in order of the stream."""
         return sorted([*self._open, *self._accepted, *self._refused], key=group_index)
 
     @property
     def certain(self) -> list[str]:
-        """Those that `close` takes in any case: refused groups only fill up."""
+        """The groups that `close` takes in any case; refused ones only fill up."""
         return self._accepted[: self.size]
 
     @property
@@ -102,7 +105,7 @@ class Round:
         return actions
 
     def finished(self, group: str, accepted: bool) -> list[Action]:
-        """Nothing about a group that is not, or no longer, in it."""
+        """Note the filter's verdict, and admit replacements. Ignores groups that aren't open."""
         if group not in self._open:
             return []
         del self._open[group]
@@ -110,7 +113,7 @@ class Round:
         return [] if len(self._accepted) >= self.size else self.fill()
 
     def close(self, step: int) -> list[Action]:
-        """Drop what the batch does not take, and train."""
+        """Drop the groups that the batch doesn't take, and start the training."""
         taken = (self._accepted + self._refused)[: self.size]
         kept = set(taken)
         dropped = [
@@ -120,8 +123,8 @@ class Round:
 
 
 def check(max_admitted: float, **factor: float) -> None:
-    """`factor`: the name and value of what is started at once, in batches. Raises ValueError for
-    bounds that can't be kept."""
+    """Raise ValueError for bounds that can't be kept. `factor` is the name and value of the
+    argument that says how many batches are started at once."""
     for name, value in factor.items():
         if not value >= 1:
             raise ValueError(f"{name}={value:g}: batches, at least 1")

@@ -1,4 +1,4 @@
-"""Carry-over: a step doesn't wait for its tail, and nothing is dropped for it."""
+"""Carry-over: a step doesn't wait for its longest trajectories, and none is dropped for that."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from rose.scheduler.groups import group_index, group_name, group_retry
 
 @dataclass
 class _Open:
-    version: int  # at which it was admitted
+    version: int  # newest version when the group was admitted
     finished: bool = False
 
 
 @dataclass
 class _Step:
     number: int
-    groups: int  # wanted
+    groups: int  # number of groups wanted
 
 
 @dataclass
 class _State:
     version: int = 0
     training: bool = False
-    step: _Step | None = None  # begun, and not trained yet
-    # admitted and not trained, in order of admission
+    step: _Step | None = None  # the step that waits for its batch
+    # Groups that aren't trained yet, in order of admission
     open: dict[str, _Open] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)  # the finished of these, in order of finish
-    admitted: int = 0  # for this step
+    done: list[str] = field(default_factory=list)  # finished groups of `open`, in order of finish
+    admitted: int = 0  # groups admitted since this step began
 
 
 class CarryOver:
-    """A step trains on the first of its groups that finish, oldest version first; the tail goes on
-    through training and belongs to the next steps. Nothing is dropped, so that long trajectories
-    are neither lost nor under-represented.
+    """Train on the groups that finish first, oldest version first. The others run on during the
+    training and belong to the next steps. Nothing is dropped, so long trajectories are neither lost
+    nor under-represented.
 
-    Ours; the parts are known (AReaL's staleness bound, partial rollouts), the admission rule is
-    what makes them safe together. Groups are work with deadlines: one admitted at version a must be
-    trained at version a + `staleness` at the latest. A group is admitted, and a step is cut, only
-    where every deadline can still be met at one batch of G groups per version (earliest deadline
-    first: of the groups left, at most k G are due within the next k batches); else the step waits
-    for the older ones. So the bound holds without dropping, which AReaL's count alone does not
-    give. `carry`, in batches: groups in flight beyond the G of a step; at most `staleness`. Of a
-    batch the share min(carry, 1) is one version old in the steady state, or older with more of it,
-    and 0 is synchronous training. A refused group (DAPO's dynamic sampling) is replaced until
-    `max_admitted` times G were admitted for the step; then it is used.
+    Ours. The parts are known (AReaL's staleness bound, partial rollouts); the rule below makes them
+    safe together. A group admitted at version a must be trained at version a + `staleness` at the
+    latest. A batch of G groups is taken only if the groups left can all meet their deadlines with
+    one batch per version (earliest deadline first: at most k G of them are due within the next k
+    batches). Otherwise the step waits for older groups. So the bound holds without dropping, which
+    AReaL's count alone doesn't achieve.
+
+    `carry` is the number of batches in flight beyond the G groups of a step, at most `staleness`.
+    In the steady state the share min(carry, 1) of a batch is one version old, or older with a
+    larger carry; carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
+    until `max_admitted` times G groups were admitted for the step; after that it is used.
     """
 
     def __init__(self, staleness: int, carry: float, max_admitted: float) -> None:
@@ -58,10 +59,9 @@ class CarryOver:
             )
         self.staleness, self.carry, self.max_admitted = staleness, carry, max_admitted
         self._next = 0  # index of the next group of the prompt stream
-        self._again: list[
-            tuple[int, int]
-        ] = []  # (index, try) of groups that an earlier attempt of the run lost
-        self._batch = 0  # G
+        # (index, try) of unfinished groups of an earlier attempt of the run
+        self._again: list[tuple[int, int]] = []
+        self._batch = 0  # G, groups of a batch
         self._state = _State()
 
     def begin(self, step: int, groups: int) -> list[Action]:
@@ -72,7 +72,7 @@ class CarryOver:
 
     def published(self, version: int) -> list[Action]:
         self._state.version, self._state.training = version, False
-        return []  # StepBegun follows
+        return []  # StepBegun follows, which admits groups.
 
     def finished(self, group: str, accepted: bool) -> list[Action]:
         state = self._state
@@ -99,7 +99,8 @@ class CarryOver:
         return actions
 
     def _cut(self) -> list[str]:
-        """The batch, or nothing while it is not complete or leaves too many deadlines behind."""
+        """Return the groups of the batch; [] if it is incomplete, or if groups that it leaves would
+        miss their deadlines."""
         state = self._state
         if state.step is None or len(state.done) < state.step.groups:
             return []
@@ -109,8 +110,12 @@ class CarryOver:
         return batch if self._feasible(left, state.version + 1) else []
 
     def certain(self) -> list[str]:
-        """A step takes the finished groups of the oldest versions, so those with fewer than a batch
-        before them: of an older version, or of theirs and finished sooner."""
+        """Return the finished groups that the waiting step will train in any case.
+
+        A step takes finished groups of the oldest versions first. So a group is certain if fewer
+        than a batch precede it: groups of older versions, and groups of its version that finished
+        before it.
+        """
         state = self._state
         if state.step is None:
             return []
@@ -124,9 +129,9 @@ class CarryOver:
         return found
 
     def _feasible(self, versions: list[int], first: int) -> bool:
-        """Whether groups admitted at these versions can all be trained in time, the first batch at
-        version `first`."""
-        due = [0] * (self.staleness + 1)  # groups by the number of batches that they may wait for
+        """True if groups admitted at these versions can all be trained in time, when the first
+        batch is trained at version `first`."""
+        due = [0] * (self.staleness + 1)  # index k: groups that may let k batches go first
         for version in versions:
             slack = version + self.staleness - first
             if slack < 0:
@@ -142,8 +147,8 @@ class CarryOver:
     def _admit(self) -> list[Action]:
         state = self._state
         actions: list[Action] = []
-        # While the trainer trains, what is in flight will be a version old at best: no more of that
-        # than the carry.
+        # Groups in flight while the trainer trains will be at least one version old when they are
+        # trained, so they may be no more than `carry` batches.
         room = math.ceil(self._batch * (self.carry if state.training else 1 + self.carry)) - len(
             state.open
         )
@@ -157,8 +162,8 @@ class CarryOver:
         return actions
 
     def snapshot(self) -> dict[str, Any]:
-        """Groups in flight end with the run's attempt: the next one begins them anew, under their
-        names, by which their recorded turns are found."""
+        """Return the state for a checkpoint. After a restart untrained groups start again and keep
+        their names, by which their recorded turns are found."""
         lost = [(group_index(g), group_retry(g)) for g in self._state.open]
         return {"next": self._next, "again": [*lost, *self._again]}
 

@@ -1,5 +1,5 @@
-"""How much a trajectory still has to make, told by what its tools returned (Libra, arXiv
-2606.03077, C-MLFQ)."""
+"""Prediction of the tokens that a trajectory has left, by the outcomes of its tool calls (Libra,
+arXiv 2606.03077, C-MLFQ)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from dataclasses import dataclass, field
 from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
-SMALL, LARGE = 500, 5000  # tokens that a tool returned: the classes of Libra's code
-WINDOW = 200  # lengths that a node remembers; Libra's code has the same
-# trajectories after which the older half is forgotten, as the policy drifts; Libra keeps as many
+# Tokens of a tool's result above which it is medium, and large; the values of Libra's code
+SMALL = 500
+LARGE = 5000
+WINDOW = 200  # lengths that a node remembers; the value of Libra's code
+# A tree covers this many trajectories. Then a new one starts and the one before the last is
+# forgotten, because the policy drifts. Libra keeps as many trajectories.
 GENERATION = 5000
-DEPTH = 16  # of a path; ours, it bounds the tree
+DEPTH = 16  # tool calls on a path of the tree; ours, bounds the tree's size
 
 
 @dataclass
 class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
     lengths: deque[int] = field(default_factory=deque)  # tokens left, in order of arrival
-    ordered: list[int] = field(default_factory=list)
-    total: int = 0
+    ordered: list[int] = field(default_factory=list)  # the same, ascending
+    total: int = 0  # sum of `lengths`
 
     def add(self, left: int) -> None:
         if len(self.lengths) == WINDOW:
@@ -36,16 +39,16 @@ class _Node:
 
 
 class CausalTree:
-    """A prefix tree over sequences of tool outcomes. A node knows the tokens that finished
-    trajectories still made after that sequence."""
+    """Prefix tree over sequences of tool outcomes. A node knows how many tokens finished
+    trajectories generated after its sequence of outcomes."""
 
     def __init__(self) -> None:
         self._young, self._old = _Node(), _Node()
         self._count = 0
 
     def add(self, outcomes: Sequence[Hashable], made_at: Sequence[int], made: int) -> None:
-        """A finished trajectory: what its tools returned, the tokens that it had made at each, and
-        in the end."""
+        """Add a finished trajectory: the outcomes of its tool calls, the tokens generated before
+        each (`made_at`), and its tokens in total (`made`)."""
         if self._count == GENERATION:
             self._young, self._old, self._count = _Node(), self._young, 0
         self._count += 1
@@ -56,8 +59,8 @@ class CausalTree:
             node.add(made - before)
 
     def left(self, outcomes: Sequence[Hashable]) -> tuple[float, int] | None:
-        """(mean, 90th percentile) of the tokens left after the longest known beginning of
-        `outcomes`; None: nothing is known."""
+        """Return (mean, 90th percentile) of the tokens left after the longest known prefix of
+        `outcomes`, or None if no trajectory has finished."""
         young, depth = self._find(self._young, outcomes)
         old, deeper = self._find(self._old, outcomes)
         node = old if deeper > depth or not young.lengths else young
@@ -79,25 +82,25 @@ class CausalTree:
 @dataclass
 class _Trajectory:
     level: int = 0
-    made: int = 0  # tokens of its finished turns
-    context: int = 0  # tokens at the end of its last turn
-    judged: str = ""  # the last turn that its level was judged at
+    made: int = 0  # tokens generated in its finished turns
+    context: int = 0  # tokens of context at the end of its last turn
+    judged: str = ""  # the turn for which the level was last computed
     outcomes: list[Hashable] = field(default_factory=list)
-    made_at: list[int] = field(default_factory=list)  # tokens made when the tool returned
+    made_at: list[int] = field(default_factory=list)  # `made` at each of the outcomes
 
 
 class Levels:
     """The level of each trajectory, by the tokens that it probably has left.
 
-    Every trajectory begins on the first level. When a tool returns, what the tools of this
-    trajectory returned so far (tool, success, size class of the result) is looked up in the tree:
-    if the mean and the 90th percentile of the tokens that finished trajectories had left fall on
-    the same level, the trajectory moves there, up or down; else it stays. Libra's code has a tree
-    for each prompt besides, which it meets again in the next epoch; here is one for all. `limits`:
-    tokens of each level but the last. `sinks`: without evidence, one that has made more tokens than
-    its level allows moves one down, as in any feedback queue; Libra's code leaves it.
+    Every trajectory starts on the first level. When a tool returns, the outcomes of the
+    trajectory's tool calls so far (environment, success, size class of the result) are looked up in
+    the tree. If the mean and the 90th percentile of the tokens left fall on the same level, the
+    trajectory moves to that level; otherwise there is no evidence and it stays. Libra's code also
+    has a tree per prompt, for the next epoch; here all prompts share one.
 
-    Raises `ValueError` for limits that aren't ascending.
+    `limits` are the tokens of each level but the last. With `sinks`, a trajectory without evidence
+    that has generated more tokens than its level's limit moves to the next level, as in any
+    feedback queue; Libra's code leaves it. Raises `ValueError` for limits that aren't ascending.
     """
 
     def __init__(self, limits: Sequence[int], sinks: bool) -> None:
@@ -110,9 +113,9 @@ class Levels:
         self._running: dict[str, _Trajectory] = {}
 
     def of(self, turn: TurnState) -> int:
-        """The trajectory's level, from 0; judged anew at a trajectory's next turn."""
+        """Return the level of the turn's trajectory, from 0. It is computed once per turn."""
         trajectory = self._running.setdefault(turn.trajectory, _Trajectory())
-        if trajectory.judged != turn.turn:  # it is asked for again when it lost its worker
+        if trajectory.judged != turn.turn:  # A turn that lost its worker keeps its level.
             self._judge(trajectory, turn)
         return trajectory.level
 
@@ -125,7 +128,7 @@ class Levels:
                     trajectory.context = turn.context_tokens + tokens
             case TrajectoryEnded(trajectory=name, tokens=tokens):
                 trajectory = self._running.pop(name, None)
-                if trajectory and tokens:  # 0: cancelled, and its length unknown
+                if trajectory and tokens:  # 0 if it was cancelled and its length is unknown
                     self._tree.add(trajectory.outcomes, trajectory.made_at, tokens)
 
     def _judge(self, trajectory: _Trajectory, turn: TurnState) -> None:

@@ -1,4 +1,4 @@
-"""DAPO (arXiv 2503.14476): dynamic sampling with over-sampling, as ROLL runs it."""
+"""DAPO (arXiv 2503.14476): dynamic sampling with over-sampling, as ROLL implements it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from rose.policies.verl import Synchronous
 
 
 class Dapo(Synchronous):
-    """`oversample` times the groups wanted run at once; the first accepted ones make the batch and
-    the rest is dropped (DAPO, arXiv 2503.14476, section 3.2, as ROLL runs it: redundant prompts
-    against the tail).
+    """Run `oversample` times the wanted groups at once, train on the first accepted ones, and drop
+    the others (DAPO, arXiv 2503.14476, section 3.2, with ROLL's redundant prompts).
 
-    With `algorithm.dynamic_sampling` groups whose rewards are all equal are refused, and each is
-    replaced at once, so that `oversample` times the batch stays accepted or running; `max_admitted`
-    as in `synchronous`. What is dropped is biased to long trajectories, which the paper accepts;
-    `tail_batching` gives it back. DAPO itself names no factor and veRL's recipe generates 3 batches
-    for one without ending early; 1.25 is RollPacker's (section 4.1). Live: nothing is missing;
-    engines end the turns of dropped groups at once.
+    With `algorithm.dynamic_sampling`, groups whose rewards are all equal are refused. Each is
+    replaced at once, so that `oversample` batches stay accepted or running; `max_admitted` works as
+    in `synchronous`. Dropped groups tend to be long ones, a bias that the paper accepts;
+    `tail_batching` tries them again. DAPO names no factor. veRL's recipe generates 3 batches for
+    one, without ending early; 1.25 is RollPacker's (section 4.1). A live run lacks nothing; engines
+    abort the turns of dropped groups at once.
     """
 
     def __init__(self, oversample: float, max_admitted: float) -> None:

@@ -1,6 +1,6 @@
-"""Engines that change shape: many of a small tensor-parallel degree while a step is full, few of a
-large one in its tail (elastic parallelism of RollPacker, arXiv 2509.21009, and of Libra's planner,
-arXiv 2606.03077)."""
+"""Elastic tensor parallelism: many engines of a small degree while a step has many turns, few of a
+large degree in its tail (compare RollPacker, arXiv 2509.21009, and Libra's planner, arXiv
+2606.03077)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ from rose.scheduler.events import (
 )
 from rose.scheduler.state import Cluster, TurnState
 
-WINDOW = 512  # trajectories whose lengths are remembered: a few steps of the papers' batches
+# Finished trajectories whose lengths are remembered: a few steps with the papers' batch sizes
+WINDOW = 512
 
 
 class Elastic(AllIdle):
-    """As `all_idle`, and engines that share GPUs (`WorkerJoined.shape`) wake and sleep as the
-    phases of a step demand. Decided alike for each block, the GPUs of engines that overlap; an
-    engine that shares none is always awake.
+    """`all_idle` with elastic engines: those that share GPUs (`WorkerJoined.shape`) wake and sleep
+    as the phase of a step demands.
 
-    At every tick a block's turns, with its part of those that wait, are judged in each shape: the
-    seconds of a decode step with as many of them as an engine gets or takes, times the tokens that
-    a trajectory of their length has left (mean of those of the last WINDOW that were longer), times
-    the waves that it takes to serve all. Another shape is taken if it saves more than it costs and
-    at least `gain` of the time. It costs `switch_s` (turns aborted, weights over PCIe into the
-    engine that wakes) and prefill of all contexts. The step times are the engines' own. The first
-    shape to join is awake at first, and where none is, as its engine was lost.
+    Engines whose GPUs overlap form a block, and each block has one degree awake at a time. An
+    engine that shares no GPU is always awake. At every tick the policy predicts for each degree how
+    long the block's turns, and its share of the waiting ones, will take: the product of
+    - the seconds of a decode step, with the turns that an engine gets, at most its sequences;
+    - the tokens that a trajectory of their length has left: the mean over those of the last WINDOW
+      trajectories that were longer;
+    - the waves that serve all turns.
+
+    The block changes its degree if that saves more than it costs, and at least the share `gain` of
+    the time. The cost is `switch_s` (aborted turns, weights copied over PCIe) plus the prefill of
+    all contexts, by the times of the engine's shape. The degree that joined first is awake at the
+    beginning, and again if no engine of the block is awake because one was lost.
 
     RollPacker doubles the degree for the next step when preemptions exceed 1.05 times those before,
-    and halves it after four steps without; Libra takes the fixed mix that its cost model prefers
-    every 20 steps. Both decide between steps, and neither meets a step's own tail, which is what
-    this policy is for.
+    and halves it after four steps without. Libra takes the mix that its cost model prefers every 20
+    steps. Both decide between steps, so neither adapts to the tail of a step, as this policy does.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Elastic(AllIdle):
             raise ValueError(f"gain={gain}, switch_s={switch_s}: not negative")
         self.gain, self.switch_s = gain, switch_s
         self._lengths = Residuals()
-        # of each block: degree -> its workers, in the order of the degrees' joining
+        # One dict per block: degree -> its workers, in the order in which the degrees joined
         self._blocks: list[dict[int, list[str]]] = []
         self._shaped: dict[str, Shape] = {}
 
@@ -98,7 +102,7 @@ class Elastic(AllIdle):
             end = max(end, shape.first + shape.degree)
 
     def _reshape(self, degrees: dict[int, list[str]], cluster: Cluster) -> list[Action]:
-        """Of one block."""
+        """Return the actions that change the degree of one block; [] to keep it."""
         now = next((d for d, names in degrees.items() if _awake(names, cluster)), None)
         if now is None:
             return [UseWorker(name) for name in next(iter(degrees.values()))]
@@ -120,7 +124,7 @@ class Elastic(AllIdle):
         return Load(len(turns) + waiting, context, self._lengths.left(made))
 
     def _seconds(self, load: Load, names: list[str], cluster: Cluster) -> float:
-        """Until trajectories such as these have ended on so many like engines."""
+        """Return the seconds until trajectories like these have ended on the named engines."""
         shape, worker = self._shaped[names[0]], cluster.workers[names[0]]
         each = max(load.turns / len(names), 1.0)
         at_once = min(each, worker.max_sequences)
@@ -133,18 +137,20 @@ class Elastic(AllIdle):
 
 
 class Load(NamedTuple):
-    turns: float  # to be served now
-    context: float  # tokens, of each on average
-    left: float  # tokens that a trajectory of theirs still makes
+    """Work of a block: its turns, and its share of the waiting ones."""
+
+    turns: float  # number of turns
+    context: float  # mean tokens of context
+    left: float  # mean tokens that their trajectories have left
 
 
 class Residuals:
-    """How many tokens a trajectory has left, by those that it has made."""
+    """Prediction of the tokens that a trajectory has left, by those that it has generated."""
 
     def __init__(self) -> None:
         self._made: dict[str, int] = {}  # trajectory -> tokens of its ended turns
-        self._recent: deque[int] = deque()  # tokens of those that ended, in order of their ends
-        self._ordered: list[int] = []
+        self._recent: deque[int] = deque()  # tokens of the last ended trajectories, oldest first
+        self._ordered: list[int] = []  # the same, ascending
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
@@ -153,18 +159,18 @@ class Residuals:
                 self._made[trajectory] = self._made.get(trajectory, 0) + tokens
             case TrajectoryEnded(trajectory=name, tokens=tokens):
                 self._made.pop(name, None)
-                if tokens:  # 0: cancelled, and its length unknown
+                if tokens:  # 0 if it was cancelled and its length is unknown
                     if len(self._recent) == WINDOW:
                         self._ordered.remove(self._recent.popleft())
                     self._recent.append(tokens)
                     insort(self._ordered, tokens)
 
     def made(self, turn: TurnState) -> int:
-        """Tokens of its trajectory so far."""
+        """Return the tokens that the turn's trajectory has generated so far."""
         return self._made.get(turn.trajectory, 0) + turn.made_tokens
 
     def left(self, made: float) -> float:
-        """Mean of what those that were longer had left; 0: none was."""
+        """Return the mean tokens that longer trajectories had left here; 0 if there was none."""
         longer = self._ordered[bisect_right(self._ordered, made) :]
         return sum(longer) / len(longer) - made if longer else 0.0
 

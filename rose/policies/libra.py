@@ -1,4 +1,4 @@
-"""Libra (arXiv 2606.03077): C-MLFQ as order and routing, and the planner of its hybrid pool."""
+"""Libra (arXiv 2606.03077): C-MLFQ as order and as routing, and the planner of its hybrid pool."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class Mlfq:
-    """Levels by the work that is left, told by causes, not by a length prediction (Libra, arXiv
-    2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
-    `rose.policies.causal_tree.Levels` says how a trajectory moves.
+    """Multi-level feedback queue whose levels follow from tool outcomes instead of a length
+    prediction (Libra, arXiv 2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
+    `rose.policies.causal_tree.Levels` says how a trajectory moves between levels.
 
-    `limits`: tokens of each level but the last; Libra's code has short (5,000) and long. Its levels
-    are buckets of engines, which is `routing=libra`; as an order, the first level goes `first`:
-    `short` is the feedback queue, `long` starts the tail early. Here one without evidence sinks.
-    Levels are not strict, or the last would starve: a turn goes behind those of the levels before
-    its own that arrive within the next `patience` turns per level, which is ours. Live: nothing is
-    missing, if the environments say whether tools failed; one that does not has one outcome.
+    `limits` are the tokens of each level but the last; Libra's code has short (5,000) and long.
+    There the levels are buckets of engines, which is `routing=libra`. As an order, `first=short` is
+    the feedback queue, and `first=long` starts the tail early. Trajectories without evidence sink.
+
+    The levels aren't strict, so that the last one doesn't starve: a turn waits only for turns of
+    earlier levels that arrive within `patience` turns per level after it, which is ours. A live run
+    lacks nothing if the environments report whether tools failed; otherwise all outcomes are alike.
     """
 
     def __init__(self, limits: list[int], first: Literal["short", "long"], patience: int) -> None:
@@ -56,18 +57,19 @@ class Mlfq:
 
 
 class LibraRouting:
-    """Workers form buckets for short to long trajectories; tool outcomes, not length predictions,
-    move a trajectory between them (Libra, arXiv 2606.03077, C-MLFQ; the authors' code,
+    """Buckets of workers for short to long trajectories. Tool outcomes, not predicted lengths, move
+    a trajectory between them (Libra, arXiv 2606.03077, C-MLFQ; the authors' code,
     github.com/NetX-lab/Libra).
 
-    `rose.policies.causal_tree.Levels` says how: at a tool return, by what finished trajectories
-    with the same outcomes had left; without evidence it stays. In its bucket it goes where its
-    prefix is cached, else to the least loaded worker; if the bucket has no room, to a longer one,
-    then to a shorter one (Libra's fallback: the other buckets, then any). `limits`: tokens of each
-    bucket but the last, 5,000 in Libra's code. `shares`: of the workers, from the first bucket to
-    the last, given out as they join; ours. Libra's buckets are engines of different
-    tensor-parallel degrees, and its planner sizes them: where a run has such, `degrees` says the
-    largest of each bucket but the last.
+    `rose.policies.causal_tree.Levels` gives the bucket; a trajectory without evidence stays. In its
+    bucket a turn goes to the worker with its prefix cached, else to the least loaded. If the bucket
+    has no room it goes to a longer one, then to a shorter one (Libra's fallback: the other buckets,
+    then any).
+
+    `limits` are the tokens of each bucket but the last, 5,000 in Libra's code. `shares` are the
+    buckets' shares of the workers, which are distributed as they join; ours. Libra's buckets are
+    engines of different tensor-parallel degrees, sized by its planner. For a run with such engines,
+    `degrees` are the largest degrees of each bucket but the last.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class LibraRouting:
             )
         self.shares = [share / sum(shares) for share in shares]
         self._bucket: dict[str, int] = {}  # worker -> its bucket
-        self._sizes = [0] * len(shares)  # workers of each
+        self._sizes = [0] * len(shares)  # number of workers of each bucket
 
     def on_event(self, event: Event, cluster: Cluster) -> list:
         self._levels.on_event(event, cluster)
@@ -102,7 +104,7 @@ class LibraRouting:
         return []
 
     def _bucket_of(self, shape: Shape | None) -> int:
-        """Of a worker that joins."""
+        """Return the bucket of a worker that joins: by its degree, else the one that lacks most."""
         if self.degrees is not None and shape is not None:
             return bisect_left(self.degrees, shape.degree)
         total = 1 + len(self._bucket)
@@ -133,40 +135,41 @@ class LibraRouting:
             self._sizes[bucket] -= 1
 
 
-ROUNDS = 40  # of a bisection: to 1e-12 of its first interval
+ROUNDS = 40  # rounds of a bisection, which narrow its interval to 1e-12 of its width
 
 
 class Measured(NamedTuple):
-    """Of one step, on average over a period."""
+    """Measurements of a period, as those of one mean step."""
 
-    lengths: list[int]  # tokens of its trajectories, longest first
+    lengths: list[int]  # tokens of the step's trajectories, longest first
     rate: float  # tokens per second of a rollout worker that has turns
-    training_s: float  # by those that train now
+    training_s: float  # seconds of training with the current split
 
 
 class LibraPlanner:
-    """Splits devices between training and rollout by predicted times (Libra, arXiv 2606.03077,
+    """Split devices between training and rollout by predicted times (Libra, arXiv 2606.03077,
     global resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra,
     infra/cost_model).
 
-    Every `period_steps` steps each split is judged by max(rollout, training) of a step, as the two
-    overlap. Rollout: the trajectories of a step, sorted by length, are cut into neighbouring parts,
-    one for each rollout worker, such that the longest part takes least; a part takes as long as its
-    tokens at a worker's rate. Training: inversely proportional to the workers that train. Rate and
-    training are measured, where the authors have formulas and simulators. The best split is taken
-    if it saves more than `cost_s` seconds of a step, which is what changing sides costs, and at
-    least `gain` of it: the authors' rule with their values, 15 s and 5 %. Their plans also choose
-    tensor-parallel degrees; here those of a pool are alike.
+    Every `period_steps` steps each split is rated by max(rollout, training) of a step, since the
+    two overlap.
+    - Rollout: the trajectories of a step, sorted by length, are cut into contiguous parts, one per
+      rollout worker, such that the longest part is as short as possible. A part takes its tokens
+      divided by a worker's rate.
+    - Training: inversely proportional to the number of workers that train.
+    Rate and training time are measured; the authors use formulas and simulators. The best split is
+    taken if it saves more than `cost_s` seconds of a step, the cost of a change, and at least the
+    share `gain`: the authors' rule with their values, 15 s and 5 %. Their plans also choose
+    tensor-parallel degrees; here all workers of a pool have the same.
 
-    Simulated, the trainer's GPUs are split. Hybrid workers train at first. `training_workers`: as
-    many workers' worth of GPUs train and never roll out; without any one hybrid worker always
-    trains.
+    Simulated, the trainer's GPUs are split. Hybrid workers train at first. GPUs worth
+    `training_workers` workers always train; if that is 0, one hybrid worker always trains.
 
-    Live, dedicated workers with a replica are (trainer.elastic_replicas): those that are to train
-    rest while the trainer works, `replicas` of them until the first plan, those with the fewest
-    turns; one dedicated worker goes on at least. A split that was tried beside as many trainer
-    ranks is judged by what training took in it, per token, when it last was; a training that lost a
-    replica at work judges none. Rollout is longer by what resting workers miss.
+    Live, dedicated workers with a replica are split (trainer.elastic_replicas). Those that are to
+    train, the ones with the fewest turns, rest while the trainer works: `replicas` of them until
+    the first plan. At least one dedicated worker continues. A split that was tried with the present
+    number of trainer ranks is rated by its last measured training time per token. A training that
+    lost a replica isn't measured. Rollout is predicted longer by the time that workers rest.
     """
 
     def __init__(
@@ -187,25 +190,26 @@ class LibraPlanner:
         self.period_steps, self.gain, self.cost_s = period_steps, gain, cost_s
         self.training_workers, self.replicas = training_workers, replicas
         self._rollout = 0  # hybrid workers that roll out
-        self._trainers = 0  # ranks beside which replicas train
-        self._rested: list[str] = []  # workers that rest for the training that goes on
-        self._lost = False  # one of their replicas, so that the trainer computes its rows
-        self._token_s: dict[int, float] = {}  # replicas -> seconds of training per token, with them
-        self._expected_s = 0.0  # of a step, by the last plan of replicas
-        self._begun: float | None = None  # of the period
+        self._trainers = 0  # trainer ranks that train together with replicas; 0 without replicas
+        self._rested: list[str] = []  # workers that rest during the current training
+        # A replica of the current training was lost, so the trainer computed its rows.
+        self._replica_lost = False
+        self._token_s: dict[int, float] = {}  # number of replicas -> training seconds per token
+        self._expected_s = 0.0  # seconds of a step that the last plan of replicas predicted
+        self._begun: float | None = None  # time at which the period began
         self._training_since: float | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._steps = 0
         self._training_s = 0.0
-        self._trained_by: list[int] = []  # replicas, in each step that counts
-        self._tokens = 0  # of these steps
-        self._lengths: list[int] = []
-        self._busy, self._looks = 0.0, 0
+        self._trained_by: list[int] = []  # number of replicas of each measured training
+        self._tokens = 0  # tokens of these trainings
+        self._lengths: list[int] = []  # tokens of the trajectories that ended in the period
+        self._busy_workers, self._polls = 0.0, 0  # workers with turns, summed over the polls
 
     def snapshot(self) -> dict[str, Any]:
-        """What the plans of replicas have led to; {} before the first."""
+        """Return the state of the plans of replicas; {} before the first plan."""
         if not self._expected_s:
             return {}
         return {
@@ -232,10 +236,10 @@ class LibraPlanner:
             case VersionPublished() if self._training_since is not None:
                 return self._trained(event, cluster)
             case ReplicaLost(worker=worker):
-                self._lost |= worker in self._rested
+                self._replica_lost |= worker in self._rested
             case StepBegun(at=at):
                 if self._trainers and event.trainers != self._trainers:
-                    self._token_s.clear()  # a restart has more ranks, or fewer
+                    self._token_s.clear()  # The run was restarted with another number of ranks.
                 self._trainers = event.trainers
                 if self._begun is None:
                     self._begun = at
@@ -248,9 +252,9 @@ class LibraPlanner:
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         used = [w for w in cluster.workers.values() if not w.resting]
         if used:
-            self._busy += sum(bool(w.turns) for w in used)
-            self._looks += 1
-        return self._settle(cluster)
+            self._busy_workers += sum(bool(w.turns) for w in used)
+            self._polls += 1
+        return self._use_and_rest(cluster)
 
     def training_begins(self, cluster: Cluster) -> list[Action]:
         free = {w.worker: w for w in _dedicated(cluster) if not (w.resting or w.draining)}
@@ -261,18 +265,18 @@ class LibraPlanner:
         return [RestWorker(name) for name in self._rested]
 
     def _trained(self, event: VersionPublished, cluster: Cluster) -> list[Action]:
-        if not self._lost:
+        if not self._replica_lost:
             self._training_s += event.at - self._training_since
             self._tokens += event.tokens
             self._trained_by.append(len(self._rested))
-        self._training_since, self._lost = None, False
+        self._training_since, self._replica_lost = None, False
         rested, self._rested = self._rested, []
         workers = cluster.workers
         return [UseWorker(name) for name in rested if name in workers and workers[name].resting]
 
     def _plan(self, at: float, step: int, steps: int, cluster: Cluster) -> list[Action]:
         period_s = at - self._begun
-        busy_s = period_s * self._busy / self._looks if self._looks else 0.0
+        busy_s = period_s * self._busy_workers / self._polls if self._polls else 0.0
         actions: list[Action] = []
         if busy_s > 0 and self._lengths and self._training_s > 0:
             found = Measured(
@@ -281,13 +285,13 @@ class LibraPlanner:
                 self._training_s / len(self._trained_by),
             )
             if self._trainers:
-                first = step + cluster.training  # its training has begun: the next, then
+                first = step + cluster.training  # A training that runs keeps the old split.
                 actions.append(self._plan_replicas(found, first, period_s, steps, cluster))
             elif _hybrid(cluster):
                 self._plan_hybrids(found, cluster)
         self._begun = at
         self._reset()
-        return actions + self._settle(cluster)
+        return actions + self._use_and_rest(cluster)
 
     def _plan_hybrids(self, found: Measured, cluster: Cluster) -> None:
         hybrid = len(_hybrid(cluster))
@@ -300,7 +304,7 @@ class LibraPlanner:
             for n in range(most + 1)
             if others + n
         }
-        self._rollout = self._better(times, now, self._rollout)
+        self._rollout = self._best_split(times, now, self._rollout)
 
     def _plan_replicas(
         self, found: Measured, step: int, period_s: float, steps: int, cluster: Cluster
@@ -311,30 +315,39 @@ class LibraPlanner:
         tokens, step_s = max(1, self._tokens) / len(by), period_s / steps
         if min(by) == max(by):
             self._token_s[by[0]] = found.training_s / tokens
-        all_s = found.training_s * (self._trainers + sum(by) / len(by))  # of one that does it alone
+        # Seconds of training for a single rank or replica
+        all_s = found.training_s * (self._trainers + sum(by) / len(by))
         rollout_s, training_s = {}, {}
         for n in range(most + 1):
             tried = self._token_s.get(n)
             training_s[n] = all_s / (self._trainers + n) if tried is None else tried * tokens
             rollout_s[n] = makespan(found, workers) + n * training_s[n] / workers
         times = {n: max(rollout_s[n], training_s[n]) for n in training_s}
-        before, now = self.replicas, min(self.replicas, most)  # some may be down
-        best = self._better(times, now, now)
+        before, now = self.replicas, min(self.replicas, most)  # Some replicas may be down.
+        best = self._best_split(times, now, now)
         self.replicas = before if best == now else best
         forecast_s = step_s * (times[best] / times[now])
         expected_s, self._expected_s = self._expected_s, forecast_s
-        measured = step_s, rollout_s[now], found.training_s
-        return PlanReplicas(step, self.replicas, before, forecast_s, *measured, expected_s)
+        return PlanReplicas(
+            step=step,
+            replicas=self.replicas,
+            before=before,
+            forecast_s=forecast_s,
+            step_s=step_s,
+            rollout_s=rollout_s[now],
+            training_s=found.training_s,
+            expected_s=expected_s,
+        )
 
-    def _better(self, times: dict[int, float], now: int, otherwise: int) -> int:
-        """The split that takes least, if it is worth the change."""
+    def _best_split(self, times: dict[int, float], now: int, otherwise: int) -> int:
+        """Return the split with the shortest step if it is worth the change, else `otherwise`."""
         best = min(times, key=lambda n: (times[n], abs(n - now)))
         saved = times.get(now, float("inf")) - times[best]
         worth = saved > self.cost_s and saved >= self.gain * times.get(now, 0.0)
         return best if worth else otherwise
 
-    def _settle(self, cluster: Cluster) -> list[Action]:
-        """To rollout, or back, one by one; what a worker has is taken elsewhere."""
+    def _use_and_rest(self, cluster: Cluster) -> list[Action]:
+        """Return the actions that let `_rollout` hybrid workers roll out and the others rest."""
         return [
             UseWorker(w.worker) if i < self._rollout else RestWorker(w.worker)
             for i, w in enumerate(_hybrid(cluster))
@@ -343,23 +356,22 @@ class LibraPlanner:
 
 
 def makespan(found: Measured, workers: int) -> float:
-    """Seconds until `workers` have made a step's trajectories, cut as well as neighbours can be."""
+    """Return the seconds in which `workers` generate a step's trajectories, in the best cut."""
     low = max(found.lengths[0], sum(found.lengths) / workers) / found.rate
     high = low + found.lengths[0] / found.rate
     if _parts(found.lengths, low * found.rate) <= workers:
         return low
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle)
-            if _parts(found.lengths, middle * found.rate) <= workers
-            else (middle, high)
-        )
+        if _parts(found.lengths, middle * found.rate) <= workers:
+            high = middle
+        else:
+            low = middle
     return high
 
 
 def _parts(lengths: Sequence[int], most: float) -> int:
-    """Parts of at most so many tokens into which neighbours are cut."""
+    """Return the number of contiguous parts of at most `most` tokens into which `lengths` fit."""
     parts, held = 1, 0
     for length in lengths:
         held += length

@@ -1,5 +1,5 @@
-"""No paper's: capacity as the queue demands, every idle GPU, the worker on which a turn ends first,
-and an order."""
+"""Our own policies, from no paper: capacity as the queue demands, use of every idle GPU, routing by
+earliest finish, and an order by due date."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from rose.scheduler.events import (
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-MOST_DELAY = 0.02  # of a step
-CALM = 20  # steps without such a delay, after which half as early a rest is tried
+# Share of a step for which the trainer may wait for its GPUs before `AllIdle` rests hybrid workers
+# earlier
+MOST_DELAY = 0.02
+CALM = 20  # steps without such a delay after which `AllIdle` halves `hybrid_tail`
 
 
 class OnDemand:
-    """Low-priority jobs, one worker each, as the queue of turns demands.
+    """Hold `min` to `max` low-priority jobs, one worker each, as the queue of turns demands.
 
-    From `min` to `max` of them: one more when turns have waited without a break for `patience_s`;
-    one less when none has waited for `idle_s` (longer than a training phase, in which none does),
-    the last asked for first. At least `cool_down_s` lie between two decisions. After a refusal
-    nothing is asked for `back_off_s`, twice that after the next in a row, up to five minutes. All
-    in seconds.
+    One more is requested when turns have waited without a break for `patience_s`. The one requested
+    last is released when no turn has waited for `idle_s`, which must exceed a training phase, in
+    which no turn waits. Two decisions are at least `cool_down_s` apart. After a refusal nothing is
+    requested for `back_off_s`, and twice as long after each further one, up to five minutes. Times
+    are in seconds.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class OnDemand:
         self._asked = 0
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        self._look(at, cluster.waiting > 0)
+        self._note_queue(at, cluster.waiting > 0)
         have = len(cluster.requests)
         if have >= self.min and at - self._decided_at < self.cool_down_s:
             return []
@@ -77,7 +79,7 @@ class OnDemand:
             return [ReleaseCapacity(list(cluster.requests)[-1])]
         return []
 
-    def _look(self, at: float, waiting: bool) -> None:
+    def _note_queue(self, at: float, waiting: bool) -> None:
         if waiting:
             self._idle_since = None
             self._waiting_since = at if self._waiting_since is None else self._waiting_since
@@ -87,7 +89,8 @@ class OnDemand:
 
     def _new_name(self, cluster: Cluster) -> str:
         self._asked += 1
-        while (name := f"lend-{self._asked}") in cluster.requests:  # an earlier attempt's
+        # A request of an earlier attempt of the run may have the name.
+        while (name := f"lend-{self._asked}") in cluster.requests:
             self._asked += 1
         return name
 
@@ -97,18 +100,23 @@ class OnDemand:
 
 
 class AllIdle(RoseProvisioning):
-    """ROSE's cooperative provisioning, and beside it the trainer's GPUs (hybrid workers) from each
-    step's begin until its batch is complete. Ours: RLBoost (arXiv 2510.19225) lets the trainer's
-    GPUs roll out beside spot machines, ROSE leaves them idle; borrowed ones and they go together,
-    and with an asynchronous batching they shorten just the time for which the trainer waits. Only
-    while that is long: they roll out if the trainer waited for longer than `hybrid_wait_s` (waking
-    up, weights, and going to sleep again) in the last step; in the first one they do. And only
-    until no more than `hybrid_tail` trajectories per dedicated worker are left, once a group of the
-    step is in (0: until the batch is complete): these go on there from the tokens that they have,
-    and the trainer has its GPUs again before the batch is due. After a step of which the trainer
-    waited for its GPUs for more than MOST_DELAY, that is twice as many, and one at least; after
-    CALM steps of which it didn't, half as many again, and no fewer than at first. The other
-    arguments are those of `rose`.
+    """ROSE's cooperative provisioning; in addition, the trainer's GPUs (hybrid workers) roll out
+    from the beginning of each step, while the trainer would wait for its batch.
+
+    Ours: in RLBoost (arXiv 2510.19225) the trainer's GPUs roll out beside spot machines, in ROSE
+    they idle. Here they join borrowed workers. With asynchronous batching they shorten exactly the
+    time for which the trainer waits.
+
+    They roll out in the first step, and in a step after one in which the trainer waited longer than
+    `hybrid_wait_s`, the price of waking up, loading weights and going to sleep. They stop
+    1. when the batch is complete, or before that
+    2. once a group of the step is finished and at most `hybrid_tail` trajectories per dedicated
+       worker are left (never at 0). These continue on dedicated workers with the tokens generated
+       so far, and the trainer has its GPUs back before the batch is due.
+
+    `hybrid_tail` is doubled, to at least 1, after a step that waited for the trainer's GPUs for
+    more than the share MOST_DELAY. It is halved after every CALM steps in a row that didn't, down
+    to its configured value. The other arguments are those of `rose`.
     """
 
     def __init__(
@@ -128,16 +136,16 @@ class AllIdle(RoseProvisioning):
             )
         self.hybrid_wait_s, self.hybrid_tail = hybrid_wait_s, hybrid_tail
         self._first_tail, self._calm = hybrid_tail, 0
-        self._rolls = False  # hybrid workers may, now
-        self._finished = 0  # groups, since the step's begin
-        self._waits_since = 0.0
-        self._waited_s = float("inf")
+        self._hybrids_roll = False  # True while hybrid workers may roll out
+        self._finished = 0  # groups finished since the step began
+        self._waits_since = 0.0  # time since which the trainer waits; -1 once its batch is complete
+        self._waited_s = float("inf")  # seconds for which the trainer waited in the last step
 
     def joins_resting(self, kind: str) -> bool:
         return kind in ("cooperative", "hybrid")
 
     def rolls_hybrids(self) -> bool:
-        return self._rolls
+        return self._hybrids_roll
 
     def on_event(self, event: Event, cluster: Cluster) -> list[Action]:
         actions = super().on_event(event, cluster)
@@ -146,28 +154,28 @@ class AllIdle(RoseProvisioning):
         match event:
             case StepBegun(at=at) if not cluster.training:
                 waited, self._waits_since, self._finished = self._waited_s, at, 0
-                self._rolls = waited > self.hybrid_wait_s
-                return actions + (self._hybrid(cluster, UseWorker) if self._rolls else [])
+                self._hybrids_roll = waited > self.hybrid_wait_s
+                return actions + (self._hybrid(cluster, UseWorker) if self._hybrids_roll else [])
             case StepBegun():
                 self._waited_s = 0.0
-            case WorkerJoined(kind="hybrid") if self._rolls:
+            case WorkerJoined(kind="hybrid") if self._hybrids_roll:
                 return actions + self._hybrid(cluster, UseWorker)
             case GroupFinished(at=at) if cluster.training:
-                self._rolls = False
+                self._hybrids_roll = False
                 if self._waits_since >= 0:
                     self._waited_s, self._waits_since = at - self._waits_since, -1.0
                 return actions + self._hybrid(cluster, RestWorker)
             case GroupFinished():
                 self._finished += 1
-            case TrajectoryEnded(trajectory=ended, failed=False) if self._rolls and self._in_tail(
-                ended, cluster
+            case TrajectoryEnded(trajectory=ended, failed=False) if (
+                self._hybrids_roll and self._in_tail(ended, cluster)
             ):
-                self._rolls = False
+                self._hybrids_roll = False
                 return actions + self._hybrid(cluster, RestWorker)
         return actions
 
     def _set_tail(self, delay: float) -> None:
-        """By the delay of the step before."""
+        """Adapt `hybrid_tail` to the last step's delay, a share of the step."""
         self._calm = self._calm + 1 if delay <= MOST_DELAY else 0
         if not self._calm:
             self.hybrid_tail = max(1.0, 2 * self.hybrid_tail)
@@ -176,8 +184,8 @@ class AllIdle(RoseProvisioning):
             self.hybrid_tail = max(half if half >= 1 else 0.0, self._first_tail)
 
     def _in_tail(self, trajectory: str, cluster: Cluster) -> bool:
-        """Whether what the trajectory leaves of the admitted groups, begun or not, is few enough
-        for the dedicated workers. One that fails leaves its place to another."""
+        """True if few enough trajectories are left for the dedicated workers once this one has
+        ended. Those of admitted groups count, started or not."""
         if not (self._finished and self.hybrid_tail and cluster.group_size):
             return False
         left = sum(max(0, cluster.group_size - there) for there in cluster.admitted.values())
@@ -194,10 +202,12 @@ class AllIdle(RoseProvisioning):
 
 
 class DueFirst:
-    """By the version that was the newest at the group's first turn, then by arrival. Ours, for
-    batching policies that carry groups over (`carry_over`, `bounded_staleness`): what the next step
-    waits for is not held up by what a later one may take. Nothing starves: only finitely many
-    groups are older. With synchronous batching it is `fifo`."""
+    """Oldest version first, by the newest version at the group's first turn, then by arrival.
+
+    Ours, for batching policies that carry groups over (`carry_over`, `bounded_staleness`): turns
+    that the next step waits for don't wait behind turns for a later one. Nothing starves, because
+    only finitely many groups are older. With synchronous batching it equals `fifo`.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}  # group -> version
@@ -209,7 +219,7 @@ class DueFirst:
         match event:
             case GroupFinished(group=group):
                 self._versions.pop(group, None)
-            case StepBegun():  # those of dropped groups
+            case StepBegun():  # Forget dropped groups.
                 alive = set(cluster.group_of.values())
                 self._versions = {
                     group: version for group, version in self._versions.items() if group in alive
@@ -217,20 +227,21 @@ class DueFirst:
 
 
 class EarliestFinish:
-    """Cached prefix, load, hardware and interference have one unit: the seconds until the turn ends
-    (`Speeds`). Ours.
+    """Send a turn to the worker on which it is predicted to end first (`Speeds`). Cached prefix,
+    load, hardware and interference so have one unit, seconds. Ours.
 
-    Compared are the worker that has the prefix cached and the least loaded one of each pool of like
-    workers, for the mean output of the turn's domain (at most a chunk); the smallest time wins,
-    delay of the turns there included. After each `chunk_tokens` a turn is placed anew (Seer's
-    divided rollout, arXiv 2511.14617; most stay). So a trajectory leaves its cached prefix when
-    waiting costs more than prefill, and the last trajectories of a step, which alone decide its
-    end, gather on the fastest engines. Until a pool has been measured it comes first, where the
-    prefix is cached, else where least is to do. A trajectory begins only where its prefix can stay:
-    while the mean context at the end of a trajectory, times those that have begun and not ended,
-    fits in what all workers have now. More of them would evict each other's prefixes while their
-    tools run, and be prefilled whole at every turn. `chunk_tokens` is ours: well above what prefill
-    of a context costs.
+    Candidates are the worker with the prefix cached and the least loaded worker of each kind and
+    hardware. Predicted are the seconds for the mean output of the turn's domain, at most a chunk,
+    plus the delay of the turns there. A pool without measurements comes first: its worker with the
+    prefix cached, else its least loaded one. After each `chunk_tokens` a turn is placed again
+    (Seer's divided rollout, arXiv 2511.14617); most stay. So a trajectory leaves its cached prefix
+    when waiting costs more than prefill, and the last trajectories of a step, which decide its end,
+    gather on the fastest engines. `chunk_tokens` is our value: a chunk takes much longer than
+    prefill of a context.
+
+    A new trajectory starts only while the KV of all workers holds all started trajectories, at the
+    mean context that trajectories end with. With more, they would evict each other's prefixes while
+    their tools run, and every turn would prefill its whole context.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -238,10 +249,9 @@ class EarliestFinish:
             raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
         self._speeds, self._lengths = Speeds(), Lengths()
-        # trajectories of training that have begun and not ended
-        self._begun: dict[str, None] = {}
-        # KV tokens of all ready workers, and decisions until it is summed anew
-        self._kv, self._look_in = (0, 0)
+        self._begun: dict[str, None] = {}  # training trajectories that have started and not ended
+        self._ready_kv = 0  # KV tokens of all ready workers
+        self._sum_kv_in = 0  # decisions until `_ready_kv` is summed again
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
         self._speeds.on_event(event, cluster)
@@ -258,7 +268,7 @@ class EarliestFinish:
         )
         if not candidates:
             return None
-        if len(candidates) == 1:  # mostly, where turns wait: nothing is to be compared
+        if len(candidates) == 1:  # the usual case while turns wait
             worker = candidates[0]
         else:
             worker = min(candidates, key=lambda w: self._score(turn, w, w is home))
@@ -268,15 +278,15 @@ class EarliestFinish:
         return worker
 
     def lane(self, turn: TurnState) -> bool:
-        """Whether it may go on: a trajectory that can't begin yet holds up none that has, and none
-        of an evaluation, whose turns make way."""
+        """True if the turn's trajectory has started or belongs to an evaluation. So a trajectory
+        that may not start yet blocks neither."""
         return turn.held_out or turn.trajectory in self._begun
 
     def _fits_one_more(self, fleet: Fleet) -> bool:
-        self._look_in -= 1
-        if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
-            self._look_in, self._kv = len(fleet), sum(w.kv_tokens for w in fleet)
-        return not self._begun or (len(self._begun) + 1) * self._lengths.final <= self._kv
+        self._sum_kv_in -= 1
+        if self._sum_kv_in < 0:  # once in as many decisions as there are workers: amortized O(1)
+            self._sum_kv_in, self._ready_kv = len(fleet), sum(w.kv_tokens for w in fleet)
+        return not self._begun or (len(self._begun) + 1) * self._lengths.final <= self._ready_kv
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return self.chunk_tokens

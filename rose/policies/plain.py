@@ -1,5 +1,5 @@
-"""What most frameworks do: the job's own ranks, first come first served, the least loaded or the
-next worker, or where the prefix is cached."""
+"""Policies that most frameworks have: fixed capacity, first come first served, and routing by round
+robin, by load or by cached prefix."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class Fixed:
-    """Never asks for capacity and never rests any."""
+    """Never requests capacity, and uses every worker that joins."""
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         return []
 
 
 class Fifo:
-    """In order of arrival; a turn that lost its worker keeps its place."""
+    """Order of arrival. A turn that lost its worker keeps its place."""
 
     def key(self, turn: TurnState, cluster: Cluster) -> int:
         return turn.sequence
 
 
 class RoundRobin:
-    """The next worker by name that has room, whatever its load; the baseline of most frameworks."""
+    """The next worker by name that has room, whatever its load: the baseline of most frameworks."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -43,10 +43,15 @@ class LeastLoaded:
 
 
 class CacheAffine:
-    """The worker that has the trajectory's prefix cached while it has room; a new trajectory goes
-    where its group's prompt is cached unless that worker is busier than the least loaded by more
-    than `imbalance` (share of capacity); else the least loaded. Workers from which memory was taken
-    back come last. ROSE section 4's order, without cooperative workers."""
+    """Cache-affine routing: ROSE's order (section 4) without cooperative workers.
+
+    1. The worker that has the trajectory's prefix cached, while it has room.
+    2. For a new trajectory the worker that has its group's prompt cached, unless its load exceeds
+       that of the least loaded by more than `imbalance` (share of capacity).
+    3. The least loaded worker.
+
+    A worker whose memory was revoked is used only if no other has room.
+    """
 
     def __init__(self, imbalance: float) -> None:
         if imbalance < 0:

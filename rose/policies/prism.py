@@ -1,4 +1,4 @@
-"""Prism: every cooperative worker, always."""
+"""Prism (arXiv 2505.04021): uses every cooperative worker all the time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from rose.scheduler.state import Cluster
 
 
 class Static:
-    """Static co-location, as with Prism's memory sharing alone (arXiv 2505.04021): every worker
-    that has joined is used from its first second to its last, whatever the load of the online
-    server beside it. What Prism shares (memory, not compute) is the serving executor's side:
-    `executor: memory_only` of the simulated serving."""
+    """Static co-location, as with Prism's memory sharing alone (arXiv 2505.04021): every worker is
+    used as long as it is joined, whatever the load of its online server. Prism's sharing of memory,
+    but not of compute, is `executor: memory_only` of the simulated serving."""
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         return [

@@ -1,5 +1,5 @@
-"""Policies by the names of their Hydra options. Others' are entry points KIND.NAME of the group
-`rose.policies`, or named package.module:Class."""
+"""Policies by the names of their Hydra options. Policies of other packages are entry points
+KIND.NAME of the group `rose.policies`, or are named as package.module:Class."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ PROTOCOLS: dict[str, type] = {
 
 
 def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
-    """Raises `rose.config.ConfigError` naming the key for an unknown policy or a bad argument."""
+    """Build the scheduler that the config describes. Raises `rose.config.ConfigError`, with the
+    key, for an unknown policy or a bad argument."""
     return Scheduler(
         _policy("provisioning", config.provisioning),
         _policy("routing", config.routing),
@@ -96,7 +97,7 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
 
 
 def defaults(kind: str, name: str) -> dict[str, Any]:
-    """The arguments of a policy of ours that have a default; {} of another's."""
+    """Return the default values of the arguments of a policy in POLICIES; {} for other policies."""
     policy = POLICIES[kind].get(name)
     takes = inspect.signature(policy).parameters if policy else {}
     return {key: p.default for key, p in takes.items() if p.default is not p.empty}

@@ -1,4 +1,4 @@
-"""RLBoost (arXiv 2510.19225): spot workers, and the trainer's GPUs in a seed window."""
+"""RLBoost (arXiv 2510.19225): spot workers, and the trainer's GPUs at the beginning of a step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from rose.scheduler.events import (
 )
 from rose.scheduler.state import Cluster, WorkerState
 
-GAIN = 1 / 3  # of the imbalance, per step
-# weight of a new best window: when throughput fell, and when workers came or went
-SETTLED, CHANGED = (0.8, 0.2)
+# Share of the imbalance by which the window changes per step; the value of the authors' code
+GAIN = 1 / 3
+# Weight of a new best window when throughput fell, and when the number of workers changed; the
+# values of the authors' code
+SETTLED = 0.8
+CHANGED = 0.2
 
 
 class RlBoost:
-    """Spot workers roll out all the time; the trainer's own GPUs (hybrid workers) help for the
-    first `T_seed` seconds of a step, then they rest and their turns move on, tokens and all
-    (RLBoost, arXiv 2510.19225, adaptive offload).
+    """Spot workers roll out all the time. The trainer's own GPUs (hybrid workers) help for the
+    first T_seed seconds of a step; then they rest, and their turns continue on spot workers with
+    the tokens generated so far (RLBoost, arXiv 2510.19225, adaptive offload).
 
-    T_seed balances two waits of the last step: with t_trainer the time from the window's end to the
-    start of training (the trainer idles) and t_rollout that from the start of training to the next
-    step (the spot workers idle), T_seed += (t_trainer - t_rollout) / 3, never below `minimum_s`.
-    The best window is kept per number of spot workers, as the mean of the windows at which tokens
-    per second stopped to grow, and used at once when that number comes back. Rule and constants are
-    those of the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). There the trainer
-    takes micro-batches while rollouts go on; here it waits for all groups, so the rule keeps more
-    of the step in the window. Without a spot worker the window does not end.
+    T_seed balances two waits of the last step: t_trainer from the window's end to the start of
+    training (the trainer idles), and t_rollout from there to the next step (the spot workers idle).
+    T_seed += (t_trainer - t_rollout) / 3, but never below `minimum_s`. For each number of spot
+    workers the best window is kept, the weighted mean of the windows at which tokens per second
+    stopped growing. It is used at once when that number returns. Rule and constants are those of
+    the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). There the trainer takes
+    micro-batches during the rollout; here it waits for all groups, so the rule keeps more of the
+    step in the window. Without a spot worker the window doesn't end.
     """
 
     def __init__(self, initial_s: float, minimum_s: float) -> None:
@@ -40,12 +43,12 @@ class RlBoost:
                 "negative"
             )
         self.window_s, self.minimum_s = initial_s, minimum_s
-        self._best: dict[int, float] = {}  # number of spot workers -> window
-        self._peak_s = initial_s  # window of the best throughput since the number changed
+        self._best: dict[int, float] = {}  # number of spot workers -> best window, seconds
+        self._peak_s = initial_s  # window of the last step in which throughput grew, seconds
         self._throughput, self._spot, self._tokens = 0.0, 0, 0
-        self._begun: float | None = None
-        self._rested: float | None = None
-        self._trained: float | None = None
+        self._begun_at: float | None = None
+        self._window_ended_at: float | None = None
+        self._training_at: float | None = None
 
     def joins_resting(self, kind: str) -> bool:
         return kind == "hybrid"
@@ -55,27 +58,34 @@ class RlBoost:
             case TrajectoryEnded(tokens=tokens):
                 self._tokens += tokens
             case StepBegun(at=at):
-                if self._begun is not None and self._trained is not None and at > self._begun:
+                if (
+                    self._begun_at is not None
+                    and self._training_at is not None
+                    and at > self._begun_at
+                ):
                     self._learn(
-                        at - self._begun, self._trained - self._begun, len(_of(cluster, "spot"))
+                        at - self._begun_at,
+                        self._training_at - self._begun_at,
+                        len(_of(cluster, "spot")),
                     )
-                self._begun, self._rested, self._trained, self._tokens = at, None, None, 0
+                self._begun_at, self._tokens = at, 0
+                self._window_ended_at = self._training_at = None
                 return [UseWorker(w.worker) for w in _of(cluster, "hybrid") if w.resting]
-            case GroupFinished(at=at) if cluster.training and self._begun is not None:
+            case GroupFinished(at=at) if cluster.training and self._begun_at is not None:
                 return self.decide(at, cluster)
         return []
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        if self._begun is None:
+        if self._begun_at is None:
             return []
-        if cluster.training and self._trained is None:
-            self._trained = at
-        helped = any(w.takes and not w.loading for w in _of(cluster, "spot"))
-        over = cluster.training or helped and at - self._begun >= self.window_s
-        if over and self._rested is None:
-            self._rested = at
+        if cluster.training and self._training_at is None:
+            self._training_at = at
+        helped = any(w.accepts_turns and not w.loading for w in _of(cluster, "spot"))
+        over = cluster.training or helped and at - self._begun_at >= self.window_s
+        if over and self._window_ended_at is None:
+            self._window_ended_at = at
         if not over:
-            self._rested = None
+            self._window_ended_at = None
         change = RestWorker if over else UseWorker
         return [change(w.worker) for w in _of(cluster, "hybrid") if w.resting != over]
 
@@ -92,7 +102,11 @@ class RlBoost:
         else:
             self._remember(spot, SETTLED)
             self._throughput = throughput
-        ended = self._rested - self._begun if self._rested is not None else rollout_s
+        ended = (
+            self._window_ended_at - self._begun_at
+            if self._window_ended_at is not None
+            else rollout_s
+        )
         trainer_waits, rollout_waits = rollout_s - ended, step_s - rollout_s
         self.window_s = max(self.window_s + GAIN * (trainer_waits - rollout_waits), self.minimum_s)
 

@@ -10,15 +10,15 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class RollArt:
-    """A domain's turns go to the GPUs that suit them: prefill-heavy ones (many turns, short
-    outputs) to devices with much compute, decode-heavy ones (few turns, long outputs) to those with
-    much memory bandwidth per cost; to any other if those are full (RollArt, arXiv 2512.22560,
-    hardware-affinity workload mapping).
+    """Send the turns of a domain to the GPUs that suit them, or to others if those are full
+    (RollArt, arXiv 2512.22560, hardware-affinity workload mapping).
 
-    The user declares it, as in the paper: `hardware` maps a domain (`TurnRequested.domain`) to the
-    hardware's name (`WorkerJoined.hardware`), and `default` is for every other domain; "" means
-    any. The paper's mapping: prefill-heavy on H800, decode-heavy on H20. On the chosen hardware the
-    worker with the trajectory's cached prefix comes first.
+    Prefill-heavy domains (many turns, short outputs) suit devices with much compute, decode-heavy
+    ones (few turns, long outputs) those with much memory bandwidth per cost. As in the paper, the
+    user declares it: `hardware` maps a domain (`TurnRequested.domain`) to hardware
+    (`WorkerJoined.hardware`), and `default` is for all other domains; "" means any. The paper maps
+    prefill-heavy to H800 and decode-heavy to H20. On the chosen hardware the worker with the
+    trajectory's cached prefix comes first.
     """
 
     def __init__(self, hardware: dict[str, str], default: str) -> None:
@@ -34,20 +34,19 @@ class RollArt:
 
 
 class TrajectoryAsync(Asynchronous):
-    """Environments roll out without a break, and what is too old is aborted (RollArt, arXiv
-    2512.22560, trajectory-level asynchrony with its asynchronous bound alpha; ROLL's
-    `async_generation_ratio`).
+    """Roll out without a break, and abort groups that are too old (RollArt, arXiv 2512.22560,
+    trajectory-level asynchrony with its asynchronous bound alpha; ROLL's `async_generation_ratio`).
 
-    As many groups run as a batch has, and when one has finished the next is admitted at once, also
-    while the trainer trains, up to 1 + alpha batches that run or lie in the sample buffer. A step
-    takes the oldest finished groups and waits for none that runs. When version n is published,
-    groups admitted under a version older than n - alpha are aborted, running or finished, so that
-    none is staler than alpha. An aborted prompt begins anew, at most `retries` times; then it is
-    dropped for good, or a prompt that never ends in time would hold its place for ever.
+    As many groups run as a batch has. When one finishes the next is admitted at once, also while
+    the trainer trains, up to 1 + alpha batches that run or wait in the sample buffer. A step takes
+    the oldest finished groups and waits for no running one. When version n is published, groups
+    admitted before version n - alpha are aborted, running or finished, so that none is staler than
+    alpha. An aborted prompt starts again, at most `retries` times. Then it is dropped, because a
+    prompt that never ends in time would hold its place forever.
 
-    alpha=1 is the paper's setting. It bounds single trajectories, here the group that they are
-    trained in is what is bounded and aborted. `retries` is ours. Live: as in `bounded_staleness`;
-    engines end aborted turns at once.
+    alpha=1 is the paper's setting. The paper bounds single trajectories; here the whole group is
+    bounded and aborted. `retries` is ours. Live: as in `bounded_staleness`; engines abort the turns
+    at once.
     """
 
     def __init__(self, alpha: int, retries: int, max_admitted: float) -> None:

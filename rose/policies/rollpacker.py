@@ -1,4 +1,4 @@
-"""RollPacker (arXiv 2509.21009): tail batching. Long trajectories have rounds of their own."""
+"""RollPacker (arXiv 2509.21009): tail batching, with separate rounds for long trajectories."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from rose.scheduler.events import Action
 
 
 class TailBatching(Synchronous):
-    """Synchronous, in short and long rounds (RollPacker, arXiv 2509.21009, section 4.1).
+    """Synchronous steps of two kinds (RollPacker, arXiv 2509.21009, section 4.1).
 
-    A short round starts `speculation` (the paper's eta) times the groups wanted and takes the first
-    accepted ones; each of them starts `spare` of its trajectories more and takes the first that are
-    in: a race that long ones lose. Groups still running are cancelled, and their prompts go to the
-    long queue. A step that finds a whole batch in that queue is a long round: the longest-waiting
-    prompts, none more than needed, and all are waited for. So every prompt is trained, and few
-    rounds see the tail. In both, a group that the filter refuses is replaced (in a long round from
-    the queue, then by a new prompt), up to `max_admitted` times the batch.
+    1. A short round starts `speculation` (the paper's eta) times the wanted groups and takes those
+       accepted first. Each group starts a share `spare` of its trajectories more and takes those
+       that end first. Groups still running at the end are cancelled, and their prompts go to the
+       long queue.
+    2. A step that finds a whole batch in the long queue is a long round. It starts as many prompts
+       as needed, those that waited longest, and waits for all.
 
-    The paper's eta is 1.25, for prompts and responses alike. A cancelled prompt begins anew, with
-    the version of its long round: the policy stays on-policy. Live: nothing is missing; engines end
-    cancelled turns at once.
+    So every prompt is trained, and few rounds have a tail. In both, a refused group is replaced (in
+    a long round from the queue, then by a new prompt), up to `max_admitted` times the batch.
+
+    The paper's eta is 1.25, for prompts and responses alike. A cancelled prompt starts again with
+    the version of its long round, so training stays on-policy. A live run lacks nothing; engines
+    abort cancelled turns at once.
     """
 
     def __init__(self, speculation: float, spare: float, max_admitted: float) -> None:
@@ -30,8 +32,7 @@ class TailBatching(Synchronous):
         check(max_admitted, speculation=speculation)
         if not spare >= 0:
             raise ValueError(f"spare={spare:g}: share of a group's trajectories, 0 or more")
-        # what is put back into the stream is the long queue
-        self.speculation, self.spare = (speculation, spare)
+        self.speculation, self.spare = speculation, spare
 
     def begin(self, step: int, groups: int) -> list[Action]:
         self._step = step
@@ -48,4 +49,4 @@ class TailBatching(Synchronous):
 
     def _over(self, done: Round) -> None:
         for late in done.open:
-            self._stream.put_back(late)
+            self._stream.put_back(late)  # The prompts put back are the long queue.

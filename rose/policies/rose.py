@@ -20,70 +20,72 @@ from rose.scheduler.events import (
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-# a turn leaves its prefix, or the worker that it runs on, for one that saves more than this share
+# A turn leaves its cached prefix for a worker if it would take longer by more than this share to
+# stay. For a turn that runs, the share is multiplied by the other worker's load.
 SLACK = 0.25
-FEW = 2  # turns of a borrowed worker of which nothing has been measured
-TRIAL_TOKENS = 128  # after which a turn of such a worker is placed anew: then its pace is known
-PATIENCE = 16  # decisions for which a lane that waits is not asked again
+TRIAL_TURNS = 2  # turns sent to a cooperative worker that hasn't been measured
+TRIAL_TOKENS = 128  # tokens of a turn on such a worker, after which its pace is known
+PATIENCE = 16  # decisions for which a waiting lane isn't checked again
 
 
 class RoseRouting:
-    """Each turn is placed anew (ROSE, arXiv 2605.06534, the elastic rollout scheduler):
+    """Place each turn independently (ROSE, arXiv 2605.06534, the elastic rollout scheduler):
 
-    1. the worker that has the trajectory's prefix cached, while it has room;
-    2. an SLO-safe cooperative worker: nothing was taken back from it, and it is lent enough KV for
-      the turn;
-    3. the least loaded worker;
-    4. none: the turn waits.
+    1. on the worker that has the trajectory's prefix cached, while it has room;
+    2. on an SLO-safe cooperative worker: none of its memory was revoked, and it is lent enough KV;
+    3. on the least loaded worker;
+    4. on none: the turn waits.
 
-    A worker holds no more trajectories than their KV need fits in what it has now (the per-GPU
-    cap): that of a trajectory is the context and output limit of its last turn, and it counts while
-    its tools run, since its prefix stays cached; once trajectories have ended, at least their mean
-    context at the end. A trajectory that has begun is never stopped by the cap, or its work would
-    lie idle; but from a cooperative worker it goes to another below the cap only, as a new one
-    would: else what begins on lent devices evicts the prefixes of those with their own. Ours, where
-    the text is open: the seconds until the turn ends (`Speeds`) choose between 2 and 3, end 1 where
-    they are fewer elsewhere by SLACK, and decide for 4 where 2 ends later than waiting for a worker
-    with its own device. A cooperative worker of which nothing has been measured gets FEW turns,
-    each placed anew after TRIAL_TOKENS; once one like it has been measured, turns only for which
-    others have no room. A turn on a cooperative worker keeps its place in the queue: when a worker
-    with its own device gets free, and at ticks, it moves there if what is left of it (a mean turn,
-    at the measured pace) takes longer than that, prefill, and what the turns there wait for it, by
-    up to SLACK as that worker is loaded.
+    Per-GPU cap: the trajectories of a worker must fit into its current KV. A trajectory needs the
+    context and output limit of its last turn, and at least the mean context that trajectories end
+    with. It counts while its tools run, too, because its prefix stays cached. The cap applies to
+    - a new trajectory: it starts only on a worker below its cap;
+    - a trajectory that leaves a cooperative worker with room: it moves only to a worker below its
+      cap. Otherwise trajectories that start on lent GPUs would evict prefixes of other workers.
+    It doesn't apply to other running trajectories, because stopping them would waste their work.
+
+    Ours, where the paper leaves it open: predicted seconds until the turn ends (`Speeds`) choose
+    between 2 and 3. They override 1 if another worker is faster by more than SLACK, and choose 4 if
+    waiting for a worker with its own device ends sooner than 2. A cooperative worker without
+    measurements gets TRIAL_TURNS turns of TRIAL_TOKENS each, which are then placed again; if its
+    pool has been measured, it gets only turns for which others have no room.
+
+    A turn on a cooperative worker keeps its place in the queue. When a worker with its own device
+    gets free, and at ticks, the turn moves there if its remaining tokens, assumed to be those of a
+    mean turn, take longer at the measured pace than there, prefill and delay of the turns there
+    included, by more than the share SLACK times that worker's load.
     """
 
     def __init__(self) -> None:
         self._need: dict[str, dict[str, int]] = {}  # worker -> trajectory -> KV tokens
-        self._held: dict[str, int] = {}  # worker -> sum of these
-        self._where: dict[str, str] = {}  # trajectory -> worker
+        self._held: dict[str, int] = {}  # worker -> sum of its trajectories' KV tokens
+        self._worker_of: dict[str, str] = {}  # trajectory -> worker
         self._speeds, self._lengths = Speeds(), Lengths()
-        # a worker with its own device, and the sequences of all such
-        self._own, self._places = ("", 0)
-        self._look_in = 0  # decisions until they are looked at anew
+        self._own_worker = ""  # a worker with its own device
+        self._own_sequences = 0  # sequences of all such workers
+        self._count_in = 0  # decisions until these two are determined again
         self._lent: set[str] = set()  # cooperative workers
-        self._patience: dict[
-            str, int
-        ] = {}  # lane -> decisions until it is asked again whether waiting pays
-        self._all_wait = False  # those of the lane that was asked about last
+        self._patience: dict[str, int] = {}  # lane -> decisions until `_waits` is evaluated again
+        self._lane_waits = False  # True if the lane of the last turn is to wait
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
         self._speeds.on_event(event, cluster)
         self._lengths.on_event(event, cluster)
         match event:
             case TrajectoryEnded(trajectory=trajectory):
-                self._leave(trajectory)
+                self._forget(trajectory)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
                 self._lent.discard(worker)
                 if isinstance(event, WorkerJoined) and self.watches(cluster.workers[worker]):
                     self._lent.add(worker)
                 for trajectory in list(self._need.get(worker, ())):
-                    self._leave(trajectory)
+                    self._forget(trajectory)
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        self._all_wait = False
+        self._lane_waits = False
         if self._patience.get(turn.lane, 0) and self._own_are_full(turn, fleet, cluster):
             self._patience[turn.lane] -= 1
-            self._all_wait = True
+            self._lane_waits = True
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
         worker = self._place(turn, home, fleet)
@@ -94,30 +96,30 @@ class RoseRouting:
             and (self._waits(turn, worker, cluster))
         ):
             self._patience[turn.lane] = PATIENCE
-            self._all_wait = True
+            self._lane_waits = True
             return None
         if worker is not None:
-            self._settle(turn, worker, worker is home)
+            self._note_assignment(turn, worker, worker is home)
         return worker
 
     def closed(self) -> bool:
-        return self._all_wait
+        return self._lane_waits
 
     def lane(self, turn: TurnState) -> str:
-        """A trajectory that the cap lets wait holds up none that has begun; one that waits for a
-        worker with its own device, none that has its prefix on a cooperative worker; and none of
-        training one of an evaluation, to which the cap doesn't apply."""
+        """Return one of four lanes, by what lets a turn wait: "held_out" for evaluations, to which
+        the cap doesn't apply, "new" for trajectories that the cap keeps from starting, and for
+        running ones "own" or "lent", the sort of worker that has their prefix."""
         if turn.held_out:
             return "held_out"
-        where = self._where.get(turn.trajectory)
+        where = self._worker_of.get(turn.trajectory)
         return "new" if where is None else "lent" if where in self._lent else "own"
 
     def _place(self, turn: TurnState, home: WorkerState | None, fleet: Fleet) -> WorkerState | None:
         others = fleet.least_of_each(turn)
         if any(w.revoked for w in others):
-            lent = fleet.least(turn, kind="cooperative")  # a safe one, if there is any
+            lent = fleet.least(turn, kind="cooperative")  # SLO-safe if any is
             others = [w for w in others if not w.revoked] + ([] if lent is None else [lent])
-        where = self._where.get(turn.trajectory)
+        where = self._worker_of.get(turn.trajectory)
         begins = where is None or where in self._lent and home is not None
         if begins and not turn.held_out:
             others = [worker for worker in others if self._below_cap(turn, worker)]
@@ -126,30 +128,30 @@ class RoseRouting:
         worker = others[0] if len(others) == 1 else min(others, key=lambda w: self._rank(turn, w))
         if home is None or worker is home:
             return worker
-        mine = self._speeds.seconds(turn, home, self._mean(turn), True)
-        its = self._speeds.joining_s(turn, worker, self._mean(turn), True)
-        return home if mine is None or its is None or mine <= (1 + SLACK) * its else worker
+        home_s = self._speeds.seconds(turn, home, self._mean(turn), True)
+        other_s = self._speeds.joining_s(turn, worker, self._mean(turn), True)
+        return (
+            home if home_s is None or other_s is None or home_s <= (1 + SLACK) * other_s else worker
+        )
 
     def _own_are_full(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> bool:
-        """Whether workers with their own devices have turns, and no place."""
-        self._look_in -= 1
-        if self._look_in < 0:  # once per as many decisions as there are workers: O(1) each
+        """True if workers with their own devices have turns and no room for this one."""
+        self._count_in -= 1
+        if self._count_in < 0:  # once in as many decisions as there are workers: amortized O(1)
             own = [w for w in fleet if not self.watches(w)]
-            self._look_in, self._places = len(fleet), sum(w.max_sequences for w in own)
-            self._own = own[0].worker if own else ""
-        own = cluster.workers.get(self._own)
+            self._count_in, self._own_sequences = len(fleet), sum(w.max_sequences for w in own)
+            self._own_worker = own[0].worker if own else ""
+        own = cluster.workers.get(self._own_worker)
         return own is not None and len(own.turns) > 0 and fleet.least(turn, kind=own.kind) is None
 
     def _waits(self, turn: TurnState, worker: WorkerState, cluster: Cluster) -> bool:
-        """Whether the turn ends sooner by waiting for a place at a worker with its own device than
-        on `worker`."""
+        """True if the turn ends sooner by waiting for a worker with its own device than on the
+        cooperative `worker`."""
         if not self._is_known(worker):
-            return len(worker.turns) >= FEW
-        own, home, output = (
-            cluster.workers[self._own],
-            cluster.home.get(turn.trajectory),
-            self._mean(turn),
-        )
+            return len(worker.turns) >= TRIAL_TURNS
+        own = cluster.workers[self._own_worker]
+        home = cluster.home.get(turn.trajectory)
+        output = self._mean(turn)
         there = (
             self._speeds.staying_s(turn, worker, output)
             if home == worker.worker
@@ -161,13 +163,14 @@ class RoseRouting:
             else self._speeds.joining_s(turn, own, output, False)
         )
         return (
-            None not in (here, there) and here * (1 + (1 + cluster.waiting) / self._places) < there
+            None not in (here, there)
+            and here * (1 + (1 + cluster.waiting) / self._own_sequences) < there
         )
 
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         seconds = self._speeds.joining_s(turn, worker, self._mean(turn), True)
         if not self._is_known(worker):
-            seconds = 0.0 if seconds is None and len(worker.turns) < FEW else math.inf
+            seconds = 0.0 if seconds is None and len(worker.turns) < TRIAL_TURNS else math.inf
         return (
             worker.revoked,
             seconds or 0.0,
@@ -177,19 +180,19 @@ class RoseRouting:
         )
 
     def _mean(self, turn: TurnState) -> float:
-        """Tokens of a turn of its domain; until one has ended, of any."""
+        """Return the mean output tokens of the turn's domain, or of all until one has ended."""
         return self._lengths.of_any(turn)
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return 0 if self._is_known(worker) else TRIAL_TOKENS
 
     def _is_known(self, worker: WorkerState) -> bool:
-        return worker.kind != "cooperative" or self._speeds.knows(worker)
+        return worker.kind != "cooperative" or self._speeds.has_measured(worker)
 
     # ----------------------------------------------------------------- turns that run
 
     def watches(self, worker: WorkerState) -> bool:
-        """Others have their devices to themselves."""
+        """True for cooperative workers, the only ones that share their device."""
         return worker.kind == "cooperative"
 
     def better(
@@ -199,7 +202,7 @@ class RoseRouting:
         if left <= 0 or at <= turn.assigned_at:
             return None
         here = cluster.workers[turn.worker]
-        found, most = None, self._rest(turn, here, left, at)
+        found, most = None, self._remaining_s(turn, here, left, at)
         over = self._overestimated(turn, here, left)
         for worker in among:
             if (
@@ -207,24 +210,26 @@ class RoseRouting:
                 or len(worker.turns) >= worker.max_sequences
                 or not self._below_cap(turn, worker)
             ):
-                continue  # into an engine's queue it would move for nothing
+                continue  # In an engine's queue the turn would gain nothing.
             there = self._speeds.joining_s(turn, worker, left, False)
             if there is not None and (there := there * over * (1 + SLACK * worker.load)) < most:
                 found, most = worker, there
         if found is not None:
             self._speeds.moved(turn, here)
-            self._settle(turn, found, False)
+            self._note_assignment(turn, found, False)
         return found
 
     def _overestimated(self, turn: TurnState, here: WorkerState, left: float) -> float:
-        """At most 1: what was measured of the running turn over what is expected of it here. The
-        contexts of long turns are beyond those that the fit has seen, and what it makes of them
-        here it does of them elsewhere."""
+        """Return the measured over the predicted time of the running turn, at most 1.
+
+        Long turns have contexts beyond those that were fitted. An error of the fit there is the
+        same on other workers, whose predictions are multiplied by this factor.
+        """
         token_s, expected = self._speeds.token_s(turn), self._speeds.staying_s(turn, here, left)
         return 1.0 if token_s is None or expected <= 0 else min(1.0, token_s * left / expected)
 
-    def _rest(self, turn: TurnState, here: WorkerState, left: float, at: float) -> float:
-        """Seconds until the running turn has made `left` tokens more."""
+    def _remaining_s(self, turn: TurnState, here: WorkerState, left: float, at: float) -> float:
+        """Return the seconds until the running turn has generated `left` more tokens."""
         token_s, silent = self._speeds.token_s(turn), at - turn.progress_at
         if token_s is not None:
             return max(
@@ -233,7 +238,7 @@ class RoseRouting:
             )
         if self._is_known(here):
             return self._speeds.staying_s(turn, here, left)
-        return silent if len(here.turns) <= FEW else math.inf
+        return silent if len(here.turns) <= TRIAL_TURNS else math.inf
 
     # ----------------------------------------------------------------- what workers hold
 
@@ -244,36 +249,38 @@ class RoseRouting:
     def _share(self, worker: WorkerState) -> float:
         return self._held.get(worker.worker, 0) / worker.kv_tokens
 
-    def _settle(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
+    def _note_assignment(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
         self._speeds.sent(turn, worker, cached)
-        self._leave(turn.trajectory)
+        self._forget(turn.trajectory)
         name = worker.worker
-        self._where[turn.trajectory] = name
-        # those of evaluations, which make way turn by turn, count for nothing
+        self._worker_of[turn.trajectory] = name
+        # Evaluation trajectories don't count, because their turns are preempted for training.
         need = 0 if turn.held_out else max(turn.kv_need, int(self._lengths.final))
         self._need.setdefault(name, {})[turn.trajectory] = need
         self._held[name] = self._held.get(name, 0) + need
 
-    def _leave(self, trajectory: str) -> None:
-        worker = self._where.pop(trajectory, None)
+    def _forget(self, trajectory: str) -> None:
+        worker = self._worker_of.pop(trajectory, None)
         if worker is not None:
             self._held[worker] -= self._need[worker].pop(trajectory)
 
 
 class RoseProvisioning:
-    """At most `n_serving` cooperative workers are used at a time, those first whose online server
-    has held the least KV of late (ROSE, arXiv 2605.06534, cooperative provisioning).
+    """Use at most `n_serving` cooperative workers at a time, those whose online server has recently
+    held the least KV (ROSE, arXiv 2605.06534, cooperative provisioning).
 
-    KV use is 1 - kv_tokens / whole_kv_tokens, averaged with weights that fall by 1/e each
-    `recent_s`. When training begins, it chooses anew for the next step: activation is over, and the
-    new version there, when that begins; one that is used gives way only to one whose use is lower
-    by more than `hysteresis`. Within a step a worker is added (one joined, or one was lost) only if
-    that pays: activation takes `activation_s` (weights, KV pages), and one more worker beside n
-    saves at most 1/(n + 1) of what is left of the step, which is guessed from the steps before
-    (exponential mean). One without a turn for `idle_s` is given back when fewer turns are left than
-    workers: the tail needs no more of them. A serving GPU lends itself to one training job at a
-    time: its executor joins one coordinator, so that what has joined here is lent to no other job.
-    The paper names cap, ranking and the one job per GPU; the numbers of `conf` are ours.
+    KV use is 1 - kv_tokens / whole_kv_tokens, averaged with weights that fall by 1/e per
+    `recent_s`. The policy changes the workers in use
+    1. when training begins, for the next step, so that activation is over when that begins. A
+       worker in use is replaced only by one whose use is lower by more than `hysteresis`;
+    2. within a step, while fewer than `n_serving` are in use and one more pays. Activation
+       (weights, KV pages) takes `activation_s`, and one more worker beside n saves at most
+       1/(n + 1) of what is left of the step by the exponential mean of the last steps;
+    3. in the tail: while fewer turns than workers are left, a worker without a turn for `idle_s`
+       rests.
+
+    A serving GPU is lent to one training job at a time, because its executor joins one coordinator.
+    Cap, ranking and one job per GPU are the paper's; the numbers in `conf` are ours.
     """
 
     def __init__(
@@ -291,11 +298,11 @@ class RoseProvisioning:
                 raise ValueError(f"{name}={value} must not be negative")
         self.n_serving, self.recent_s, self.hysteresis = n_serving, recent_s, hysteresis
         self.activation_s, self.idle_s = activation_s, idle_s
-        self._use: dict[str, RecentMean] = {}
-        self._busy_at: dict[str, float] = {}
-        self._chosen = False  # for the step that comes
-        self._begun: float | None = None
-        self._step_s = math.inf  # mean; nothing is known in the first step
+        self._use: dict[str, RecentMean] = {}  # cooperative worker -> its KV use
+        self._busy_at: dict[str, float] = {}  # worker -> last time it had turns or was activated
+        self._chosen = False  # True once the workers for the next step are chosen
+        self._begun: float | None = None  # time at which the step began
+        self._step_s = math.inf  # mean seconds of a step; infinite until one has ended
 
     def joins_resting(self, kind: str) -> bool:
         return kind == "cooperative"
@@ -368,18 +375,17 @@ class RoseProvisioning:
 
 
 def _asleep(worker: WorkerState) -> bool:
-    """Its GPUs are another engine's now."""
+    """True if another engine uses the worker's GPUs now."""
     return worker.resting and worker.shape is not None
 
 
 def kv_use(worker: WorkerState) -> float:
-    """Share of its KV memory that a cooperative worker is not lent: the online server's use, and
-    what it reserves."""
+    """Return the share of a cooperative worker's KV memory that its online server holds."""
     return 1 - worker.kv_tokens / worker.whole_kv_tokens if worker.whole_kv_tokens else 1.0
 
 
 class RecentMean:
-    """Exponential mean over time of a value that holds until the next one is put."""
+    """Exponential mean over time of a value that is constant between calls of `put`."""
 
     def __init__(self, at: float, value: float) -> None:
         self._since, self._at, self._value, self._mean = at, at, value, value

@@ -11,15 +11,14 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 
 
 class Seer:
-    """A turn is generated in chunks of `chunk_tokens`; between two of them it goes back to the
-    queue, and any worker takes the next: the least loaded one (Seer, arXiv 2511.14617, divided
-    rollout).
+    """Generate a turn in chunks of `chunk_tokens`. After each the turn is queued again, and the
+    least loaded worker takes the next one (Seer, arXiv 2511.14617, divided rollout).
 
-    Seer keeps the KV of all engines in one pool (Mooncake), so that a move costs no prefill. No
-    engine here shares its KV: live, the next worker prefills what its own prefix cache lacks, and
-    the simulator charges for it in the same way. A turn that may make no more than a chunk is not
-    divided. Its order is `longest_first` (context-aware scheduling); its speculative decoding is no
-    matter of a scheduler. 8,192 tokens a chunk (an eighth of an output of 64k) is ours.
+    Seer keeps the KV of all engines in one pool (Mooncake), so that a move costs no prefill. Our
+    engines don't share their KV: live, the next worker prefills what its own prefix cache lacks,
+    and the simulator charges the same. A turn of at most a chunk isn't divided. Seer's order is
+    `longest_first` (context-aware scheduling); its speculative decoding doesn't concern the
+    scheduler. 8,192 tokens a chunk (an eighth of an output of 64k) is our value.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -31,45 +30,45 @@ class Seer:
         return fleet.least(turn)
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
-        """New tokens of this attempt; 0: all that are left."""
+        """Return the new tokens of this attempt; 0 for all that are left."""
         left = turn.max_new_tokens - turn.made_tokens
         return self.chunk_tokens if left > self.chunk_tokens else 0
 
     def kv_need(self, turn: TurnState) -> int:
-        """KV tokens of the next chunk, not of the whole output: what a chunk needs is known, so
-        engines are filled with no preemption (Seer's divided rollout does both with one cut)."""
+        """Return the KV tokens of the turn up to the end of its next chunk. Since this need is
+        known, engines can be filled without preemptions, which divided rollout is also for."""
         made = turn.made_tokens
         return turn.context_tokens + min(made + self.chunk_tokens, turn.max_new_tokens)
 
 
 @dataclass
 class _Group:
-    probe: str = ""  # the trajectory that shows how long the others will be
-    longest: int = 0  # tokens of its longest finished trajectory; 0: none has finished
-    # trajectory that runs -> tokens of its finished turns
+    probe: str = ""  # the trajectory that goes first, to show how long the others will be
+    longest: int = 0  # tokens of the longest finished trajectory; 0 if none has finished
+    # Running trajectory -> tokens of its finished turns
     made: dict[str, int] = field(default_factory=dict)
-    turns: dict[str, str] = field(default_factory=dict)  # turn that has not ended -> trajectory
+    turns: dict[str, str] = field(default_factory=dict)  # open turn -> its trajectory
 
 
 class LongestFirst:
-    """The group's own trajectories tell how long the others will be (Seer, arXiv 2511.14617,
+    """Longest trajectories first, predicted by others of the same group (Seer, arXiv 2511.14617,
     context-aware scheduling).
 
-    Of each group one trajectory is the probe, the first that asks for a turn. Probes go before all
-    others, those that have made the fewest tokens first, so that short ones end and long ones show
-    themselves early. The others go in order of their group's estimate, the longest first: the
-    tokens of its longest finished trajectory. A group of which none has finished counts as the
-    longest of all. Equal ones go by arrival.
+    1. Probes go first. The probe of a group is its first trajectory that requests a turn. Among
+       probes, the one with the fewest tokens so far goes first, so that short ones end early and
+       long ones are found early.
+    2. The others follow by the estimate of their group, longest first. The estimate is the tokens
+       of the group's longest finished trajectory; without one, the group counts as the longest.
 
-    Seer estimates single responses; here a trajectory of several turns is what has a length.
-    Nothing starves: a step has finitely many turns, and an asynchronous policy admits no new groups
-    while old ones hold its places. Live: nothing is missing; a turn that an engine has is not
-    preempted for one that waits.
+    Ties go by arrival. Seer estimates single responses; here a trajectory of several turns has a
+    length. Nothing starves: a step has finitely many turns, and an asynchronous policy admits no
+    new groups while old ones take up its bound. A live run lacks nothing; running turns aren't
+    preempted for waiting ones.
     """
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        self._moved: list[str] = []  # turns whose key the last event changed
+        self._changed: list[str] = []  # turns whose keys the last event changed
 
     def key(self, turn: TurnState, cluster: Cluster) -> tuple[int, float]:
         group = self._groups.setdefault(turn.group, _Group())
@@ -83,7 +82,7 @@ class LongestFirst:
         return 1, float("-inf")
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
-        self._moved = []
+        self._changed = []
         match event:
             case TurnEnded(turn=name, tokens=tokens):
                 turn = cluster.turns[name]
@@ -95,22 +94,22 @@ class LongestFirst:
                 self._trajectory_ended(name, tokens, cluster.group_of.get(name, ""))
             case GroupFinished(group=name):
                 self._groups.pop(name, None)
-            case StepBegun():  # those of dropped groups
+            case StepBegun():  # Forget dropped groups.
                 self._groups = {name: group for name, group in self._groups.items() if group.made}
 
     def changed(self, event: Event, cluster: Cluster) -> Iterable[str]:
-        return self._moved
+        return self._changed
 
     def _trajectory_ended(self, trajectory: str, tokens: int, name: str) -> None:
-        """`tokens` is 0 if it was cancelled or its environment failed: then another becomes the
-        probe."""
+        """Update the group's estimate. `tokens` is 0 if the trajectory was cancelled or failed; if
+        it was the probe, another becomes the probe."""
         group = self._groups.get(name)
         if group is None:
             return
         group.made.pop(trajectory, None)
         if tokens > group.longest:
             group.longest = tokens
-            self._moved = list(group.turns)
+            self._changed = list(group.turns)
         elif not group.longest and group.probe == trajectory:
             group.probe = next(iter(group.turns.values()), "")
-            self._moved = list(group.turns)
+            self._changed = list(group.turns)

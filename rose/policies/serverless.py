@@ -1,4 +1,4 @@
-"""Serverless capacity, as in λRL."""
+"""Serverless capacity like that of λRL: workers are requested and released like functions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rose.scheduler.state import Cluster
 
 
 class Serverless:
-    """Workers are asked for as turns come and given back as they go, like functions (λRL-like: the
-    serverless baseline of ROSE's evaluation, and MinionsRL before it).
+    """Request workers as turns arrive and release them as turns end (λRL-like: the serverless
+    baseline of ROSE's evaluation, and MinionsRL before it).
 
-    As many as the unfinished turns need at `turns_per_worker` each, up to `max`, all at once; what
-    is not needed any more for `keep_alive_s` ends, the last asked for first. Every step so pays for
-    allocation anew: queue, start and a whole copy of the weights. After a refusal nothing is asked
-    for `back_off_s`, twice that after the next in a row, up to five minutes; refusals of what was
-    asked for at once count as one. All in seconds;
-    the numbers of `conf` are ours.
+    At once, it requests as many workers as the unfinished turns need at `turns_per_worker` each, up
+    to `max`. Workers that weren't needed for `keep_alive_s` are released, the last requested first.
+    So every step pays for allocation again: queue, start, and a whole copy of the weights. After a
+    refusal it requests nothing for `back_off_s`, and twice as long after each further one, up to
+    five minutes. Requests that are open together count as one refusal. Times are in seconds; the
+    values in `conf` are ours.
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class Serverless:
             )
         self.max, self.turns_per_worker = max, turns_per_worker
         self.keep_alive_s, self.back_off_s = keep_alive_s, back_off_s
-        self._needed_at = [-math.inf] * (max + 1)  # the last time at which so many were needed
+        # Index n: last time at which at least n workers were needed
+        self._needed_at = [-math.inf] * (max + 1)
         self._asked = 0
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
@@ -54,6 +55,7 @@ class Serverless:
         names: list[str] = []
         while len(names) < count:
             self._asked += 1
-            if (name := f"lend-{self._asked}") not in cluster.requests:  # an earlier attempt's
+            # A request of an earlier attempt of the run may have the name.
+            if (name := f"lend-{self._asked}") not in cluster.requests:
                 names.append(name)
         return [RequestCapacity(name) for name in names]

@@ -1,4 +1,4 @@
-"""What routing policies that look ahead share: how fast workers are, and how long turns."""
+"""Predictions for routing policies: how fast workers are, and how long turns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rose.scheduler.events import (
 )
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-RECENT_TURNS = 200  # turns of a domain, or trajectories, over which a mean is taken
-# of a domain: mean output, and turns that it was taken over; all domains together
-UNKNOWN, ALL = ((0.0, 0), None)
+# An exponential mean over turns of a domain, or over trajectories, covers about this many.
+RECENT_TURNS = 200
+UNKNOWN = (0.0, 0)  # (mean output, number of turns) before a turn has ended
+ALL = None  # key of all domains together
 
 
 class Lengths:
-    """`final`: mean context of a trajectory at its end, tokens; 0: none has ended."""
+    """Mean lengths of turns and trajectories."""
 
     def __init__(self) -> None:
-        self.final = 0.0
-        self._context: dict[str, int] = {}  # trajectory -> its context so far, tokens
-        self._output: dict[
-            str | None, tuple[float, int]
-        ] = {}  # domain -> mean output of a turn, and their number
+        self.final = 0.0  # mean tokens of context at a trajectory's end; 0 until one has ended
+        self._context: dict[str, int] = {}  # trajectory -> tokens of its context so far
+        # Domain -> (mean output of a turn in tokens, number of turns)
+        self._output: dict[str | None, tuple[float, int]] = {}
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
@@ -47,53 +47,57 @@ class Lengths:
                     self.final += (final - self.final) / (RECENT_TURNS if self.final else 1)
 
     def of_domain(self, turn: TurnState) -> float:
-        """Mean output of its domain's turns, tokens; 0 before one has ended."""
+        """Return the mean output of the turn's domain in tokens; 0 before a turn has ended."""
         return self._output.get(turn.domain, UNKNOWN)[0]
 
     def of_any(self, turn: TurnState) -> float:
-        """The same, or that of all domains before one of its own has ended."""
+        """Return the mean output of the turn's domain, or of all domains before it has one."""
         return (self._output.get(turn.domain) or self._output.get(ALL, UNKNOWN))[0]
 
 
-# weight of an observation one turn older, of a pool's some thousand turns per step: a few hundred
-# count
+# Forgetting factor of a pool's fit per turn. A few hundred turns count, of some thousand per step.
 FORGET = 0.995
-# What no observation varies would be forgotten without end.
-# variance of a coefficient, in units of the residual's, beyond which nothing more is forgotten
+# Nothing is forgotten while a coefficient's variance, in units of the residual's, exceeds this.
+# Otherwise the variance would grow without bound for a feature that doesn't vary.
 LARGEST = 1e6
-FEW_TOKENS = 4  # of an attempt, fewer say nothing about its pace
-# of a decode step, what prefill of a token takes at most: it reads the weights once for many
+FEW_TOKENS = 4  # tokens of an attempt, fewer of which say nothing about its pace
+# Largest plausible time to prefill a token, as a share of a decode step. Prefill reads the weights
+# once for many tokens.
 PREFILL = 0.02
-RECENT = 0.2  # weight of a worker's newest turn in its own slowness
+RECENT = 0.2  # weight of a worker's newest turn in the mean of its slowness
 
 Features = tuple[float, float, float]
 
 
 @dataclass(slots=True)
 class Sent:
-    """An attempt as it was sent."""
+    """State at the beginning of an attempt."""
 
     worker: str
     attempt: int
-    context: int  # tokens
-    held: int  # tokens of context of all turns on the worker, with it
-    uncached: int  # tokens of context
-    made: int  # tokens of the turn, by earlier attempts
+    context: int  # tokens of context
+    held: int  # tokens of context of all turns on the worker, this one included
+    uncached: int  # tokens of context that aren't in the worker's prefix cache
+    made: int  # tokens of the turn that earlier attempts generated
 
 
 class Speeds:
-    """A turn's seconds on a worker: a x output + b x output x held + c x uncached context, with
-    `held` the context of all turns there, mean of the attempt's begin and end (a decode step reads
-    the weights and the KV of every sequence; prefill goes by its tokens). The coefficients are
-    fitted per pool of like workers (kind and hardware) by recursive least squares over the attempts
-    that ended. A worker's own slowness, which on borrowed GPUs is mostly the online server's
-    compute, is the recent mean of its turns' measured seconds over the fitted ones."""
+    """Prediction of the seconds that a turn takes on a worker.
+
+        seconds = slowness x (a x output + b x output x held + c x uncached context)
+
+    `held` is the context of all turns on the worker, the mean of the attempt's beginning and end.
+    A decode step reads the weights (a) and the KV of every sequence (b); prefill takes time per
+    token (c). The coefficients are fitted per pool, the workers of one kind and hardware, by
+    recursive least squares over the attempts that ended. A worker's slowness is the recent mean of
+    measured over fitted seconds; on borrowed GPUs it is mostly due to the online server's load.
+    """
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[str, str], LeastSquares] = {}
-        self._slowness: dict[str, float] = {}
-        self._sent: dict[str, Sent] = {}
-        self._held: dict[str, int] = {}  # worker -> tokens of context
+        self._pools: dict[tuple[str, str], LeastSquares] = {}  # (kind, hardware) -> fit
+        self._slowness: dict[str, float] = {}  # worker -> measured over fitted seconds
+        self._sent: dict[str, Sent] = {}  # turn -> its running attempt
+        self._held: dict[str, int] = {}  # worker -> tokens of context of its turns
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
@@ -104,13 +108,14 @@ class Speeds:
                 turn = cluster.turns[name]
                 self.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
-                self.forget(worker)
+                self.forget_worker(worker)
             case StepBegun():
                 self.step_begun()
 
     def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
-        """Also anew, without an end: its worker rests, was lost or gave it back."""
-        self._leave(turn)
+        """Note that an attempt begins. An earlier one that hasn't ended, because its worker rested,
+        was lost or returned the turn, is forgotten."""
+        self._forget_turn(turn)
         context = uncached(turn)
         held = self._held[worker.worker] = self._held.get(worker.worker, 0) + context
         self._sent[turn.turn] = Sent(
@@ -123,9 +128,9 @@ class Speeds:
         )
 
     def ended(self, turn: TurnState, worker: WorkerState | None, at: float, made: int) -> None:
-        """Learns from an attempt that went to its end; `made`: tokens of the turn until then."""
+        """Learn from an attempt that ended. `made` are the tokens of the turn at its end."""
         held = self._held.get(turn.worker or "", 0)
-        sent = self._leave(turn)
+        sent = self._forget_turn(turn)
         if (
             sent is None
             or worker is None
@@ -140,80 +145,84 @@ class Speeds:
         seconds, x = at - turn.assigned_at, features(tokens, (sent.held + held) / 2, sent.uncached)
         if pool is None:
             pool = self._pools[sort] = self._like_another(x, seconds)
-        fitted = pool.put(x, seconds)
+        fitted = pool.update(x, seconds)
         old = self._slowness.get(worker.worker, 1.0)
         self._slowness[worker.worker] = (
             old + RECENT * (seconds / fitted - old) if fitted > 0 else old
         )
 
     def _like_another(self, x: Features, seconds: float) -> LeastSquares:
-        """A new pool begins as one that is known, slower or faster as its first attempt was: one
-        attempt can't tell decode from prefill."""
-        known = next((pool for pool in self._pools.values() if pool.of(x) > 0), None)
+        """Return the first fit of a new pool: that of a known pool, scaled to the first attempt. A
+        single attempt can't separate decode from prefill."""
+        known = next((pool for pool in self._pools.values() if pool.predict(x) > 0), None)
         return LeastSquares(
-            FORGET, *([w * seconds / known.of(x) for w in known.weights] if known else ())
+            FORGET, *([w * seconds / known.predict(x) for w in known.weights] if known else ())
         )
 
     def moved(self, turn: TurnState, worker: WorkerState) -> None:
-        """Learns from an attempt that is cut off now, up to the last word of it."""
+        """Learn from an attempt that is aborted now, up to its last progress report."""
         self.ended(turn, worker, turn.progress_at, turn.made_tokens)
 
     def token_s(self, turn: TurnState) -> float | None:
-        """Seconds per token of the attempt that runs, as measured; None: too few have come."""
+        """Return the running attempt's measured seconds per token; None below FEW_TOKENS."""
         sent = self._sent.get(turn.turn)
         tokens = turn.made_tokens - sent.made if sent is not None else 0
         return (turn.progress_at - turn.assigned_at) / tokens if tokens >= FEW_TOKENS else None
 
-    def knows(self, worker: WorkerState) -> bool:
-        """Whether an attempt went to its end there."""
+    def has_measured(self, worker: WorkerState) -> bool:
+        """True if an attempt has ended on the worker."""
         return worker.worker in self._slowness
 
-    def _leave(self, turn: TurnState) -> Sent | None:
+    def _forget_turn(self, turn: TurnState) -> Sent | None:
         sent = self._sent.pop(turn.turn, None)
         if sent is not None:
             self._held[sent.worker] -= sent.context
         return sent
 
-    def forget(self, worker: str) -> None:
+    def forget_worker(self, worker: str) -> None:
         self._slowness.pop(worker, None)
 
     def step_begun(self) -> None:
-        """One that was slow for a while is tried again."""
+        """Halve each worker's deviation from slowness 1, so that slow ones are tried again."""
         self._slowness = {worker: (1 + slow) / 2 for worker, slow in self._slowness.items()}
 
     def seconds(
         self, turn: TurnState, worker: WorkerState, output: float, cached: bool
     ) -> float | None:
-        """Of the turn's next `output` tokens there, and as much again as it delays those that are
-        there: each of its decode steps is longer by their contexts, and each of theirs by its own,
-        about as long. So the sum of all turns falls, not just this one's. None: no worker like it
-        has been measured."""
+        """Return the seconds of the turn's next `output` tokens on the worker, plus the delay of
+        the turns there; None if the worker's pool hasn't been measured.
+
+        Each decode step of this turn is longer by the contexts of the others, and theirs are longer
+        by its context, about as much. Counting both minimizes the sum over all turns.
+        """
         pool = self._pools.get((worker.kind, worker.hardware))
-        return None if pool is None else self._of(pool, turn, worker, output, cached, 2)
+        return None if pool is None else self._predict(pool, turn, worker, output, cached, 2)
 
     def joining_s(
         self, turn: TurnState, worker: WorkerState, output: float, twice: bool
     ) -> float | None:
-        """Of the turn's next `output` tokens there, where nothing of it is cached, and the time for
-        which the others wait for its prefill; `twice`: and as much again as its decode steps delay
-        theirs, as in `seconds`. Where contexts are alike the fit takes waiting for prefill: that is
-        at most PREFILL decode steps a token."""
+        """Return the seconds of the turn's prefill and next `output` tokens on another worker, plus
+        the time for which the turns there wait for the prefill; None as in `seconds`.
+
+        `twice` adds the delay by its decode steps, as in `seconds`. Prefill of a token takes at
+        most PREFILL decode steps: while contexts are alike, the fit mistakes waiting for prefill.
+        """
         pool = self._pools.get((worker.kind, worker.hardware))
         if pool is None:
             return None
         decode, _, prefill = pool.weights
         prefill_s = min(max(prefill, 0.0), PREFILL * max(decode, 0.0)) * uncached(turn) / 1e3
-        return self._of(pool, turn, worker, output, True, 1 + twice) + prefill_s * (
+        return self._predict(pool, turn, worker, output, True, 1 + twice) + prefill_s * (
             1 + len(worker.turns)
         ) * self._slowness.get(worker.worker, 1.0)
 
     def staying_s(self, turn: TurnState, worker: WorkerState, output: float) -> float:
-        """Of the turn's next `output` tokens where it runs; 0 where no worker like it has been
-        measured."""
+        """Return the seconds of the turn's next `output` tokens on the worker that it runs on; 0 if
+        the worker's pool hasn't been measured."""
         pool = self._pools.get((worker.kind, worker.hardware))
-        return 0.0 if pool is None else self._of(pool, turn, worker, output, True, 1)
+        return 0.0 if pool is None else self._predict(pool, turn, worker, output, True, 1)
 
-    def _of(
+    def _predict(
         self,
         pool: LeastSquares,
         turn: TurnState,
@@ -224,7 +233,7 @@ class Speeds:
     ) -> float:
         context = uncached(turn)
         held = times * self._held.get(worker.worker, 0) + context
-        seconds = pool.of(features(output, held, 0 if cached else context))
+        seconds = pool.predict(features(output, held, 0 if cached else context))
         return max(seconds, 0.0) * self._slowness.get(worker.worker, 1.0)
 
 
@@ -233,37 +242,36 @@ def uncached(turn: TurnState) -> int:
 
 
 def features(output: float, held: float, uncached: int) -> Features:
-    """Tokens, in thousands and, where two are multiplied, in millions."""
+    """Return the features of a fit: tokens in thousands, products of tokens in millions."""
     return output / 1e3, output * held / 1e6, uncached / 1e3
 
 
 class LeastSquares:
-    """Recursive least squares with exponential forgetting: y = w . x with three coefficients, in
-    plain floats and written out, as it runs once per turn."""
+    """Recursive least squares with exponential forgetting: y = w . x with three coefficients. It
+    runs once per turn, so it is written out in plain floats for speed."""
 
     def __init__(self, forget: float, w0: float = 0.0, w1: float = 0.0, w2: float = 0.0) -> None:
         self._forget = forget
         self._w = w0, w1, w2
-        self._p = (1e3, 0.0, 0.0, 1e3, 0.0, 1e3)  # upper triangle; a weak pull to 0
+        # Upper triangle of the covariances; large variances pull the coefficients weakly to 0.
+        self._p = (1e3, 0.0, 0.0, 1e3, 0.0, 1e3)
 
     @property
     def weights(self) -> Features:
         return self._w
 
-    def of(self, x: Features) -> float:
+    def predict(self, x: Features) -> float:
         w = self._w
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2]
 
-    def put(self, x: Features, y: float) -> float:
-        """Returns what was expected before."""
+    def update(self, x: Features, y: float) -> float:
+        """Add an observation, and return the prediction before it."""
         x0, x1, x2 = x
         w0, w1, w2 = self._w
         p00, p01, p02, p11, p12, p22 = self._p
-        g0, g1, g2 = (
-            p00 * x0 + p01 * x1 + p02 * x2,
-            p01 * x0 + p11 * x1 + p12 * x2,
-            p02 * x0 + p12 * x1 + p22 * x2,
-        )
+        g0 = p00 * x0 + p01 * x1 + p02 * x2
+        g1 = p01 * x0 + p11 * x1 + p12 * x2
+        g2 = p02 * x0 + p12 * x1 + p22 * x2
         forget = self._forget if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
         scale, expected = forget + x0 * g0 + x1 * g1 + x2 * g2, w0 * x0 + w1 * x1 + w2 * x2
         error = (y - expected) / scale
@@ -282,8 +290,11 @@ class LeastSquares:
 
 
 def project(w: Features, p: tuple[float, ...]) -> Features:
-    """The best fit without negative coefficients, but for those that are 0 by then: each negative
-    one is set to 0, and the others as fits best to that, by the covariances `p`."""
+    """Return coefficients without negative ones, close to the best fit under that constraint.
+
+    One after another, each negative coefficient is set to 0, and the others are changed to the best
+    fit given that, by the covariances `p`.
+    """
     columns = (p[0], p[1], p[2]), (p[1], p[3], p[4]), (p[2], p[4], p[5])
     for i in range(3):
         if w[i] < 0:

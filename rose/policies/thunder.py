@@ -1,4 +1,4 @@
-"""ThunderAgent (arXiv 2602.13692): of trajectories whose KV exceeds the memory some wait whole."""
+"""ThunderAgent (arXiv 2602.13692): pauses whole trajectories when their KV exceeds the memory."""
 
 from __future__ import annotations
 
@@ -10,43 +10,48 @@ from rose.scheduler.events import Event, Tick, TrajectoryEnded, TurnEnded, Worke
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-BUFFER = 100  # KV tokens kept for each active program's next ones (its code: BUFFER_PER_PROGRAM)
+# KV tokens reserved for growth of each active program (BUFFER_PER_PROGRAM of the authors' code)
+BUFFER = 100
 
 
 @dataclass(slots=True)
 class _Program:
     """A trajectory that is active or paused."""
 
-    worker: str = ""  # that it is active on; "": it is paused
-    tokens: int = 0  # its context, as last known
-    counted: float = 0.0  # KV tokens of the worker's that are not given to others
-    acting_since: float = 0.0  # when its last turn ended
-    marked: bool = False  # to be paused at the end of its turn
+    worker: str = ""  # worker on which it is active; "" if it is paused
+    tokens: int = 0  # last known context
+    counted: float = 0.0  # KV tokens of the worker that count as taken
+    acting_since: float = 0.0  # time at which its last turn ended
+    marked: bool = False  # True if it is to be paused at the end of its turn
 
 
 class Thunder:
-    """A trajectory is a program with a context of c tokens, and it is active on one worker or
-    paused (ThunderAgent, arXiv 2602.13692, section 4; github.com/ThunderAgent-org/ThunderAgent,
-    scheduler/router.py). An active one has all of its turns there, and its c counts against that
-    worker's KV memory while its tools run as well: so its prefix is still cached when they are
-    done. A paused one holds nothing that counts, its cache is evicted as others need the room, and
-    its next turn waits. No engine is told to pin or to evict: the bound on active programs and the
-    engine's own least-recently-used order do it, live as in the simulator.
+    """Program-aware routing (ThunderAgent, arXiv 2602.13692, section 4;
+    github.com/ThunderAgent-org/ThunderAgent, scheduler/router.py).
+
+    A trajectory is a program with a context of c tokens, active on one worker or paused. An active
+    program has all its turns on its worker, and c counts against the worker's KV memory while its
+    tools run, too, so that its prefix is still cached afterwards. A paused program doesn't count,
+    and its next turn waits. Engines aren't asked to pin or evict: the bound on active programs and
+    the engine's own least-recently-used order suffice, live and simulated.
 
     Restore: a waiting turn of a paused or new program makes it active on the worker with the most
-    room, if c and BUFFER fit there, wherever it was before; `shortest_first` is the order. For this
-    a program whose tools have run for t seconds counts with c 2^(-t / half_life_s) only: room held
-    for long tools is given away (the authors' decay, half_life_s=1). Pause: every `period_s` (their
-    5 s), where the contexts without decay exceed a worker's memory, programs whose tools run are
-    paused, those of the smallest c first (what is computed again costs c^2), and then those that
-    generate are marked, to be paused when their turn ends.
+    room, if c + BUFFER fits. `shortest_first` is the matching order. For this a program whose tools
+    have run for t seconds counts only c 2^(-t / half_life_s) (the authors' decay, half_life_s=1),
+    so that long tools don't hold room.
+    Pause: every `period_s` (the authors' 5 s), if the contexts without decay exceed a worker's
+    memory, programs whose tools run are paused, smallest c first, because computing a context again
+    costs c^2. If that isn't enough, generating programs are marked to be paused after their turn.
 
-    Ours: a program is restored at the event that makes room, not at the next period; one whose
-    tools run isn't restored before it asks; a turn's whole limit is reserved on the worker that it
-    is sent to, as by every policy here, where theirs relies on the engine's preemption; and what
-    waits for one of a worker's `max_sequences` waits here, not in the engine. Environments before
-    memory (their section 4.4) are what every policy has: one starts when its group is admitted, not
-    before, and its trajectory asks for a worker once it stands. Live: nothing is missing.
+    Differences, ours:
+    1. A program is restored at the event that makes room, not at the next period, and not while its
+       tools run.
+    2. A turn's whole limit is reserved on its worker, as by every policy here. The authors rely on
+       the engine's preemption.
+    3. A turn that exceeds a worker's `max_sequences` waits in our queue, not in the engine.
+    Every policy here already prepares environments before memory (their section 4.4): one starts
+    when its group is admitted, and its trajectory requests a worker once it is ready. A live run
+    lacks nothing.
     """
 
     def __init__(self, period_s: float, half_life_s: float) -> None:
@@ -55,16 +60,16 @@ class Thunder:
         self.period_s, self.half_life_s = period_s, half_life_s
         self._programs: dict[str, _Program] = {}
         self._active: dict[str, dict[str, _Program]] = {}  # worker -> trajectory -> program
-        self._room: dict[str, float] = {}  # worker -> KV tokens that no program counts for
-        self._looked_at = -math.inf
+        self._room: dict[str, float] = {}  # worker -> KV tokens that no program takes
+        self._recounted_at = -math.inf
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
         match event:
-            case Tick(at=at) if not 0 <= at - self._looked_at < self.period_s:
-                self._looked_at = at
-                self._look(at, cluster)
+            case Tick(at=at) if not 0 <= at - self._recounted_at < self.period_s:
+                self._recounted_at = at
+                self._recount(at, cluster)
             case TurnEnded(at=at, turn=name, tokens=tokens):
-                self._acts(cluster.turns[name], tokens, at)
+                self._tools_run(cluster.turns[name], tokens, at)
             case TrajectoryEnded(trajectory=trajectory):
                 self._pause(trajectory)
                 self._programs.pop(trajectory, None)
@@ -88,15 +93,16 @@ class Thunder:
         return worker
 
     def lane(self, turn: TurnState) -> str:
-        """A turn that waits for the worker of its program holds up none that may go elsewhere."""
+        """Return a lane per worker, for turns that wait for their program's worker, and one for all
+        others, so that the former don't block the latter."""
         program = self._programs.get(turn.trajectory)
         return "held_out" if turn.held_out else program.worker if program is not None else ""
 
     # ----------------------------------------------------------------- restore, pause
 
     def _roomiest(self, turn: TurnState, fleet: Fleet) -> WorkerState | None:
-        """The worker with most room of those that the program fits on; one without programs takes
-        any, or the largest would never run."""
+        """Return the worker with the most room among those that the program fits on. A worker
+        without programs accepts any, because the largest program would never run otherwise."""
         room = {w.worker: self._room.setdefault(w.worker, w.kv_tokens) for w in fleet}
         need = _context(turn) + BUFFER
         for name in sorted(room, key=lambda name: (-room[name], name)):
@@ -106,8 +112,8 @@ class Thunder:
                 return worker
         return None
 
-    def _acts(self, turn: TurnState, tokens: int, at: float) -> None:
-        """The turn is over: tools run."""
+    def _tools_run(self, turn: TurnState, tokens: int, at: float) -> None:
+        """Note that the turn has ended and the program's tools run."""
         program = self._programs.get(turn.trajectory)
         if program is not None and program.worker:
             program.acting_since = at
@@ -116,7 +122,7 @@ class Thunder:
                 self._pause(turn.trajectory)
 
     def _count(self, program: _Program, tokens: int, share: float = 1.0) -> None:
-        """An active program's context, and the share of it that counts."""
+        """Update an active program's context, of which `share` counts."""
         counted = tokens * share + BUFFER
         self._room[program.worker] -= counted - program.counted
         program.tokens, program.counted = tokens, counted
@@ -134,8 +140,8 @@ class Thunder:
 
     # ----------------------------------------------------------------- every period
 
-    def _look(self, at: float, cluster: Cluster) -> None:
-        """Count the contexts anew, and pause what is too much."""
+    def _recount(self, at: float, cluster: Cluster) -> None:
+        """Count all contexts again, and pause programs that exceed a worker's memory."""
         turns = {turn.trajectory: turn for turn in cluster.turns.values()}
         for name, active in self._active.items():
             if not active:
@@ -167,22 +173,24 @@ class Thunder:
 
 
 def _can_serve(worker: WorkerState, turn: TurnState) -> bool:
-    """Now or later, by what is known."""
+    """True if the worker can take the turn now or later, as far as is known."""
     leaves = worker.draining or worker.resting or worker.worker == turn.avoid
-    return not leaves and turn.kv_need <= worker.holds
+    return not leaves and turn.kv_need <= worker.largest_turn
 
 
 def _context(turn: TurnState) -> int:
-    """Tokens, what is made of the turn included."""
+    """Return the tokens of context, those generated in the turn included."""
     return turn.context_tokens + turn.made_tokens
 
 
 class ShortestFirst:
-    """Of the waiting turns, those of trajectories that have begun, then the others; of each the
-    smallest context first, then by arrival (ThunderAgent, arXiv 2602.13692, equation 10: what is
-    restored first). Nothing starves within a step, which has finitely many turns; theirs restores
-    after 30 minutes whatever the room. With other routing than `thunder` no program is paused, and
-    this is the order of what waits for a place."""
+    """Turns of started trajectories first, then the others; in both, smallest context first, ties
+    by arrival (ThunderAgent, arXiv 2602.13692, equation 10, the order of restoring).
+
+    Nothing starves within a step, which has finitely many turns; the authors restore any program
+    after 30 minutes. With routing other than `thunder` no program is paused, and this orders the
+    turns that wait for a worker.
+    """
 
     def __init__(self) -> None:
         self._begun: set[str] = set()  # trajectories that have had a turn

@@ -71,7 +71,7 @@ class Guests:
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
-                asks, connecting = await asyncio.to_thread(self._door.look)
+                asks, connecting = await asyncio.to_thread(self._door.poll)
                 for id, ask in asks:
                     await self._decide(id, ask)
                 for id in set(connecting) & self._connecting.keys():

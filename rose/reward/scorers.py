@@ -204,9 +204,13 @@ class Judge:
             "temperature": self.temperature,
         }
         where = f"{self.url.rstrip('/')}/chat/completions"
+        # A cluster's own servers speak http; a service outside may be behind the site's proxy.
+        outside = where.startswith("https://")
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit_s)) as session,
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=limit_s), trust_env=outside
+                ) as session,
                 session.post(
                     where, json=body, headers={"Authorization": f"Bearer {key}"} if key else {}
                 ) as response,

@@ -1,8 +1,8 @@
-"""The decisions, pure: events in, actions out; the live coordinator and the simulator drive the
-same object. No paper is in here: what a system decides is in `rose.policies`.
+"""Pure scheduler core: events in, actions out. The live coordinator and the simulator drive the
+same class. The decisions of papers and other systems are in `rose.policies`.
 
-Knows no clock, no MPI, no vLLM: time comes with each event, and a decision that the journal of
-events can't reproduce is a bug.
+The scheduler uses no clock, no MPI and no vLLM; each event carries its time. A decision that a
+replay of the event journal doesn't reproduce is a bug.
 """
 
 from rose.scheduler.core import Scheduler

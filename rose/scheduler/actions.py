@@ -1,14 +1,13 @@
-"""One way for the scheduler's actions, live and simulated: one queue that one loop drains.
+"""Event loop around the scheduler, used by the live coordinator and by the simulator.
 
     event -> scheduler.handle -> journal -> carry out each action, in the scheduler's order
       ^                                                  |
       +------- events that this causes wait here <-------+
 
-Carrying out an action may cause events (a group that is dropped ends its turns). They are handled
-after all actions of the event before them, never in their midst, so that nobody sorts actions anew
-and no call leads back into itself. Until such an event is handled the scheduler believes what is
-over already: an action about a turn that an action before it has ended is passed over by whoever
-carries actions out.
+Carrying out an action may cause events: a dropped group ends its turns. Such an event waits until
+all actions of the current event are carried out. So actions keep the scheduler's order, and
+`carry_out` never re-enters itself. While the event waits, the scheduler's state is out of date, and
+an action may name a turn that an earlier action has ended. The driver must ignore such an action.
 """
 
 from __future__ import annotations
@@ -21,21 +20,24 @@ from rose.scheduler.events import Action, Event
 
 
 class Journal(Protocol):
-    """Such as rose.coordinator.journal.Journal."""
+    """Interface of `rose.coordinator.journal.Journal`."""
 
     def write(self, event: Event, actions: list[Action]) -> None: ...
 
 
 class Decider(Protocol):
-    """The scheduler, or what stands for it."""
+    """Interface of `rose.scheduler.Scheduler`."""
 
     def handle(self, event: Event) -> list[Action]: ...
 
 
 class ActionQueue:
-    """`carry_out` does one action of the scheduler's, at once or by a message. What it raises goes
-    to the caller of `feed`; events that still wait are handled by the next `feed`, before its
-    own."""
+    """Queue of events, with the loop that handles them.
+
+    `carry_out` executes one action, directly or by sending a message. An exception that it raises
+    reaches the caller of `feed`. Events that wait at that moment stay queued: the next `feed`
+    handles them before its own event.
+    """
 
     def __init__(
         self,
@@ -48,8 +50,11 @@ class ActionQueue:
         self._draining = False
 
     def feed(self, event: Event) -> None:
-        """Pass the event to the scheduler, and do its actions, before this returns; called while an
-        action is carried out, after the actions that are left."""
+        """Handle the event and carry out its actions before returning.
+
+        A call from within `carry_out` only queues the event. It is handled after the remaining
+        actions of the current event.
+        """
         self._events.append(event)
         if self._draining:
             return

@@ -1,9 +1,11 @@
-"""The scheduler: one state machine, five replaceable policies.
+"""The scheduler: one state machine with five replaceable policies (policies.py).
 
-`handle(event) -> actions` is a pure function of the events so far. The policies (policies.py)
-decide: routing which worker takes a turn, order which waiting turn goes first, batching what a
-training step consumes, provisioning which capacity to hold, placement which environment host
-carries a trajectory on.
+`handle(event) -> actions` is a pure function of the events so far. The policies decide:
+- routing: which worker takes a turn,
+- order: which waiting turn goes first,
+- batching: which groups a training step consumes,
+- provisioning: which capacity to request and which workers to use,
+- placement: which environment host continues a trajectory.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rose.scheduler.policies import (
 )
 from rose.scheduler.state import Cluster, HostState, SavedState, TurnState, WorkerState
 
-MAX_STALLS = 5  # of one turn, then the run stops: more is no accident
+MAX_STALLS = 5  # stalls of one turn that stop the run, because five are no accident
 
 
 class Scheduler:
@@ -48,9 +50,9 @@ class Scheduler:
         self._provisioning, self._batching, self._placement = provisioning, batching, placement
         self._turn_timeout_s = turn_timeout_s
         self._sequence = 0
-        self._deadlines: list[
-            tuple[float, int, str, int]
-        ] = []  # heap: (progress at, sequence, turn, attempt)
+        # Min-heap of (time of progress, sequence, turn, attempt), one entry per attempt. An entry
+        # may be older than the turn's last progress; `_abort_stalled` then pushes a newer one.
+        self._deadlines: list[tuple[float, int, str, int]] = []
         handlers: dict[type[Event], Callable[[Any], list[Action]]] = {
             ev.WorkerJoined: self._worker_joined,
             ev.WorkerLost: self._worker_lost,
@@ -76,7 +78,7 @@ class Scheduler:
             ev.GroupFinished: self._group_finished,
             ev.Tick: self._tick,
         }
-        # the handler of each event, and whether policies receive it before, or after
+        # Type of event -> (handler, policies see it before the handler runs, policies see it after)
         self._handlers = {
             kind: (handler, kind in OBSERVED_BEFORE, kind in OBSERVED)
             for kind, handler in handlers.items()
@@ -95,18 +97,25 @@ class Scheduler:
         self._training_begins = optional(provisioning, "training_begins", lambda cluster: [])
         self._published = optional(batching, "published", lambda version: [])
         self._certain = optional(batching, "certain", lambda: [])
-        self._early: set[str] | None = None  # of a step that streams: given to its trainer
+        # Groups that the trainer of a streaming step has received; None if the step isn't streamed
+        self._given_early: set[str] | None = None
         self._batching_trajectory_ended = optional(
             batching, "trajectory_ended", lambda trajectory, group: []
         )
 
     def handle(self, event: Event) -> list[Action]:
-        """Take one event; return what must be done now, in this order (`ActionQueue`): what follows
-        from the event, what policies that observe it decide, then the turns that find a worker. So
-        an action comes after those that make room for it: a turn is aborted before another takes
-        its place, a worker is ordered to load before it is given turns."""
+        """Apply one event and return the actions to carry out now, in this order (`ActionQueue`):
+
+        1. what follows from the event itself;
+        2. what policies that observe the event decide;
+        3. assignments of waiting turns to workers.
+
+        So an action stands behind those that make room for it: a turn is aborted before another
+        takes its place, and a worker is ordered to load weights before it gets turns.
+        """
         kind = type(event)
-        if kind is ev.TurnProgressed:  # frees nothing, and comes most often
+        # The most frequent event. It frees no capacity, so no waiting turn can be assigned.
+        if kind is ev.TurnProgressed:
             self._turn_progressed(event)
             return []
         handler, before, after = self._handlers[kind]
@@ -119,12 +128,13 @@ class Scheduler:
         tick = kind is ev.Tick
         return (
             actions + self._dispatch(event.at, tick)
-            if self.cluster.waiting or self._queue.looks(tick)
+            if self.cluster.waiting or self._queue.may_move(tick)
             else actions
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """What outlives a step boundary, as plain containers; workers and turns join anew."""
+        """Return the state for a checkpoint, as plain containers. Workers and turns are not in it:
+        after a restart workers join again and turns are requested again."""
         state = {"batching": self._batching.snapshot()}
         if kept := optional(self._provisioning, "snapshot", dict)():
             state["provisioning"] = {type(self._provisioning).__name__: kept}
@@ -133,13 +143,12 @@ class Scheduler:
     def restore(self, state: dict[str, Any]) -> None:
         self._batching.restore(state["batching"])
         kept = state.get("provisioning", {}).get(type(self._provisioning).__name__)
-        if kept is not None:  # else another policy has written it, or none
+        if kept is not None:  # None if the checkpoint was written with another provisioning policy
             self._provisioning.restore(kept)
 
     @property
     def staleness(self) -> int:
-        """The most versions that a group may be behind when it is trained; 0: training is
-        on-policy."""
+        """Most versions by which a trained group may be behind; 0 if training is on-policy."""
         return self._batching.staleness
 
     @property
@@ -147,9 +156,11 @@ class Scheduler:
         return self.cluster.waiting
 
     def _notify(self, event: Event) -> list[Action]:
-        """Policies receive an event only if it is true: none of a turn or worker that is gone, or
-        of a late attempt."""
-        if not self._listeners or not self._is_true(event):
+        """Pass the event to the policies that observe events, and return what they decide.
+
+        Events about a turn or worker that is gone, or about an earlier attempt, are not passed on.
+        """
+        if not self._listeners or not self._is_current(event):
             return []
         actions: list[Action] = []
         for on_event in self._listeners:
@@ -157,7 +168,7 @@ class Scheduler:
                 actions += self._carry_out(decided)
         return actions
 
-    def _is_true(self, event: Event) -> bool:
+    def _is_current(self, event: Event) -> bool:
         match event:
             case ev.TurnEnded(turn=name):
                 return name in self.cluster.turns
@@ -169,13 +180,13 @@ class Scheduler:
         return True
 
     def _carry_out(self, actions: list[Action]) -> list[Action]:
-        """What policies decided, and what follows from it."""
+        """Apply the policies' actions to the cluster's state; return them and what they cause."""
         done: list[Action] = []
         for action in actions:
             done.append(action)
             match action:
                 case ev.StartTraining():
-                    self.cluster.training, self._early = True, None
+                    self.cluster.training, self._given_early = True, None
                     done += self._carry_out(self._training_begins(self.cluster))
                 case ev.AdmitGroup(_, group):
                     self.cluster.admitted[group] = 0
@@ -217,7 +228,7 @@ class Scheduler:
         for name in e.ended:
             if turn := self.cluster.turns.get(name):
                 actions += self._notify(ev.TurnEnded(at=e.at, turn=name, tokens=turn.made_tokens))
-            self._end(name)
+            self._remove_turn(name)
         self._forget_worker(e.worker)
         return actions
 
@@ -232,7 +243,8 @@ class Scheduler:
         if worker is None:
             return []
         worker.kv_tokens, worker.max_sequences = e.kv_tokens, e.max_sequences
-        worker.expected_s, worker.revoked, worker.gave_back = e.expected_s, e.revoked, False
+        worker.expected_s, worker.revoked = e.expected_s, e.revoked
+        worker.awaits_capacity_report = False
         self.fleet.changed(e.worker)
         return []
 
@@ -246,7 +258,7 @@ class Scheduler:
 
     def _version_published(self, e: ev.VersionPublished) -> list[Action]:
         self.cluster.version, self.cluster.training = e.version, False
-        self.cluster.home.clear()  # cached prefixes belong to the old weights
+        self.cluster.home.clear()  # Prefixes cached under the old weights are useless.
         self.cluster.group_home.clear()
         actions: list[Action] = []
         for name, worker in sorted(self.cluster.workers.items()):
@@ -279,17 +291,17 @@ class Scheduler:
         turns = [self.cluster.turns[turn] for turn in worker.turns]
         aborts = [ev.AbortTurn(turn.turn, name, turn.attempt, "rest") for turn in turns]
         for turn in turns:
-            self._queue.take_back(turn)
+            self._queue.requeue(turn)
         self._empty_cache(worker)
         return aborts
 
     def _forget_worker(self, name: str) -> None:
-        """Its turns go back to the queue, in their old places; nothing is cached there any more."""
+        """Remove the worker, queue its turns again at their old places, and forget its caches."""
         worker = self.cluster.workers.get(name)
         if worker is None:
             return
         for turn in list(worker.turns):
-            self._queue.take_back(self.cluster.turns[turn])
+            self._queue.requeue(self.cluster.turns[turn])
         self._empty_cache(worker)
         del self.cluster.workers[name]
 
@@ -361,49 +373,53 @@ class Scheduler:
         return []
 
     def _turn_ended(self, e: ev.TurnEnded) -> list[Action]:
-        self._end(e.turn)
+        self._remove_turn(e.turn)
         return []
 
     def _turn_returned(self, e: ev.TurnReturned) -> list[Action]:
-        """No stall: however often that happens, the run goes on. The worker gets nothing before it
-        has reported what it can take now, or it would give the next turn back at once; and this one
-        only if no other worker has room. None of that after a chunk."""
+        """Queue the turn again. A return is no stall, so it never stops the run.
+
+        Unless the attempt was a chunk that is complete:
+        1. the worker gets no turn until it reports its capacity, because it would return that one
+           at once, too;
+        2. this turn goes to that worker only if no other worker has room.
+        """
         turn = self.cluster.turns.get(e.turn)
         if turn is None or turn.worker is None or turn.attempt != e.attempt:
             return []
         if e.chunk:
-            self._queue.take_back(turn)
+            self._queue.requeue(turn)
         else:
-            self.cluster.workers[turn.worker].gave_back = True
-            self._take_away(turn)
+            self.cluster.workers[turn.worker].awaits_capacity_report = True
+            self._requeue_elsewhere(turn)
         return []
 
     def _trajectory_ended(self, e: ev.TrajectoryEnded) -> list[Action]:
-        self._leave_home(e.trajectory)
+        self._forget_home(e.trajectory)
         self.cluster.saved.pop(e.trajectory, None)
         group = self.cluster.group_of.pop(e.trajectory, "")
         if group in self.cluster.admitted and not e.failed:
             self.cluster.admitted[group] += 1
         return self._carry_out(self._batching_trajectory_ended(e.trajectory, group))
 
-    def _end(self, name: str) -> None:
+    def _remove_turn(self, name: str) -> None:
         turn = self.cluster.turns.pop(name, None)
         if turn is None:
             return
         if turn.worker is None:
             self._queue.remove(turn)
         else:
-            self._queue.left(turn)
+            self._queue.left_worker(turn)
             self.cluster.workers[turn.worker].free(turn)
             self.fleet.changed(turn.worker)
 
-    def _take_away(self, turn: TurnState) -> None:
-        """As `Dispatch.take_back`, and another worker is to take it."""
+    def _requeue_elsewhere(self, turn: TurnState) -> None:
+        """Queue the turn again (`Dispatch.requeue`) and prefer any other worker for it."""
         turn.avoid = turn.worker
-        self._leave_home(turn.trajectory)
-        self._queue.take_back(turn)
+        self._forget_home(turn.trajectory)
+        self._queue.requeue(turn)
 
-    def _leave_home(self, trajectory: str) -> None:
+    def _forget_home(self, trajectory: str) -> None:
         home = self.cluster.home.pop(trajectory, None)
         if home in self.cluster.workers:
             self.cluster.workers[home].cached.pop(trajectory, None)
@@ -415,14 +431,15 @@ class Scheduler:
         return []
 
     def _host_lost(self, e: ev.HostLost) -> list[Action]:
-        """Where its trajectories go on is the driver's; `TrajectorySaved` tells of it."""
+        """Forget the host and the snapshots of its trajectories. The driver chooses where they
+        continue; a later `TrajectorySaved` names the new host."""
         self.cluster.hosts.pop(e.host, None)
         saved = self.cluster.saved
         self.cluster.saved = {name: one for name, one in saved.items() if one.host != e.host}
         return []
 
     def _trajectory_saved(self, e: ev.TrajectorySaved) -> list[Action]:
-        if e.trajectory in self.cluster.group_of:  # else it has ended meanwhile
+        if e.trajectory in self.cluster.group_of:  # False if the trajectory has ended since then
             self.cluster.saved[e.trajectory] = SavedState(e.host, e.turns, e.commands_s)
         return []
 
@@ -430,7 +447,7 @@ class Scheduler:
 
     def _step_begun(self, e: ev.StepBegun) -> list[Action]:
         self.cluster.step, self.cluster.group_size = e.step, e.group_size
-        self._early = set() if e.stream else None
+        self._given_early = set() if e.stream else None
         return self._carry_out(self._batching.begin(e.step, e.groups)) + self._train_early()
 
     def _group_finished(self, e: ev.GroupFinished) -> list[Action]:
@@ -441,21 +458,21 @@ class Scheduler:
         return self._carry_out(self._batching.finished(e.group, e.accepted)) + self._train_early()
 
     def _train_early(self) -> list[Action]:
-        if self._early is None:
+        if self._given_early is None:
             return []
-        found = [group for group in self._certain() if group not in self._early]
-        self._early.update(found)
+        found = [group for group in self._certain() if group not in self._given_early]
+        self._given_early.update(found)
         return [ev.TrainGroup(self.cluster.step, group) for group in found]
 
     def _tick(self, e: ev.Tick) -> list[Action]:
-        actions = self._unstick(e.at)
+        actions = self._abort_stalled(e.at)
         actions += self._carry_out(self._provisioning.decide(e.at, self.cluster))
         if self._placement is not None and self.cluster.hosts:
             actions += self._carry_out(self._placement.decide(e.at, self.cluster))
         return actions
 
-    def _unstick(self, at: float) -> list[Action]:
-        """Turns without a token for `turn_timeout_s` go elsewhere (stall deadline)."""
+    def _abort_stalled(self, at: float) -> list[Action]:
+        """Abort turns that got no token for `turn_timeout_s`, and queue them for other workers."""
         actions: list[Action] = []
         while self._deadlines and at - self._deadlines[0][0] > self._turn_timeout_s:
             progress_at, sequence, name, attempt = heappop(self._deadlines)
@@ -478,7 +495,7 @@ class Scheduler:
                         f"each (rollout.turn_timeout_s), last on {turn.worker}"
                     )
                 )
-            self._take_away(turn)
+            self._requeue_elsewhere(turn)
         return actions
 
     def _dispatch(self, at: float, tick: bool) -> list[Action]:

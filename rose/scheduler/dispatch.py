@@ -1,17 +1,20 @@
-"""Waiting turns, and running ones that may go elsewhere, and the rounds in which they find workers.
+"""Queue of turns, and the rounds that assign waiting turns to workers and move running ones.
 
-What a round costs doesn't grow with the turns that wait. Policies are asked about turns that a
-worker has room for; of these LOOK_AHEAD of each lane may find no place. Turns that need more than
-any worker's room are passed over together; the workers that could hold the smallest of them are
-kept, whatever their kind.
+The cost of a round doesn't grow with the number of waiting turns. The routing policy is asked only
+about turns for which some worker has room, and until LOOK_AHEAD turns of a lane have found no
+worker. Turns that need more room than any worker has are skipped together, and the workers that
+could hold the smallest of them are reserved for it, whatever their kind.
 
-A running turn that the policy watches stands in line at its old place as well: when a worker gets
-free that is worth moving to, it is asked about before turns that came later. So a turn on a slow
-worker loses nothing against one that waited.
+A turn that runs on a worker which the routing policy *watches* (one that may be slow) keeps its
+place in the queue's order. When another worker gets free, the policy is asked about moving this
+turn before it is asked about later turns. So a turn on a slow worker is no worse off than one that
+waited.
 
-Turns of evaluations (`TurnState.held_out`) are never in the way of training: they come after all
-others, go to borrowed workers first, and where a training turn finds no place they give way, back
-to the queue with the tokens that they have.
+Turns of evaluations (`TurnState.held_out`) don't delay training:
+1. They come after all training turns.
+2. They prefer borrowed workers.
+3. When a training turn finds no worker they are preempted: they return to the queue with the tokens
+   generated so far.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ from rose.scheduler.events import AbortTurn, AssignTurn, Event
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.held_out import HeldOut
 from rose.scheduler.policies import Order, Routing, optional
-from rose.scheduler.state import FREE, UNBOUNDED, Cluster, TurnState, WorkerState
+from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
-# turns of a lane that may find no place before the others of the lane aren't asked about either
+# Turns of a lane that may find no worker in a round. Then the round leaves the lane, which bounds
+# the calls of the policy.
 LOOK_AHEAD = 32
-MAX_MOVES = 2  # of one turn that is slow where it is
-# running turns that are asked about when a worker that is not watched gets free, at a tick
-LOOKS, TICK_LOOKS = (1, 32)
+MAX_MOVES = 2  # moves of one running turn to faster workers
+# Running turns that the policy is asked to move: when an unwatched worker gets free, and at a tick
+ASKED_WHEN_FREED = 1
+ASKED_AT_TICK = 32
 
 
 class Dispatch:
@@ -49,9 +54,9 @@ class Dispatch:
         self._watched = TurnQueue()  # running turns that may move
         self._held_out = HeldOut(cluster, fleet)  # running turns of evaluations
         self._waiting_held_out = 0
-        self._looked: Entry | None = None  # the last that a tick looked at
-        self._freed = ""  # a worker that is not watched, and has lost a turn since the last round
-        self._lanes: dict[Hashable, TurnQueue] = {}  # none of them empty
+        self._last_asked: Entry | None = None  # last running turn that a tick asked about
+        self._freed = ""  # an unwatched worker that lost a turn since the last round; "" if none
+        self._lanes: dict[Hashable, TurnQueue] = {}  # lanes with waiting turns
 
     def add(self, turn: TurnState) -> None:
         turn.kv_need, turn.lane = self._kv_need(turn), self._lane(turn)
@@ -72,24 +77,24 @@ class Dispatch:
         self._cluster.waiting -= 1
         self._waiting_held_out -= turn.held_out
 
-    def take_back(self, turn: TurnState) -> None:
-        """Into the queue, in its old place."""
-        self.left(turn)
+    def requeue(self, turn: TurnState) -> None:
+        """Take the turn from its worker and queue it at its old place."""
+        self.left_worker(turn)
         self._cluster.workers[turn.worker].free(turn)
         self._fleet.changed(turn.worker)
         turn.worker = None
         self.add(turn)
 
     def reorder(self, event: Event) -> None:
-        """New places for the turns whose keys the event has changed."""
+        """Queue the waiting turns whose keys the event has changed at their new places."""
         for name in self._changed(event, self._cluster) if self._changed else ():
             turn = self._cluster.turns.get(name)
             if turn is not None and turn.worker is None:
                 self.remove(turn)
                 self.add(turn)
 
-    def left(self, turn: TurnState) -> None:
-        """Its worker has it no more."""
+    def left_worker(self, turn: TurnState) -> None:
+        """Stop tracking the turn as a running one, before its worker drops it."""
         if turn.held_out:
             self._held_out.remove(turn)
         if turn.turn in self._watched:
@@ -97,58 +102,62 @@ class Dispatch:
         elif not self._watches(self._cluster.workers[turn.worker]):
             self._freed = turn.worker
 
-    def looks(self, tick: bool) -> bool:
-        """Whether a round would ask about running turns."""
+    def may_move(self, tick: bool) -> bool:
+        """True if a round would ask the policy to move running turns."""
         return len(self._watched) > 0 and (tick or self._freed != "")
 
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Turns that find a place now, in order, after those that make way for one."""
+        """Return the assignments that are possible now, in order, each behind the aborts of the
+        turns that make room for it."""
         actions = self._round(at, tick)
-        while found := self._makes_way():
-            turn, given = found
-            for other in given:
+        while found := self._preemption():
+            turn, preempted = found
+            for other in preempted:
                 actions.append(AbortTurn(other.turn, other.worker, other.attempt, "training"))
-                self.take_back(other)
+                self.requeue(other)
             actions += self._round(at)
-            turn.vain = turn.worker is None
+            turn.preemption_failed = turn.worker is None
         return actions
 
-    def _makes_way(self) -> tuple[TurnState, list[TurnState]] | None:
-        """The first training turn that no worker has room for, and evaluation turns whose end gives
-        it some. One that these can't help, or that they made way for in vain, holds up none of
-        smaller need; but workers that can hold it are kept for it, as in any round."""
+    def _preemption(self) -> tuple[TurnState, list[TurnState]] | None:
+        """Return the first training turn that no worker has room for and that preemption can help,
+        with the evaluation turns to preempt; None if there is none.
+
+        A turn that preemption can't help doesn't delay smaller ones, but the workers that can hold
+        it are reserved for it. A turn for which preemption failed before reserves none.
+        """
         if not self._held_out or self._cluster.waiting == self._waiting_held_out:
             return None
         self._fleet.begin_round()
-        heads, kept = self._heads(UNBOUNDED), FREE
+        heads, reserved_for = self._heads(UNBOUNDED), NOT_RESERVED
         while heads:
             entry, name = heappop(heads)
             turn = entry[2]
             if turn.held_out:
                 return None
             if turn.kv_need <= self._fleet.room():
-                continue  # the policy lets it wait, and those of smaller need
-            if not turn.vain:
-                if given := self._held_out.in_the_way(turn, kept):
-                    return turn, given
-                kept = min(kept, turn.kv_need)
-                self._fleet.keep_all(kept)
+                continue  # There is room, but the policy lets this turn and smaller ones wait.
+            if not turn.preemption_failed:
+                if preempted := self._held_out.to_preempt(turn, reserved_for):
+                    return turn, preempted
+                reserved_for = min(reserved_for, turn.kv_need)
+                self._fleet.reserve_all(reserved_for)
             if following := self._lanes[name].first(turn.kv_need - 1, entry)[0]:
                 heappush(heads, (following, name))
         return None
 
     def _round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """One that finds no place keeps what it asked for. A few running ones are asked about too:
-        the first, for a worker that got free, or at a tick those after the last tick's, for
-        any."""
+        """Assign waiting turns in order. A turn that finds no worker reserves what it asked for.
+
+        The policy is asked about a few running turns, too: about the first ones for a worker that
+        got free, and at a tick about those behind the last tick's for any worker.
+        """
         self._fleet.begin_round()
         actions: list[AbortTurn | AssignTurn] = []
-        waiting: dict[Hashable, int] = {}  # lane -> turns of it that the policy let wait
-        heads = self._heads(self._fleet.holds())
-        running, freed = (
-            self._candidates(tick) if self.looks(tick) else [],
-            "" if tick else self._freed,
-        )
+        waiting: dict[Hashable, int] = {}  # lane -> number of its turns that found no worker
+        heads = self._heads(self._fleet.largest_turn())
+        running = self._candidates(tick) if self.may_move(tick) else []
+        freed = "" if tick else self._freed
         self._freed = ""
         while heads or running:
             while running and (not heads or running[-1] < heads[0][0]):
@@ -173,15 +182,16 @@ class Dispatch:
         return actions
 
     def _candidates(self, tick: bool) -> list[Entry]:
-        """Running turns to ask about, the first one last."""
+        """Return the running turns to ask about, in reverse order."""
         if not tick:
-            return self._watched.some(LOOKS)[::-1]
-        found = self._watched.some(TICK_LOOKS, self._looked)
-        self._looked = found[-1] if len(found) == TICK_LOOKS else None  # then from the first again
+            return self._watched.next_entries(ASKED_WHEN_FREED)[::-1]
+        found = self._watched.next_entries(ASKED_AT_TICK, self._last_asked)
+        # After the last turn the next tick begins with the first one again.
+        self._last_asked = found[-1] if len(found) == ASKED_AT_TICK else None
         return found[::-1]
 
     def _move(self, turn: TurnState, freed: str, at: float) -> list[AbortTurn | AssignTurn]:
-        """To a worker where it ends sooner, if the policy knows one: `freed`, or any."""
+        """Move the turn to a worker that the policy names: `freed`, or any if that is ""."""
         self._fleet.begin_turn()
         among = [self._fleet.get(freed, turn)] if freed else self._fleet.least_of_each(turn)
         worker = self._better(turn, among, at, self._cluster) if among != [None] else None
@@ -196,26 +206,28 @@ class Dispatch:
         return [abort, self._assign(turn, worker, at)]
 
     def _following(self, lane: TurnQueue, bound: int, after: Entry) -> Entry | None:
-        """The lane's next turn that may find a place, or keep a worker."""
-        holds = self._fleet.holds() if lane else 0
-        return lane.first(min(bound, holds), after)[0] if holds > 0 else None
+        """Return the lane's next turn that could find a worker or reserve one."""
+        largest = self._fleet.largest_turn() if lane else 0
+        return lane.first(min(bound, largest), after)[0] if largest > 0 else None
 
     def _pass_over(self, lane: TurnQueue, entry: Entry) -> Entry | None:
-        """Nobody has room for this turn, nor for those behind it that need as much: they keep who
-        could hold them."""
-        self._fleet.keep_all(entry[2].kv_need)
-        if self._fleet.holds() <= 0:
+        """Skip the turns that need more room than any worker has, and return the lane's next one.
+
+        The workers that could hold the skipped turns are reserved for them.
+        """
+        self._fleet.reserve_all(entry[2].kv_need)
+        if self._fleet.largest_turn() <= 0:
             return None
         following, passed = lane.first(self._fleet.room(), entry)
-        self._fleet.keep_all(passed)
+        self._fleet.reserve_all(passed)
         return following
 
-    def _heads(self, holds: int) -> list[tuple[Entry, Hashable]]:
-        """Of each lane the first turn that may find a place, a heap."""
-        if holds <= 0:
+    def _heads(self, need: int) -> list[tuple[Entry, Hashable]]:
+        """Return a heap of (first turn that needs at most `need` KV tokens, its lane)."""
+        if need <= 0:
             return []
         heads = [
-            (head, name) for name, lane in self._lanes.items() if (head := lane.first(holds)[0])
+            (head, name) for name, lane in self._lanes.items() if (head := lane.first(need)[0])
         ]
         heapify(heads)
         return heads
@@ -225,7 +237,7 @@ class Dispatch:
         worker = self._held_out.borrowed(turn) if turn.held_out else None
         worker = worker or self._choose(turn, self._fleet, self._cluster)
         if worker is None:
-            self._fleet.keep(turn)
+            self._fleet.reserve(turn)
             return None
         self.remove(turn)
         return self._assign(turn, worker, at)
@@ -233,7 +245,7 @@ class Dispatch:
     def _assign(self, turn: TurnState, worker: WorkerState, at: float) -> AssignTurn:
         turn.worker, turn.assigned_at, turn.progress_at = worker.worker, at, at
         turn.attempt += 1
-        turn.vain = False
+        turn.preemption_failed = False
         worker.hold(turn)
         if turn.held_out:
             self._held_out.add(turn)
@@ -255,8 +267,7 @@ class Dispatch:
         )
 
     def _settle_home(self, turn: TurnState, worker: WorkerState) -> None:
-        """Its prefix is cached where it runs, its group's prompt where the first of the group
-        ran."""
+        """Make the worker home of the trajectory, and of its group if that has none yet."""
         home, workers = self._cluster.home, self._cluster.workers
         old = home.get(turn.trajectory)
         if old != worker.worker:

@@ -1,8 +1,7 @@
-"""What the scheduler receives (events) and what it orders (actions). Both go into the journal
-unchanged.
+"""Events that the scheduler receives and actions that it orders. The journal records both.
 
-Times are seconds of whatever clock the driver has: the wall's in a live run, the simulation's in a
-simulated one.
+Times are seconds of the driver's clock: wall-clock time in a live run, simulated time in a
+simulation.
 """
 
 from __future__ import annotations
@@ -28,24 +27,22 @@ Kind = Literal["dedicated", "hybrid", Borrowed]
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Of an engine, where a run has engines of several tensor-parallel degrees. It runs on `degree`
-    GPUs from number `first` on; engines whose GPUs overlap are never awake at once. The seconds
-    are those of a decode step (at least, for each sequence in it, and for each token that these
-    attend to) and of a token of prefill."""
+    """GPUs and speed of an engine in a run with engines of several tensor-parallel degrees. Engines
+    whose GPUs overlap are never awake at once."""
 
-    first: int
-    degree: int
-    step_s: float
-    sequence_s: float
-    context_s: float
-    prefill_s: float
+    first: int  # number of its first GPU
+    degree: int  # number of GPUs
+    step_s: float  # seconds of a decode step, at least
+    sequence_s: float  # seconds that each sequence adds to a decode step
+    context_s: float  # seconds that each token of context adds to a decode step
+    prefill_s: float  # seconds to prefill a token
 
 
 class WorkerJoined(Event):
-    """A worker can take turns once it holds the current version. A restart joins anew."""
+    """A worker joined, perhaps after a restart. It takes turns once it has the current version."""
 
     worker: str
-    kind: Kind  # hybrid: the trainer's own GPUs, which roll out between its phases
+    kind: Kind  # hybrid: the trainer's own GPUs, which roll out while the trainer would idle
     max_sequences: int
     kv_tokens: int
     version: int
@@ -54,7 +51,7 @@ class WorkerJoined(Event):
 
 
 class WorkerLost(Event):
-    """`ended`: turns of it whose every token had arrived; the others go elsewhere."""
+    """The worker is gone. Turns in `ended` had sent all tokens; its others are queued again."""
 
     worker: str
     reason: str
@@ -62,7 +59,7 @@ class WorkerLost(Event):
 
 
 class WorkerDraining(Event):
-    """The worker finishes the turns that it has and takes no others."""
+    """The worker takes no new turns and finishes those it has."""
 
     worker: str
 
@@ -73,7 +70,7 @@ class WorkerLoaded(Event):
 
 
 class WorkerCapacity(Event):
-    """What a co-serving worker can take now; `protocol.WorkerCapacity` has the meanings."""
+    """Current capacity of a co-serving worker; `protocol.WorkerCapacity` explains the fields."""
 
     worker: str
     kv_tokens: int
@@ -83,48 +80,48 @@ class WorkerCapacity(Event):
 
 
 class ReplicaReady(Event):
-    """The trainer has a replica beside this dedicated worker, which can compute a part of each
-    gradient while the worker rests. Told where rollouts go on during training."""
+    """A replica beside this dedicated worker can compute a part of each gradient while the worker
+    rests. Sent only in runs whose rollouts continue during training."""
 
     worker: str
 
 
 class ReplicaLost(Event):
-    """It died, or was given up; another one may come."""
+    """The replica beside this worker died or was abandoned. A later `ReplicaReady` may follow."""
 
     worker: str
 
 
 class CapacityQueued(Event):
-    """The queue has taken it, or still has it from an earlier attempt."""
+    """The queue accepted the request, or still holds it from an earlier attempt of the run."""
 
     request: str
 
 
 class CapacityGranted(Event):
-    """The requested job runs; the worker joins by itself."""
+    """The requested job runs. Its worker joins by itself (`WorkerJoined`)."""
 
     request: str
 
 
 class CapacityRefused(Event):
-    """The queue did not take it, or let it wait for too long: no job of it is left."""
+    """The queue rejected the request, or didn't start its job in time. No job of it is left."""
 
     request: str
     reason: str
 
 
 class CapacityEnded(Event):
-    """The job is over, whoever ended it."""
+    """The requested job has ended, for any reason."""
 
     request: str
 
 
 class VersionPublished(Event):
-    """`tokens`: of the batch that was trained for it, contexts included; 0: unknown."""
+    """The trainer published the weights of a version."""
 
     version: int
-    tokens: int = 0
+    tokens: int = 0  # size of the batch that was trained for it, contexts included; 0 if unknown
 
 
 class TurnRequested(Event):
@@ -133,86 +130,82 @@ class TurnRequested(Event):
     group: str
     context_tokens: int
     max_new_tokens: int
-    domain: str = ""  # the environment's name, in a mixture the member's
-    outcome: Literal["", "ok", "failed"] = ""  # of the tool call that the turn follows
-    made_tokens: int = 0  # of the turn, by an earlier attempt of the run
-    held_out: bool = False  # of an evaluation: training turns come first
+    domain: str = ""  # name of the environment; in a mixture, of the member
+    outcome: Literal["", "ok", "failed"] = ""  # outcome of the tool call before the turn
+    made_tokens: int = 0  # tokens of the turn that an earlier attempt of the run generated
+    held_out: bool = False  # True for a turn of an evaluation, which training turns precede
 
 
 class TurnProgressed(Event):
     turn: str
     attempt: int
-    tokens: int  # new ones
+    tokens: int  # number of new tokens
 
 
 class TurnEnded(Event):
-    """Finished, or no longer wanted."""
+    """The turn finished or was cancelled."""
 
     turn: str
-    tokens: int = 0  # made in the turn
+    tokens: int = 0  # tokens generated in the turn
 
 
 class TurnReturned(Event):
-    """A worker gave the turn back before its end: nothing is wrong with it, and it goes elsewhere.
-    `chunk`: it has made the `max_tokens` of its attempt, and nothing is wrong with the worker
-    either."""
+    """A worker returned the turn unfinished. The turn is valid and is queued again."""
 
     turn: str
     attempt: int
-    chunk: bool = False
+    chunk: bool = False  # True if the attempt reached its `max_tokens`; the worker is fine, too
 
 
 class TrajectoryEnded(Event):
-    """`failed`: or it was cancelled; another takes its place, unless its group is dropped."""
+    """The trajectory ended. If it failed, another takes its place unless its group is dropped."""
 
     trajectory: str
-    tokens: int = 0  # made in it; 0 if it failed
-    failed: bool = False
+    tokens: int = 0  # tokens generated in the trajectory; 0 if it failed
+    failed: bool = False  # True, too, if it was cancelled
 
 
 class HostLoad(Event):
-    """What an environment host carries, told now and then; `protocol.HostLoad` has these fields."""
+    """Periodic load report of an environment host, with the fields of `protocol.HostLoad`."""
 
     host: str
-    running: int  # trajectories
-    cores: float  # that its commands may use
-    cpu: float  # tasks that run or could run, mean since the last report: beyond `cores` all wait
+    running: int  # number of trajectories
+    cores: float  # cores that the host's commands may use
+    cpu: float  # tasks that run or could run, mean since the last report; above `cores` they wait
     memory: float  # share in use of the memory for sandboxes
 
 
 class HostLost(Event):
-    """The environment host is gone, with its sandboxes; what is saved of them is not."""
+    """The environment host is gone with its sandboxes. Saved snapshots remain."""
 
     host: str
 
 
 class TrajectorySaved(Event):
-    """A snapshot is whole and lies where every host can read it: the trajectory can go on elsewhere
-    without its host. `protocol.TrajectorySaved` has these fields."""
+    """A snapshot is complete and readable by every host, so the trajectory can continue on another
+    host. The fields are those of `protocol.TrajectorySaved`."""
 
     trajectory: str
-    host: str  # that runs it
-    turns: int  # whose commands the snapshot holds
-    commands_s: float  # that its commands have taken so far, waiting for a core included
+    host: str  # host that runs the trajectory
+    turns: int  # number of turns whose commands the snapshot contains
+    commands_s: float  # seconds spent in commands so far, including the wait for a core
 
 
 class StepBegun(Event):
-    """A training step wants `groups` groups. `stream`: and takes each as soon as it is certain to
-    be among them (`TrainGroup`). `group_size`: trajectories of each; 0: unknown. `hybrid_delay`: of
-    the step before, the share for which the trainer waited for devices that hybrid workers had.
-    `trainers`: ranks of the trainer, each of which trains as fast as a replica; 0: no replica can
-    have a part in the step."""
+    """A training step begins and wants `groups` groups."""
 
     step: int
     groups: int
-    stream: bool = False
-    group_size: int = 0
+    stream: bool = False  # True: the trainer takes each group once it is certain (`TrainGroup`)
+    group_size: int = 0  # trajectories per group; 0 if unknown
+    # Share of the last step in which the trainer waited for devices that hybrid workers held
     hybrid_delay: float = 0.0
+    # Ranks of the trainer, each as fast as a replica; 0 if no replica can take part in the step
     trainers: int = 0
 
 
 class GroupFinished(Event):
-    """All trajectories of the group are in; `accepted`: whether the filter keeps it."""
+    """All trajectories of the group have ended. `accepted` is the verdict of the filter."""
 
     group: str
     accepted: bool
@@ -252,8 +245,11 @@ AnyEvent = (
 
 
 class AssignTurn(Action):
-    """Send the turn to the worker. With `max_tokens` the engine ends the attempt after so many new
-    tokens, and the driver feeds `TurnReturned` with `chunk`; 0: the turn's own limit."""
+    """Send the turn to the worker.
+
+    After `max_tokens` new tokens the engine ends the attempt, and the driver feeds `TurnReturned`
+    with `chunk`. At 0 only the turn's own limit applies.
+    """
 
     turn: str
     worker: str
@@ -262,9 +258,13 @@ class AssignTurn(Action):
 
 
 class AbortTurn(Action):
-    """`why`: it made no token for `turn_timeout_s`; it ends sooner elsewhere (the `AssignTurn` that
-    follows); its worker rests from now on; or, of an evaluation, a training turn needs its
-    room."""
+    """Abort the turn on the worker. `why` is one of
+
+    - stalled: the turn got no token for `turn_timeout_s`;
+    - slow: it ends sooner on another worker (an `AssignTurn` follows);
+    - rest: the worker rests from now on;
+    - training: it is an evaluation turn, and a training turn needs its room.
+    """
 
     turn: str
     worker: str
@@ -278,11 +278,11 @@ class LoadWeights(Action):
 
 
 class AdmitGroup(Action):
-    """Start the group with this index of the prompt stream. `rose.scheduler.groups` makes the
-    names.
+    """Start the group with this index of the prompt stream (names: `rose.scheduler.groups`).
 
-    `spare`: trajectories started beyond the group's size, as a share of it, rounded up. The first
-    of all that are in make the group; the driver cancels the others."""
+    `spare` is the share of trajectories to start beyond the group's size, rounded up. Those that
+    end first make the group; the driver cancels the others.
+    """
 
     index: int
     group: str
@@ -290,14 +290,14 @@ class AdmitGroup(Action):
 
 
 class DropGroup(Action):
-    """Cancel what still runs of the group; nothing of it is used."""
+    """Cancel the running trajectories of the group, and use none of its results."""
 
     group: str
 
 
 class TrainGroup(Action):
-    """The finished group will be one of the step's, whatever else comes: its gradient may be
-    computed now. `StartTraining` names it again."""
+    """Compute the gradient of a finished group that is certain to be in the step's batch.
+    `StartTraining` names the group again."""
 
     step: int
     group: str
@@ -309,57 +309,60 @@ class StartTraining(Action):
 
 
 class RequestCapacity(Action):
-    """Ask the cluster for one more job that lends a worker; `request` is its name from here on."""
+    """Submit one more job that lends a worker. `request` names it in events and actions."""
 
     request: str
 
 
 class ReleaseCapacity(Action):
-    """Give the job back: let its worker leave, and cancel it."""
+    """Let the worker of the requested job leave, and cancel the job."""
 
     request: str
 
 
 class UseWorker(Action):
-    """The worker may take turns. Carried out inside the scheduler; a driver may ignore it."""
+    """Allow the worker to take turns. The scheduler itself applies it; a driver may ignore it."""
 
     worker: str
 
 
 class RestWorker(Action):
-    """The worker takes neither turns nor weights, and its turns go elsewhere (the `AbortTurn`s that
-    follow). Carried out inside the scheduler; a driver may ignore it."""
+    """Send the worker neither turns nor weights from now on. `AbortTurn`s for its turns follow.
+    The scheduler itself applies it; a driver may ignore it."""
 
     worker: str
 
 
 class PlanReplicas(Action):
-    """How many replicas train from this step on, and what the planner expects of it, in seconds of
-    a step; `step_s`, `rollout_s` and `training_s` are those of the steps since the plan before,
-    which expected `expected_s` (0: there was none). Carried out inside the scheduler, by
-    `RestWorker` as a step's training begins; a driver may ignore it."""
+    """Report the planner's number of replicas that train from this step on.
+
+    The scheduler applies the plan by `RestWorker` when a step's training begins; a driver may
+    ignore this action.
+    """
 
     step: int
     replicas: int
-    before: int
-    forecast_s: float
-    step_s: float
-    rollout_s: float
-    training_s: float
-    expected_s: float
+    before: int  # replicas by the previous plan
+    forecast_s: float  # predicted seconds of a step with this plan
+    step_s: float  # measured seconds of a step since the previous plan
+    rollout_s: float  # rollout part of a step, since the previous plan
+    training_s: float  # training part of a step, since the previous plan
+    expected_s: float  # seconds of a step that the previous plan predicted; 0 if there was none
 
 
 class MoveTrajectory(Action):
-    """Let the trajectory go on, on another environment host, from a snapshot that holds all of its
-    turns: once the command that runs has ended and is saved. The open turn stays with its engine. A
-    driver passes it over when trajectory or host is gone by then."""
+    """Continue the trajectory on another environment host, from a snapshot with all of its turns.
+
+    The move waits until the running command has ended and is saved. An open turn stays on its
+    engine. The driver ignores the action if the trajectory or the host is gone by then.
+    """
 
     trajectory: str
     host: str
 
 
 class GiveUp(Action):
-    """The run can't go on; the driver stops it with this cause."""
+    """Stop the run, because it can't continue for this reason."""
 
     reason: str
 

@@ -1,13 +1,14 @@
-"""Workers that can take turns now, indexed: each question of a routing policy costs O(log workers).
+"""Index of the workers that can take turns now. Each question of a policy costs O(log workers).
 
-Ready are those with the newest weights that take turns and neither load, drain nor rest. They lie
-in pools of one kind, hardware and label, which a routing policy may give them; apart are those from
-which memory was taken back, and those of which only a part is lent, by its size. A pool knows its
-workers with room by load and by room.
+A worker is *ready* when it has the newest weights, accepts turns, and isn't loading, draining or
+resting. Ready workers are grouped into pools of one kind, hardware and label (a routing policy may
+assign labels). Two sorts of workers get pools of their own: those whose memory was revoked, and
+those that lend only part of their KV cache, a pool per power of two of its size. A pool ranks its
+workers with room twice, by load and by room.
 
-A turn that can't be placed keeps its place: the workers that could hold it are kept for it until
-the end of the round, or small turns would starve a large one. These are the workers that the policy
-asked for in vain.
+A turn that finds no worker stays in the queue. Until the end of the round, the workers that the
+policy asked for and that could hold the turn are reserved for it. Otherwise small turns would
+starve a large one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from itertools import islice
 from sortedcontainers import SortedList
 
 from rose.scheduler.ranking import Ranking
-from rose.scheduler.state import FREE, UNBOUNDED, Cluster, TurnState, WorkerState
+from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 
-LOOK = 16  # workers seen in order of load before those with most room are: bounds a decision
+# Workers of a pool that a question examines in order of load, and then in order of room. Bounds
+# the cost of a decision.
+MOST_EXAMINED = 16
 
 
 class Fleet:
-    """`queue_depth`: turns beyond a worker's sequences, as a share of these. `label`: see
-    `policies.Routing`."""
+    """`queue_depth` is the share of turns that a worker gets beyond its sequences, `label` maps a
+    worker's name to its label (`policies.Routing`)."""
 
     def __init__(
         self,
@@ -38,27 +41,26 @@ class Fleet:
         self._places: dict[str, _Place] = {}
         self._names = SortedList()
         self._changed: dict[str, None] = {}
-        self._roomy: dict[_Pool, None] = {}  # those that have workers with room
-        self._asked: dict[
-            str | tuple, None
-        ] = {}  # in vain, for the turn at hand: a name, or (kind, hardware, label)
-        self._floored: list[_Pool] = []  # those of which something is kept in this round
-        self._kept: dict[
-            str, int
-        ] = {}  # worker -> what it can hold is kept, of turns of so much need
+        self._roomy: dict[_Pool, None] = {}  # pools that have workers with room
+        # What the policy asked for the current turn without finding a worker: a worker's name, or
+        # (kind, hardware, label)
+        self._unmet: dict[str | tuple, None] = {}
+        self._reserved_pools: list[_Pool] = []  # pools with `reserved_for` set in this round
+        # Worker -> smallest KV need of the turns that it is reserved for, if it can hold that much
+        self._reserved: dict[str, int] = {}
 
     # ----------------------------------------------------------------- what policies ask
 
     def get(self, name: str, turn: TurnState) -> WorkerState | None:
-        """The worker, if it is ready and has room for the turn."""
+        """Return the worker if it is ready and has room for the turn."""
         if self._changed:
-            self._settle()
+            self._update_places()
         place = self._places.get(name)
         if place is None:
             return None
         if place.room >= turn.kv_need and name != turn.avoid and self._open(place):
             return place.worker
-        self._asked[name] = None
+        self._unmet[name] = None
         return None
 
     def least(
@@ -69,15 +71,17 @@ class Fleet:
         hardware: str | None = None,
         label: Hashable | None = None,
     ) -> WorkerState | None:
-        """The least loaded with room for it, by name where loads are equal; those from which memory
-        was taken back come last. After LOOK that have no room it may be the one with most room
-        instead."""
+        """Return the least loaded worker with room for the turn, the first by name among equals.
+
+        Workers whose memory was revoked come last, and after them `turn.avoid`. If none of the
+        MOST_EXAMINED least loaded of a pool has room, its workers with most room are tried.
+        """
         if self._changed:
-            self._settle()
+            self._update_places()
         best = None
         for pool in self._roomy:
             if pool.is_of(kind, hardware, label):
-                found = pool.least(turn, self._kept)
+                found = pool.least(turn, self._reserved)
                 if found is not None:
                     found = pool.revoked, *found
                     best = found if best is None else min(best, found)
@@ -91,17 +95,16 @@ class Fleet:
             and (place.pool.is_of(kind, hardware, label))
         ):
             return place.worker
-        self._asked[kind, hardware, label] = None
+        self._unmet[kind, hardware, label] = None
         return None
 
     def least_of_each(self, turn: TurnState) -> list[WorkerState]:
-        """Of each kind and hardware the least loaded with room for it, by name where loads are
-        equal."""
+        """Return the least loaded worker with room for the turn for each kind and hardware."""
         if self._changed:
-            self._settle()
+            self._update_places()
         best: dict[tuple[str, str], tuple[float, str]] = {}
         for pool in self._roomy:
-            if found := pool.least(turn, self._kept):
+            if found := pool.least(turn, self._reserved):
                 sort = pool.kind, pool.hardware
                 best[sort] = min(best.get(sort, found), found)
         if best:
@@ -110,98 +113,106 @@ class Fleet:
         return [] if last is None else [last]
 
     def after(self, name: str, turn: TurnState) -> WorkerState | None:
-        """The next by name with room for it, and after the last the first again."""
-        self._settle()
+        """Return the next worker by name with room for the turn; the first name follows the last.
+
+        Workers whose memory was revoked come last. After MOST_EXAMINED names without room the least
+        loaded worker is taken.
+        """
+        self._update_places()
         if not self._roomy:
             return self.least(turn)
         start = self._names.bisect_right(name)
         revoked = None
-        for other in islice(self._around(start), LOOK):
+        for other in islice(self._around(start), MOST_EXAMINED):
             place = self._places[other]
             if place.room >= turn.kv_need and other != turn.avoid and self._open(place):
                 if not place.pool.revoked:
                     return place.worker
                 revoked = revoked or place.worker
-        return self.least(turn) if revoked is None or len(self) > LOOK else revoked
+        return self.least(turn) if revoked is None or len(self) > MOST_EXAMINED else revoked
 
     def is_ready(self, worker: WorkerState) -> bool:
-        """Whether it can take turns now, if it has room."""
+        """True if the worker can take turns as far as it has room."""
         return (
             worker.version == self._cluster.version
-            and worker.takes
+            and worker.accepts_turns
             and not (worker.loading or worker.draining or worker.resting)
         )
 
     def room_without(self, worker: WorkerState, turns: Sequence[TurnState]) -> int:
-        """`WorkerState.room` once these of its turns are gone."""
+        """Return `WorkerState.room` without these of its turns."""
         needs = sum(turn.kv_need for turn in turns)
         return worker.room_without(self._queue_depth, len(turns), needs)
 
     def __len__(self) -> int:
-        self._settle()
+        self._update_places()
         return len(self._names)
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """Ready workers by name; O(workers)."""
-        self._settle()
+        """Iterate over the ready workers by name; O(workers)."""
+        self._update_places()
         return (self._places[name].worker for name in self._names)
 
     # ----------------------------------------------------------------- the scheduler's updates
 
     def changed(self, worker: str) -> None:
-        """Anything about it: it is looked at before the next answer."""
+        """Mark the worker's state as changed; it is read again before the next answer."""
         self._changed[worker] = None
 
     def begin_round(self) -> None:
-        """Nothing is kept for anybody."""
-        for pool in self._floored:
-            pool.floor = FREE
-        self._floored.clear()
-        self._kept.clear()
+        """Clear all reservations."""
+        for pool in self._reserved_pools:
+            pool.reserved_for = NOT_RESERVED
+        self._reserved_pools.clear()
+        self._reserved.clear()
 
     def begin_turn(self) -> None:
-        self._asked.clear()
+        self._unmet.clear()
 
-    def keep(self, turn: TurnState) -> None:
-        """The turn waits: what it asked for in vain is kept for it, as far as it could hold the
-        turn."""
-        for asked in self._asked:
+    def reserve(self, turn: TurnState) -> None:
+        """Reserve what the policy asked for this turn, as far as it could hold the turn."""
+        for asked in self._unmet:
             if isinstance(asked, str):
-                self._kept[asked] = min(self._kept.get(asked, FREE), turn.kv_need)
+                self._reserved[asked] = min(self._reserved.get(asked, NOT_RESERVED), turn.kv_need)
             else:
-                self.keep_all(turn.kv_need, *asked)
+                self.reserve_all(turn.kv_need, *asked)
 
-    def keep_all(
+    def reserve_all(
         self,
         need: int,
         kind: str | None = None,
         hardware: str | None = None,
         label: Hashable | None = None,
     ) -> None:
-        """Whoever of these could hold a turn of so much need is kept for one."""
-        for pool in self._roomy:  # others have nothing to keep, and get nothing in a round
+        """Reserve the workers of these pools that could hold a turn of `need` KV tokens."""
+        for pool in self._roomy:  # Pools without room get no turns in this round anyway.
             if pool.is_of(kind, hardware, label):
-                if pool.floor == FREE:
-                    self._floored.append(pool)
-                pool.floor = min(pool.floor, need)
+                if pool.reserved_for == NOT_RESERVED:
+                    self._reserved_pools.append(pool)
+                pool.reserved_for = min(pool.reserved_for, need)
 
-    def holds(self) -> int:
-        """KV tokens of the largest turn that one of the workers with room could hold if it had no
-        other, and isn't kept from; 0 or less: no turn need be looked at."""
+    def largest_turn(self) -> int:
+        """KV tokens of the largest turn that a worker with room could hold if it were empty and
+        for which it isn't reserved. At 0 no turn of this round can find a worker."""
         if self._changed:
-            self._settle()
+            self._update_places()
         most = 0
         for pool in self._roomy:
-            most = max(most, pool.holds if pool.floor == FREE else pool.largest(pool.holds))
+            most = max(
+                most,
+                pool.largest_turn
+                if pool.reserved_for == NOT_RESERVED
+                else pool.unreserved(pool.largest_turn),
+            )
         return most
 
     def room(self) -> int:
-        """KV tokens above which no turn finds a place now; a bound."""
+        """Upper bound of the KV tokens of a turn that finds a worker now."""
         if self._changed:
-            self._settle()
+            self._update_places()
         most = 0
         for pool in self._roomy:
-            most = max(most, pool.largest(pool.room))
+            most = max(most, pool.unreserved(pool.room))
         return most
 
     # ----------------------------------------------------------------- inside
@@ -211,9 +222,9 @@ class Fleet:
         yield from self._names.islice(0, start)
 
     def _open(self, place: _Place) -> bool:
-        return _open(place, place.pool.floor, self._kept)
+        return _open(place, place.pool.reserved_for, self._reserved)
 
-    def _settle(self) -> None:
+    def _update_places(self) -> None:
         changed, workers, places = self._changed, self._cluster.workers, self._places
         while changed:
             name, _ = changed.popitem()
@@ -229,28 +240,28 @@ class Fleet:
                 self._names.remove(name)
 
     def _put(self, worker: WorkerState, place: _Place) -> None:
-        holds = worker.holds
+        largest_turn = worker.largest_turn
         if (
             place.pool is None
             or place.worker is not worker
-            or place.holds != holds
+            or place.largest_turn != largest_turn
             or (place.pool.revoked is not worker.revoked)
         ):
             if place.pool is not None:
                 place.pool.take_out(place)
-            part = 0 if holds == UNBOUNDED else holds.bit_length()
+            part = 0 if largest_turn == UNBOUNDED else largest_turn.bit_length()
             key = worker.kind, worker.hardware, self._label(worker.worker), worker.revoked, part
             if key not in self._pools:
                 self._pools[key] = _Pool(self._roomy, *key)
-            place.worker, place.holds, place.pool = worker, holds, self._pools[key]
+            place.worker, place.largest_turn, place.pool = worker, largest_turn, self._pools[key]
         place.room, place.load = worker.room(self._queue_depth), worker.load
         place.pool.rank(place)
 
 
 class _Place:
-    """Where a worker lies, by what it was when it was put there."""
+    """A ready worker's pool, and its load and capacity when the pool last ranked it."""
 
-    __slots__ = ("worker", "pool", "load", "room", "holds")
+    __slots__ = ("worker", "pool", "load", "room", "largest_turn")
 
     def __init__(self, worker: WorkerState) -> None:
         self.worker = worker
@@ -258,8 +269,11 @@ class _Place:
 
 
 class _Pool:
-    """Workers of one sort. `part`: 0 if they are lent whole, else the bits of the KV tokens that
-    one holds. `floor`: those that hold a turn of so much need are kept for one."""
+    """Ready workers of one kind, hardware, label, `revoked` and `part`.
+
+    `part` is 0 if the workers lend their whole KV cache, else the bit length of the tokens that
+    they lend. Members that can hold a turn of `reserved_for` KV tokens are reserved for one.
+    """
 
     def __init__(
         self,
@@ -270,22 +284,20 @@ class _Pool:
         revoked: bool,
         part: int,
     ) -> None:
-        self.kind, self.hardware, self.label, self.revoked, self.part = (
-            kind,
-            hardware,
-            label,
-            revoked,
-            part,
-        )
-        self.floor = FREE
-        self._roomy = roomy  # the pools that have workers with room
-        self._by_load = Ranking()  # (load, name) of those with room
+        self.kind = kind
+        self.hardware = hardware
+        self.label = label
+        self.revoked = revoked
+        self.part = part
+        self.reserved_for = NOT_RESERVED
+        self._roomy = roomy  # the fleet's pools that have workers with room
+        self._by_load = Ranking()  # (load, name) of the members with room
         self._by_room = Ranking()  # (-room, load, name) of the same
         self._places: dict[str, _Place] = {}
-        self.holds = UNBOUNDED if part == 0 else (1 << part) - 1  # no member holds more
+        self.largest_turn = UNBOUNDED if part == 0 else (1 << part) - 1  # bound for all members
 
     def is_of(self, kind: str | None, hardware: str | None, label: Hashable | None) -> bool:
-        """None: any."""
+        """True if the pool matches; None matches any value."""
         return (
             (kind is None or self.kind == kind)
             and (hardware is None or self.hardware == hardware)
@@ -293,7 +305,7 @@ class _Pool:
         )
 
     def rank(self, place: _Place) -> None:
-        """By its load and room now."""
+        """Rank the worker by its current load and room, or remove it if it has no room."""
         name = place.worker.worker
         if place.room > 0:
             self._by_load.add(name, place.load)
@@ -319,34 +331,40 @@ class _Pool:
     def room(self) -> int:
         return -self._by_room.first()[0]
 
-    def largest(self, most: int) -> int:
-        """`most`, or less: what is kept; 0 if that is the whole pool."""
-        if self.floor == FREE:
+    def unreserved(self, most: int) -> int:
+        """Return `most`, lowered to what members that aren't reserved can hold; 0 if all are."""
+        if self.reserved_for == NOT_RESERVED:
             return most
-        if self.part == 0 or self.floor <= 1 << self.part - 1:
+        if self.part == 0 or self.reserved_for <= 1 << self.part - 1:
             return 0
-        return min(most, self.floor - 1)
+        return min(most, self.reserved_for - 1)
 
-    def least(self, turn: TurnState, kept: dict[str, int]) -> tuple[float, str] | None:
-        """(load, name)."""
-        if self.largest(self.room) < turn.kv_need:
+    def least(self, turn: TurnState, reserved: dict[str, int]) -> tuple[float, str] | None:
+        """Return (load, name) of the least loaded member with room for the turn."""
+        if self.unreserved(self.room) < turn.kv_need:
             return None
 
         def suits(name: str) -> bool:
             place = self._places[name]
             return (
-                place.room >= turn.kv_need and name != turn.avoid and _open(place, self.floor, kept)
+                place.room >= turn.kv_need
+                and name != turn.avoid
+                and _open(place, self.reserved_for, reserved)
             )
 
-        if found := self._by_load.find(suits, LOOK):
+        if found := self._by_load.find(suits, MOST_EXAMINED):
             return found[0]
-        if len(self._places) <= LOOK:
+        if len(self._places) <= MOST_EXAMINED:
             return None
         return min(
-            (entry[1:] for entry in self._by_room.find(suits, LOOK, all_of_them=True)), default=None
+            (entry[1:] for entry in self._by_room.find(suits, MOST_EXAMINED, all_of_them=True)),
+            default=None,
         )
 
 
-def _open(place: _Place, floor: int, kept: dict[str, int]) -> bool:
-    """Not kept for a turn that waits."""
-    return place.holds < floor and (not kept or place.holds < kept.get(place.worker.worker, FREE))
+def _open(place: _Place, reserved_for: int, reserved: dict[str, int]) -> bool:
+    """True if the worker isn't reserved for a waiting turn."""
+    largest = place.largest_turn
+    return largest < reserved_for and (
+        not reserved or largest < reserved.get(place.worker.worker, NOT_RESERVED)
+    )

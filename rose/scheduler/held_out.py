@@ -1,4 +1,4 @@
-"""Evaluation turns on workers: which borrowed worker takes one, and which give way to training."""
+"""Evaluation turns: which borrowed worker takes one, and which are preempted for training turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BORROWED = get_args(Borrowed)
 
 
 class HeldOut:
-    """The turns of evaluations that run."""
+    """The evaluation turns that run on workers; `len` is the number of workers with such turns."""
 
     def __init__(self, cluster: Cluster, fleet: Fleet) -> None:
         self._cluster, self._fleet = cluster, fleet
@@ -31,22 +31,26 @@ class HeldOut:
             del self._running[turn.worker]
 
     def borrowed(self, turn: TurnState) -> WorkerState | None:
-        """A borrowed worker with room for it: where its prefix is cached, else the least loaded."""
+        """Return a borrowed worker with room for the turn: the one with its prefix cached, else
+        the least loaded; None if none has room."""
         home = self._cluster.workers.get(self._cluster.home.get(turn.trajectory, ""))
         if home is not None and home.kind in BORROWED and self._fleet.get(home.worker, turn):
             return home
         found = (self._fleet.least(turn, kind=kind) for kind in BORROWED)
         return min(filter(None, found), key=lambda worker: worker.load, default=None)
 
-    def in_the_way(self, turn: TurnState, kept: int) -> list[TurnState]:
-        """The newest of one worker, as few as make room for `turn`; [] if that doesn't help.
-        Workers that could hold a turn of `kept` KV tokens are kept for one."""
+    def to_preempt(self, turn: TurnState, reserved_for: int) -> list[TurnState]:
+        """Return the newest evaluation turns of one worker, as few as make room for `turn`; [] if
+        that is possible on no worker. Workers that could hold a turn of `reserved_for` KV tokens
+        are reserved for one and left out."""
         for name in sorted(self._running):
-            worker, given = self._cluster.workers[name], []
-            if name == turn.avoid or worker.holds >= kept or not self._fleet.is_ready(worker):
+            worker, preempted = self._cluster.workers[name], []
+            if name == turn.avoid or worker.largest_turn >= reserved_for:
+                continue
+            if not self._fleet.is_ready(worker):
                 continue
             for other in reversed(self._running[name].values()):
-                given.append(other)
-                if self._fleet.room_without(worker, given) >= turn.kv_need:
-                    return given
+                preempted.append(other)
+                if self._fleet.room_without(worker, preempted) >= turn.kv_need:
+                    return preempted
         return []

@@ -1,7 +1,7 @@
-"""What the five policies must offer, and what they may.
+"""Interfaces of the five policies, with their optional methods.
 
-Any policy may also define `on_event(event, cluster) -> list[Action] | None`: it is
-called with the events in OBSERVED and OBSERVED_BEFORE, and the actions that it returns are done.
+Any policy may also define `on_event(event, cluster) -> list[Action] | None`. It is called with the
+events in OBSERVED and OBSERVED_BEFORE, and the scheduler carries out the actions that it returns.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from rose.scheduler.events import Action
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-# Delivered when the cluster shows the change already. The other four are delivered while it still
-# shows what ends, so that the group of `cluster.turns[event.turn]` or of
-# `cluster.group_of[event.trajectory]` can be found.
+# Events that policies receive after the cluster's state has changed.
 OBSERVED = frozenset(
     {
         ev.StepBegun,
@@ -32,54 +30,62 @@ OBSERVED = frozenset(
         ev.Tick,
     }
 )
+# Events that policies receive before the state changes, so that `cluster.turns[event.turn]` and
+# `cluster.group_of[event.trajectory]` still exist.
 OBSERVED_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})
 
 
 def optional(policy: Any, method: str, otherwise: Callable) -> Callable:
-    """The policy's method if it has it."""
+    """Return the policy's method, or `otherwise` if it has none of that name."""
     return getattr(policy, method, otherwise)
 
 
 class Routing(Protocol):
-    """Optional, too:
+    """Which worker takes a turn. Optional methods:
 
-    `chunk(turn, worker) -> int`: new tokens of this attempt, then the turn goes back to the queue;
-    0: all. `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn
-    enters the queue; without it context + max_new_tokens. A policy that cuts turns into chunks
-    counts less. `lane(turn) -> Hashable`: where `choose` returns None for a turn, it would for
-    those of the same lane that need no less. One lane by default, in which LOOK_AHEAD waiting turns
-    hold up the rest: with lanes they hold up their own. `closed() -> bool`: after `choose` returned
-    None, whether it would in this round for all of the lane, whatever they need. `label(worker) ->
-    Hashable`: of a worker's name, from when it joined and as long as it is there; the least loaded
-    of a label is what `fleet.least(turn, label=...)` finds. `watches(worker) -> bool` and
-    `better(turn, among, at, cluster) -> WorkerState | None`, both or none: turns that run on
-    workers it watches are asked about, a few at each tick and the first whenever another worker
-    gets free; where it names one of the workers `among`, the turn is aborted and goes there from
-    the tokens that it has (MAX_MOVES times).
+    - `chunk(turn, worker) -> int`: number of new tokens after which the attempt ends and the turn
+      is queued again; 0 for no limit.
+    - `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn enters
+      the queue. By default context + max_new_tokens; a policy that uses chunks can count less.
+    - `lane(turn) -> Hashable`: lane of the turn. If `choose` returns None for a turn, it must do so
+      for turns of its lane that need at least as many KV tokens. LOOK_AHEAD turns without a worker
+      block the rest of their lane for the round. By default there is one lane.
+    - `closed() -> bool`: called after `choose` returned None. True if `choose` would return None
+      for every turn of the lane in this round.
+    - `label(worker) -> Hashable`: label of a worker, by its name, constant from its joining on.
+      `fleet.least(turn, label=...)` finds the least loaded worker of a label.
+    - `watches(worker) -> bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both
+      or none: `better` is asked about turns on watched workers, a few at each tick and the first
+      one when an unwatched worker gets free. If it returns a worker of `among`, the turn is aborted
+      and continues there with its tokens, MAX_MOVES times at most.
     """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        """A worker that the fleet gave for this turn, or None: it waits, and what it asked the
-        fleet for in vain is kept for it."""
+        """Return a worker that the fleet offered for this turn, or None to let the turn wait. Then
+        the workers that the policy asked the fleet for are reserved for the turn."""
 
 
 class Order(Protocol):
-    """Optional, too: `changed(event, cluster) -> Iterable[str]`: turns whose key this event has
-    changed; those that don't wait are ignored."""
+    """Which waiting turn goes first. Optional method: `changed(event, cluster) -> Iterable[str]`,
+    the turns whose key the event has changed; those that don't wait are ignored."""
 
     def key(self, turn: TurnState, cluster: Cluster) -> Any:
-        """Sort key: the smallest goes first; computed when the turn enters the queue. Ties go by
-        arrival."""
+        """Return the sort key, which is computed when the turn enters the queue. The smallest key
+        goes first, ties by arrival."""
 
 
 class Batching(Protocol):
-    """Optional, too: `published(version) -> list[Action]`: weights of the version are out;
-    `trajectory_ended(trajectory, group) -> list[Action]`; the group is "" if the trajectory had no
-    turn; and `certain() -> list[str]`: finished groups that the step which waits for its batch will
-    train in any case, without which a step that streams gets them all at its end. The event that
-    completes the batch adds a group that was not certain before it: no batch was sent whole."""
+    """Which groups a training step consumes. Optional methods:
 
-    # the most versions from a group's admission to the step that trains it; 0: groups are on-policy
+    - `published(version) -> list[Action]`: called when the weights of a version are published.
+    - `trajectory_ended(trajectory, group) -> list[Action]`: `group` is "" if the trajectory had no
+      turn.
+    - `certain() -> list[str]`: finished groups that the waiting step will train in any case. They
+      are sent to a streaming step's trainer early; without this method all are sent at the end. The
+      event that completes a batch must add a group to it that was not certain before.
+    """
+
+    # Most versions from a group's admission to the step that trains it; 0 if on-policy
     staleness: int
 
     def begin(self, step: int, groups: int) -> list[Action]: ...
@@ -92,16 +98,22 @@ class Batching(Protocol):
 
 
 class Provisioning(Protocol):
-    """Optional, too: `joins_resting(kind) -> bool`: a worker of this kind begins as resting;
-    `rolls_hybrids() -> bool`: whether a hybrid worker would be used now if it joined, so that it is
-    worth a start; true by default; `training_begins(cluster) -> list[Action]`: a step's batch is
-    complete; those of `cluster.replicas` that rest then may have a part in its training;
-    `snapshot() -> dict` and `restore(state)`, both or none: as those of `Batching`."""
+    """Which capacity to request and which workers to use. Optional methods:
+
+    - `joins_resting(kind) -> bool`: True if workers of this kind rest when they join.
+    - `rolls_hybrids() -> bool`: True if a hybrid worker that joined now would be used, so that its
+      engine is worth starting. True by default.
+    - `training_begins(cluster) -> list[Action]`: called when a step's batch is complete. Replicas
+      (`cluster.replicas`) whose workers rest after it may take part in the training.
+    - `snapshot() -> dict` and `restore(state)`, both or none: as in `Batching`.
+    """
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        """Called on every tick."""
+        """Return the actions to take now. Called on every tick."""
 
 
 class Placement(Protocol):
+    """Which environment host continues a trajectory."""
+
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
-        """Called on every tick once an environment host has told its load: `MoveTrajectory`s."""
+        """Return `MoveTrajectory`s. Called on every tick once a host has reported its load."""

@@ -1,4 +1,4 @@
-"""Names in ascending order of a key that changes often, while mostly the first is asked for."""
+"""Ranking of names by a key that changes often, for callers that mostly want the first name."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-CLEAR_AT = 3  # entries per name before the heap is made anew
+REBUILD_AT = 3  # entries per name at which the heap is rebuilt
 
 
 class Ranking:
-    """A heap in which old entries stay until they come up, or until there are CLEAR_AT times as
-    many as names: cheaper to change than a sorted list (docs/benchmarks.md, "Scheduler and
-    simulator"). Names with equal keys go by name."""
+    """Heap with lazy deletion, in ascending order of key, then name.
+
+    Outdated entries stay until they reach the top, or until the heap has REBUILD_AT entries per
+    name and is rebuilt. A change is cheaper than in a sorted list (docs/benchmarks.md, "Scheduler
+    and simulator").
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, ...]] = []  # (*key, name)
-        self._entries: dict[str, tuple[Any, ...]] = {}  # the one of each name that is true
+        self._entries: dict[str, tuple[Any, ...]] = {}  # name -> its valid entry in the heap
 
     def add(self, name: str, *key: float) -> None:
-        """Rank the item by this key from now on, whether it was in or not."""
+        """Rank the name by this key. A name that is already ranked gets the new key."""
         entries, heap = self._entries, self._heap
         entry = entries[name] = *key, name
         heappush(heap, entry)
-        if len(heap) > CLEAR_AT * len(entries) + 16:
+        if len(heap) > REBUILD_AT * len(entries) + 16:
             heap[:] = entries.values()
             heapify(heap)
 
     def remove(self, name: str) -> None:
-        """Raises `KeyError`."""
+        """Remove the name. Raises `KeyError` if it isn't ranked."""
         del self._entries[name]
 
     def first(self) -> tuple[Any, ...]:
-        """(*key, name) of the first. Raises `IndexError` if there is none."""
+        """Return the first entry, (*key, name). Raises `IndexError` if there is none."""
         heap, entries = self._heap, self._entries
         while True:
             entry = heap[0]
@@ -43,8 +46,8 @@ class Ranking:
     def find(
         self, suits: Callable[[str], bool], among: int, all_of_them: bool = False
     ) -> list[tuple[Any, ...]]:
-        """Among the first `among`, in order, find the first that suits, or all that do; [] if none
-        does."""
+        """Return the entries of the first `among` names whose name suits, in order: one entry at
+        most, or all with `all_of_them`."""
         heap, seen, found = self._heap, [], []
         for _ in range(min(among, len(self._entries))):
             entry = self.first()

@@ -1,4 +1,4 @@
-"""What the scheduler knows of workers and turns; policies read it and change nothing."""
+"""The scheduler's view of workers, turns and environment hosts, which policies may only read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from rose.scheduler.events import Kind, Shape
 
-UNBOUNDED = 1 << 62  # KV tokens that any turn fits into
-FREE = UNBOUNDED + 1  # kept for turns that need so much: for none
+UNBOUNDED = 1 << 62  # KV tokens, more than any turn needs
+# A worker can be reserved for waiting turns that need at least this many KV tokens.
+# No turn needs NOT_RESERVED tokens, so the worker is open to every turn.
+NOT_RESERVED = UNBOUNDED + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -20,26 +22,28 @@ class TurnState:
     max_new_tokens: int
     sequence: int  # order of arrival
     requested_at: float  # seconds
-    domain: str = ""  # the environment's name, in a mixture the member's
-    outcome: str = ""  # "ok" or "failed": the tool call that it follows
-    lane: Hashable = ""  # of the queue, see `Routing.lane`
-    kv_need: int = (
-        0  # KV-cache tokens that its next attempt may come to hold; constant while it waits
-    )
-    made_tokens: int = 0  # of this turn, by any worker
-    attempt: int = 0  # dispatches so far
-    worker: str | None = None  # None: in the queue
-    assigned_at: float = 0.0  # the last time
-    progress_at: float = 0.0  # last progress since it was assigned
-    avoid: str | None = None  # the worker that stalled on it, or gave it back: others go first
+    domain: str = ""  # name of the environment; in a mixture, of the member
+    outcome: str = ""  # "ok" or "failed", outcome of the tool call before this turn; "" if unknown
+    lane: Hashable = ""  # lane of the queue (`Routing.lane`)
+    # Most KV-cache tokens that the next attempt may hold; constant while the turn waits
+    kv_need: int = 0
+    made_tokens: int = 0  # tokens generated in this turn, by all workers
+    attempt: int = 0  # number of assignments so far
+    worker: str | None = None  # None while the turn waits in the queue
+    assigned_at: float = 0.0  # seconds, time of the last assignment
+    progress_at: float = 0.0  # seconds, time of the last token, or of the assignment if later
+    # The worker on which the turn stalled, or that returned it. Other workers are preferred.
+    avoid: str | None = None
     stalls: int = 0
-    moves: int = 0  # to faster workers
-    held_out: bool = False  # of an evaluation
-    vain: bool = False  # evaluation turns made way for it, and it still waits
+    moves: int = 0  # number of moves to faster workers
+    held_out: bool = False  # True for turns of an evaluation
+    # Evaluation turns were preempted for this turn, and it still found no worker.
+    # The scheduler does not preempt for it again.
+    preemption_failed: bool = False
 
     @property
     def whole_kv_need(self) -> int:
-        """KV-cache tokens that the whole turn may come to hold."""
+        """Most KV-cache tokens that the turn may hold at its end."""
         return self.context_tokens + self.max_new_tokens
 
 
@@ -47,52 +51,58 @@ class TurnState:
 class WorkerState:
     worker: str
     kind: Kind
-    max_sequences: int  # now; 0: it takes nothing
-    kv_tokens: int  # now
+    max_sequences: int  # current limit; 0 if the worker accepts no turns
+    kv_tokens: int  # size of the KV cache that is usable now
     version: int
     hardware: str = ""  # such as "H800"
-    shape: Shape | None = None  # its GPUs are those of engines of other degrees, too
-    whole_kv_tokens: int = 0  # of the whole cache; more than `kv_tokens` while a part is not lent
-    expected_s: float = 0.0  # until it can take more; 0: nothing is held back; -1: unknown
-    revoked: bool = False  # a part of its memory was taken back, and more may be
-    gave_back: bool = False  # a turn, and has not reported since then what it can take
+    shape: Shape | None = None  # set if engines of other degrees share the worker's GPUs
+    whole_kv_tokens: int = 0  # size of the whole cache; above `kv_tokens` while part isn't lent
+    expected_s: float = 0.0  # seconds until capacity grows; 0 if none is withheld, -1 if unknown
+    revoked: bool = False  # the online engine revoked part of the memory and may revoke more
+    # The worker returned a turn. It gets no turns until it reports its capacity again.
+    awaits_capacity_report: bool = False
     loading: bool = False
     draining: bool = False
-    resting: bool = False  # by provisioning: neither turns nor weights
+    resting: bool = False  # provisioning doesn't use the worker: it gets neither turns nor weights
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
-    kv_assigned: int = 0  # sum of `turns`
-    # trajectories and groups whose home it is
+    kv_assigned: int = 0  # sum of the values of `turns`
+    # Trajectories and groups whose prefix or prompt is cached here (`Cluster.home`, `group_home`)
     cached: dict[str, None] = field(default_factory=dict)
 
     @property
-    def takes(self) -> bool:
-        return self.max_sequences > 0 and self.kv_tokens > 0 and not self.gave_back
+    def accepts_turns(self) -> bool:
+        return self.max_sequences > 0 and self.kv_tokens > 0 and not self.awaits_capacity_report
 
     @property
     def load(self) -> float:
-        """Share of the tighter of its two capacities that is assigned; infinite while it takes
-        nothing."""
-        if not self.takes:
+        """Assigned share of the worker's sequences or KV tokens, the larger of the two; infinite
+        while it accepts no turns."""
+        if not self.accepts_turns:
             return float("inf")
         return max(len(self.turns) / self.max_sequences, self.kv_assigned / self.kv_tokens)
 
     @property
-    def holds(self) -> int:
-        """The largest turn that it takes when it has no other, in KV tokens. One larger than the
-        whole cache may run alone: the engine preempts and recomputes. While a part is not lent, it
-        would only be given back."""
+    def largest_turn(self) -> int:
+        """Size in KV tokens of the largest turn that the worker accepts while it has no other.
+
+        UNBOUNDED if the whole cache is lent: a turn larger than the cache can run alone, because
+        the engine preempts and recomputes. While only a part is lent the worker would return it.
+        """
         return UNBOUNDED if self.kv_tokens >= self.whole_kv_tokens else self.kv_tokens
 
     def room(self, queue_depth: float) -> int:
-        """The largest turn that it takes now, in KV tokens, by its caps: sequences (plus a few to
-        hide the coordinator's latency) and KV need. 0 or less: none."""
+        """Size in KV tokens of the largest turn that the worker accepts now; 0 or less for none.
+
+        `queue_depth` allows turns beyond `max_sequences`, as a share of these, so that the engine
+        has a next sequence without waiting for the coordinator.
+        """
         return self.room_without(queue_depth, 0, 0)
 
     def room_without(self, queue_depth: float, turns: int, kv_need: int) -> int:
-        """The same once so many of its turns, of so much need together, are gone."""
+        """Return `room` without `turns` of its turns, which need `kv_need` KV tokens together."""
         left = len(self.turns) - turns
         if not left:
-            return self.holds
+            return self.largest_turn
         return (
             self.kv_tokens - self.kv_assigned + kv_need
             if left < self.max_sequences * (1 + queue_depth)
@@ -109,42 +119,44 @@ class WorkerState:
 
 @dataclass(slots=True, eq=False)
 class HostState:
-    """An environment host as it last told of itself."""
+    """The last report of an environment host (`events.HostLoad`)."""
 
     host: str
-    running: int  # trajectories
+    running: int  # number of trajectories
     cores: float
-    cpu: float  # tasks that run or could run
+    cpu: float  # number of tasks that run or could run
     memory: float  # share in use
-    at: float  # seconds, of the report
+    at: float  # seconds, time of the report
 
 
 @dataclass(slots=True, eq=False)
 class SavedState:
-    """The newest snapshot of a trajectory."""
+    """The newest snapshot of a trajectory (`events.TrajectorySaved`)."""
 
-    host: str  # that runs the trajectory, or is to
+    host: str  # the host that runs the trajectory, or that it is moving to
     turns: int
     commands_s: float
 
 
-# Seconds of the longest pause after refusals: a queue that was closed or full for a while is tried
-# again within minutes, however often it has refused.
+# Longest pause after refusals, in seconds. Five minutes, so that a Slurm queue that was closed or
+# full for a while is tried again soon after it opens, however often it has refused.
 LONGEST_BACK_OFF_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
 class BackOff:
-    """When capacity may be asked for again after refusals. Requests that were open when one of them
-    was refused count as one refusal together: they were asked of the same queue, and nothing has
-    been asked since."""
+    """Exponential back-off of capacity requests after refusals.
+
+    Requests that are open when one of them is refused count as a single refusal together: they wait
+    in the same queue, and nothing was requested in between.
+    """
 
     refusals: int = 0  # number of refusals in a row
-    refused_at: float = 0.0  # time of the last refusal
+    refused_at: float = 0.0  # seconds, time of the last refusal
     _same: set[str] = field(default_factory=set)  # requests whose refusal is counted already
 
     def refused(self, request: str, at: float, others: Iterable[str]) -> None:
-        """`others`: requests that are still open."""
+        """Count a refusal. `others` are the requests that are still open."""
         self.refused_at = at
         if request in self._same:
             self._same.discard(request)
@@ -156,8 +168,8 @@ class BackOff:
         self._same.clear()
 
     def waits(self, at: float, first_s: float) -> bool:
-        """True for `first_s` after a refusal, twice that after the next in a row, and so on up to
-        `LONGEST_BACK_OFF_S`."""
+        """True while no request may be made: for `first_s` after a refusal, for twice as long after
+        the next one in a row, and so on up to `LONGEST_BACK_OFF_S`."""
         most_s = max(first_s, LONGEST_BACK_OFF_S)
         pause_s = min(first_s * 2.0 ** min(self.refusals - 1, 64), most_s)
         return bool(self.refusals) and at - self.refused_at < pause_s
@@ -169,24 +181,25 @@ class Cluster:
 
     workers: dict[str, WorkerState] = field(default_factory=dict)
     turns: dict[str, TurnState] = field(default_factory=dict)
-    # workers, joined or not, beside which a replica can train while they rest
+    # Workers, joined or not, with a replica that can train while they rest
     replicas: set[str] = field(default_factory=set)
-    # trajectory -> worker with its cached prefix
+    # Trajectory -> worker that has its prefix cached
     home: dict[str, str] = field(default_factory=dict)
-    # group -> worker with its prompt cached
+    # Group -> worker that has its prompt cached
     group_home: dict[str, str] = field(default_factory=dict)
-    # trajectory -> group, from its first turn to its end
+    # Trajectory -> group, from the trajectory's first turn to its end
     group_of: dict[str, str] = field(default_factory=dict)
-    # training group from its admission until it is finished or dropped -> how many of its
-    # trajectories are in
+    # Training group -> number of its trajectories that have ended without failing. A group is
+    # listed from its admission until it is finished or dropped.
     admitted: dict[str, int] = field(default_factory=dict)
-    group_size: int = 0  # trajectories of a training group; 0: unknown
-    version: int = -1  # the newest published
-    step: int = 0  # the newest begun
-    training: bool = False  # from StartTraining to VersionPublished
-    waiting: int = 0  # turns in the queue
-    # capacity asked for -> whether its job runs
+    group_size: int = 0  # trajectories per training group; 0 if unknown
+    version: int = -1  # newest published version
+    step: int = 0  # newest step that has begun
+    training: bool = False  # True from StartTraining to VersionPublished
+    waiting: int = 0  # number of turns in the queue
+    # Capacity request -> True once its job runs
     requests: dict[str, bool] = field(default_factory=dict)
     back_off: BackOff = field(default_factory=BackOff)
-    hosts: dict[str, HostState] = field(default_factory=dict)  # of environments, that told a load
-    saved: dict[str, SavedState] = field(default_factory=dict)  # trajectory -> its newest snapshot
+    # Environment hosts that have reported a load
+    hosts: dict[str, HostState] = field(default_factory=dict)
+    saved: dict[str, SavedState] = field(default_factory=dict)  # trajectory -> newest snapshot

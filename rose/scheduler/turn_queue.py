@@ -1,9 +1,8 @@
-"""Waiting turns, sorted: the first that fits into so much room is found without a look at each.
+"""Sorted queue of turns that finds the first turn with a KV need below a bound.
 
-A sorted list cut into blocks, each with the smallest KV need of its turns. Adding and removing cost
-a binary search and a move within one block; finding costs a look at each block and at the turns of
-one. Left out: a balanced tree, which is asymptotically better and slower at any size that a run
-has.
+A sorted list is cut into blocks, and each block knows the smallest KV need of its turns. Adding and
+removing cost a binary search and a shift within one block. A search checks every block, but only
+the turns of one. A balanced tree would be asymptotically better, and slower at the size of any run.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import Any
 
-from rose.scheduler.state import FREE, UNBOUNDED, TurnState
+from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, TurnState
 
-# turns of a block; at twice that it is cut. Near the square root of the largest queue expected,
-# 50,000
+# Turns of a block after a cut; a block is cut in two when it reaches twice as many. Near the square
+# root of the longest queue that we expect, 50,000 turns.
 BLOCK = 256
 
-# (key of the order, sequence, turn); the sequence makes it unique
+# (key of the order policy, sequence, turn); the sequence makes the entry unique
 Entry = tuple[Any, int, TurnState]
 
 
@@ -25,8 +24,8 @@ class TurnQueue:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._blocks: list[list[Entry]] = []
-        self._last: list[Entry] = []  # of each block
-        self._least: list[int] = []  # KV need in each block
+        self._last: list[Entry] = []  # last entry of each block
+        self._least: list[int] = []  # smallest KV need in each block
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -63,10 +62,10 @@ class TurnQueue:
             self._least[at] = _least(block)
 
     def first(self, room: int = UNBOUNDED, after: Entry | None = None) -> tuple[Entry | None, int]:
-        """The first, behind `after`, that needs at most `room` KV tokens; and the smallest need of
-        those before it, FREE if there are none."""
+        """Return the first entry behind `after` whose turn needs at most `room` KV tokens, and the
+        smallest need of the turns skipped before it (NOT_RESERVED if none was skipped)."""
         start = bisect_right(self._last, after) if after else 0
-        passed = FREE
+        passed = NOT_RESERVED
         for at in range(start, len(self._blocks)):
             cut = after is not None and at == start
             if self._least[at] > room and not cut:
@@ -81,8 +80,8 @@ class TurnQueue:
                     passed = need
         return None, passed
 
-    def some(self, count: int, after: Entry | None = None) -> list[Entry]:
-        """The first `count` behind `after`, in order."""
+    def next_entries(self, count: int, after: Entry | None = None) -> list[Entry]:
+        """Return the first `count` entries behind `after`, in order."""
         start = bisect_right(self._last, after) if after else 0
         found: list[Entry] = []
         for at in range(start, len(self._blocks)):

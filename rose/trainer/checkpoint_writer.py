@@ -105,7 +105,7 @@ class CheckpointWriter(CheckpointEngine):
         else:
             checkpoint.mark(folder, self._rank, "")
         finally:
-            heap.give_back()
+            heap.release_free()
 
 
 def host_copy(state: Any) -> Any:

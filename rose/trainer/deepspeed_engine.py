@@ -122,7 +122,7 @@ def join_world(
             world,
             is_master=rank == 0,
             timeout=first,
-            master_listen_fd=place.claim(),
+            master_listen_fd=place.detach_listener(),
         )
         torch.distributed.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=first
@@ -150,7 +150,7 @@ def join_world(
 def check_second_copies(hpz: int | None, place: Place) -> None:
     """Raises `ValueError` where a group of `trainer.hpz` ranks would gather weights over the
     network: the launcher has put ranks elsewhere than the configuration has them."""
-    if hpz and place.parted(hpz):
+    if hpz and place.spans_hosts(hpz):
         raise ValueError(
             f"trainer.hpz={hpz}: ranks 0 to {hpz - 1}, the next {hpz} and so on must each be on "
             "one host, or the second copy of the weights is gathered over the network, too; "

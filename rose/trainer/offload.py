@@ -69,14 +69,14 @@ class Offload:
                 if storage.resizable():
                     storage.resize_(0)
                 else:  # on a CPU only
-                    memory.give_back([(storage.data_ptr(), nbytes)])
+                    memory.release_pages([(storage.data_ptr(), nbytes)])
             self.away = True
         if self._device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         else:
-            heap.give_back()
-        return memory.look(self._device)
+            heap.release_free()
+        return memory.device_memory(self._device)
 
     def take(self) -> DeviceMemory:
         """Everything back to the device; its memory afterwards.
@@ -89,7 +89,7 @@ class Offload:
                     if storage.nbytes() != nbytes:
                         storage.resize_(nbytes)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                found = memory.look(self._device)
+                found = memory.device_memory(self._device)
                 raise RuntimeError(
                     f"the trainer's states need {self.nbytes / GIB:.1f} GiB of {self._device}, "
                     f"which has {found.free:.1f} of {found.total:.1f} GiB free after the engine's "
@@ -99,7 +99,7 @@ class Offload:
                 on_device.copy_(host, non_blocking=True)
             self._settle()
             self._gone, self.away = [], False
-        return memory.look(self._device)
+        return memory.device_memory(self._device)
 
     @property
     def nbytes(self) -> int:

@@ -126,9 +126,9 @@ def run(
 
 def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
     """Give the device back or take it, and answer `DeviceChanged`."""
-    began, before = time.time(), memory.look(trainer.device)
+    began, before = time.time(), memory.device_memory(trainer.device)
     awake = isinstance(order, p.Wake)
     now = trainer.take_device() if awake else trainer.give_device_back()
-    figures = (time.time() - began, abs(now.given_since(before)), now.free, now.total)
+    figures = (time.time() - began, abs(now.freed_since(before)), now.free, now.total)
     mailbox.send(COORDINATOR, p.DeviceChanged(mailbox.rank, order.turn, awake, *figures))
     mailbox.flush(FLUSH_S)

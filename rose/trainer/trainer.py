@@ -151,7 +151,7 @@ class Trainer:
         `ValueError` for a trajectory that makes no sense.
         """
         with self.recorder.timed("train_step", step=step.step):
-            stepped = None if publish_as is None else lambda: self._publisher.ahead(publish_as)
+            stepped = None if publish_as is None else lambda: self._publisher.begin(publish_as)
             current, self._ahead = self._ahead or Step(self, step.step), None
             current.extend(step, trajectories)
             return current.run(stepped)

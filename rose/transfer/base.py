@@ -1,5 +1,7 @@
-"""The frozen weights below an adapter, of which versions have nothing: what every reader must have
-on its own disk, as hashes, in the plan of the adapter's store.
+"""The hashes of the frozen weights below an adapter.
+
+Versions of an adapter don't contain these weights, so every reader must have them on its own disk.
+The plan of the adapter's store has their hashes, against which a reader compares them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from rose.transfer.blocks import Block, Cuts, Tensor, cut, take
 
 
 class Base(msgspec.Struct, frozen=True):
-    tensors: list[Tensor]  # tied ones once
+    tensors: list[Tensor]  # tied tensors once
     blocks: list[Block]
     hashes: list[str]  # xxh3-128 of each block's patterns, in hex
-    fingerprint: str  # of all tensors' patterns, one after the other, however they are cut
+    fingerprint: str  # xxh3-128 of all tensors' patterns in order, independent of the cuts
 
     def digests(self) -> dict[str, list[tuple[Block, bytes]]]:
-        """The blocks of each tensor, by its name, and their digests."""
+        """Return each tensor's blocks with their digests, by the tensor's name."""
         found: dict[str, list[tuple[Block, bytes]]] = {tensor.name: [] for tensor in self.tensors}
         for block, digest in zip(self.blocks, self.hashes, strict=True):
             found[self.tensors[block.tensor].name].append((block, bytes.fromhex(digest)))
@@ -31,8 +33,8 @@ def measure(
     weights: Iterable[tuple[Tensor, Callable[[], np.ndarray]]],
     cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
 ) -> Base:
-    """Of each tensor, and a function that gives its patterns, (size,) uint16 or uint32. One is in
-    memory at a time."""
+    """Return the base of `weights`, each a tensor and a function that reads its patterns, (size,)
+    uint16 or uint32. `cuts(name, shape)` gives its cuts. One tensor is in memory at a time."""
     tensors: list[Tensor] = []
     blocks: list[Block] = []
     hashes: list[str] = []
@@ -49,7 +51,7 @@ def measure(
 
 
 def digest_of(patterns: np.ndarray, block: Block, columns: int) -> bytes:
-    """xxh3-128 of one block of a tensor's patterns (size,)."""
+    """Return the xxh3-128 of one block of a tensor's patterns (size,)."""
     hasher = xxhash.xxh3_128()
     for piece in take(patterns, 0, block, columns):
         hasher.update(np.ascontiguousarray(piece).data.cast("B"))

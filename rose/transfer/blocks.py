@@ -1,11 +1,11 @@
-"""How the tensors of a model are cut into blocks, the unit of difference, hash and transfer. Pure.
+"""Cut the tensors of a model into blocks, the unit of difference, hash and transfer. Pure.
 
-A block is a run of one tensor's values, in row-major order, that one trainer rank writes and that
-each server needs whole or not at all. Tensors are taken as matrices: (rows, product of the other
-dimensions), and (n, 1) where there is one dimension. Three kinds of cuts meet: where a
-tensor-parallel server's part begins or ends (`Cuts`, from `rose.engine.layout.cuts`), where a
-trainer rank's ZeRO shard begins or ends (`Shards`), and every `LARGEST` values, so that many
-threads have work and nobody holds much at once.
+A block is a run of one tensor's values, in row-major order. One trainer rank writes it, and each
+server needs all of it or nothing. Tensors are taken as matrices: (rows, product of the other
+dimensions), or (n, 1) if there is one dimension. They are cut in three kinds of places:
+1. where a tensor-parallel server's part begins or ends (`Cuts`, from `rose.engine.layout.cuts`);
+2. where a trainer rank's ZeRO shard begins or ends (`Shards`);
+3. after at most `LARGEST` values, so that many threads have work and each needs little memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-LARGEST = 2**22  # values: 8 MiB of bfloat16
+LARGEST = 2**22  # most values of a block, 8 MiB of bfloat16
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Rectangle(NamedTuple):
-    """Rows first_row <= r < last_row and columns first_column <= c < last_column of a tensor's
+    """The rows first_row <= r < last_row and columns first_column <= c < last_column of a tensor's
     matrix."""
 
     first_row: int
@@ -54,7 +54,7 @@ class Rectangle(NamedTuple):
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
     """The values of tensor number `tensor` whose flat index i has start <= i < stop and
-    first <= i % columns < last, in increasing order; written by trainer rank `owner`."""
+    first <= i % columns < last, in increasing order. Trainer rank `owner` writes them."""
 
     tensor: int
     start: int
@@ -64,19 +64,19 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     owner: int
 
 
-# tensor -> rows and columns where some server's part ends
+# The rows and columns at which any server's part ends, by the tensor's name.
 Cuts = Mapping[str, tuple[Sequence[int], Sequence[int]]]
-# tensor -> (owner, start, stop) of flat indices, in order
+# The (owner, start, stop) of each shard in flat indices, in order, by the tensor's name.
 Shards = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 def cut(
     tensors: Sequence[Tensor], cuts: Cuts, shards: Shards | None, world: int, largest: int = LARGEST
 ) -> list[Block]:
-    """Every value of every tensor in exactly one block, in the order of the tensors.
+    """Return blocks that contain every value of every tensor exactly once, in the tensors' order.
 
-    Without `shards` (all ranks hold all values) the blocks are shared out evenly, largest first.
-    Raises `ValueError` for a tensor that the shards don't cover exactly once.
+    Without `shards`, all ranks hold all values, and `share` distributes the blocks evenly over
+    `world` ranks. Raises `ValueError` for a tensor that the shards don't cover exactly once.
     """
     blocks = [
         block
@@ -123,7 +123,7 @@ def _cut(
                 step = max(1, largest // (last - first)) * columns  # whole rows
                 if last - first == columns and columns > largest:
                     step = largest
-                # at row boundaries, so that a block is a rectangle but at its shard's ends
+                # Cuts at row boundaries make every block a rectangle, except at a shard's ends.
                 points = sorted({low, high, *range((low // step + 1) * step, high, step)})
                 for a, b in zip(points, points[1:], strict=False):
                     block = Block(number, a, b, first, last, owner)
@@ -132,7 +132,7 @@ def _cut(
 
 
 def size(block: Block, columns: int) -> int:
-    """How many values the block has."""
+    """Return the number of values in the block."""
     return _before(block.stop, block, columns) - _before(block.start, block, columns)
 
 
@@ -143,8 +143,8 @@ def _before(index: int, block: Block, columns: int) -> int:
 
 
 def rectangles(block: Block, columns: int) -> list[Rectangle]:
-    """At most three whose values, each row-major, one after the other, are the block's: the end of
-    a row, whole rows of the band, the beginning of a row."""
+    """Return the rectangles, at most three, whose row-major values in sequence are the block's: the
+    end of a row, whole rows of the band, the beginning of a row."""
     (row, column), (last_row, last_column) = (
         divmod(block.start, columns),
         divmod(block.stop, columns),
@@ -165,19 +165,16 @@ def rectangles(block: Block, columns: int) -> list[Rectangle]:
 
 
 def take(values, offset: int, block: Block, columns: int) -> list:
-    """The pieces of `values`, a flat run of the tensor from flat index `offset` on (ndarray or
-    torch tensor), that make up the block, in order: views of one or two dimensions."""
+    """Return the pieces of `values` that make up the block, in order, as views with one or two
+    dimensions. `values` (ndarray or torch tensor) is the flat tensor from index `offset` on."""
     if block.first == 0 and block.last == columns:
         return [values[block.start - offset : block.stop - offset]]
     pieces = []
     for r in rectangles(block, columns):
-        begin, height, width = (
-            r.first_row * columns + r.first_column - offset,
-            r.last_row - r.first_row,
-            r.last_column - r.first_column,
-        )
-        # strided rather than reshaped: the last row may end with the band, not with the tensor's
-        # columns
+        begin = r.first_row * columns + r.first_column - offset
+        height = r.last_row - r.first_row
+        width = r.last_column - r.first_column
+        # Strided and not reshaped, because `values` may end with the band instead of a whole row.
         run = values[begin : begin + (height - 1) * columns + width]
         if isinstance(run, np.ndarray):
             pieces.append(
@@ -191,7 +188,7 @@ def take(values, offset: int, block: Block, columns: int) -> list:
 
 
 def share(sizes: Sequence[int], world: int) -> list[int]:
-    """Owner of each size: largest first, to the rank with least."""
+    """Return the owner of each size: the largest go first, each to the rank with the least load."""
     loads, owners = [0] * world, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[i] = loads.index(min(loads))

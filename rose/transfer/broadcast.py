@@ -3,17 +3,17 @@
     trainer 0 --+--> rollout 0 of node A: /dev/shm/...  <-- the engines of rollout 0, 1, 2
     trainer 1 --+--> rollout 3 of node B: /dev/shm/...  <-- the engines of rollout 3, 4
 
-One rollout rank per node receives, and writes what `rose.transfer.mirror` describes. Each trainer
-rank has a communicator with these alone. A file is a header (its length and name) and pieces, each
-an MPI_Ibcast, or pieces over NCCL (`rose.transfer.broadcast_nccl`). Receivers take
-the trainer ranks' files in the order of their indices, version after version: NCCL wants the
-collectives of several communicators in one order at all ranks of a GPU.
+One rollout rank per node receives the files and writes them to its `rose.transfer.mirror`. Each
+trainer rank has a communicator with these receivers only. A file is sent as a header (its length
+and name) and pieces, by MPI_Ibcast. NCCL can carry the pieces (`rose.transfer.broadcast_nccl`). It
+needs the collectives of several communicators in the same order at all ranks of a GPU, so receivers
+take the trainer ranks' files in the order of their indices, version after version.
 
-A trainer rank's `send` returns at once; a thread calls MPI until the file has left, as MPI moves
-large messages only when it is called. A receiver polls from its event loop. Whoever is late costs
-speed only: when a file takes more than `deadline_s` seconds the rank reports it and takes no
-further part, and engines read the store's files. There is no hash of pieces: readers check those of
-the store's manifest, which also cover what may happen to the mirror.
+A trainer rank's `send` returns at once. A thread calls MPI until the file has left, because MPI
+moves large messages only in its calls. A receiver polls from its event loop. A late rank costs only
+speed: if a file takes more than `deadline_s` seconds, the rank reports it and takes no further
+part, and engines read the store's files. Pieces have no hashes, because readers check the hashes of
+the store's manifest, which also detect damage in the mirror.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from rose.comm.mailbox import gather_texts
 from rose.transfer.errors import TransferError
 from rose.transfer.mirror import Mirror, choose_path
 
-PIECE = 1 << 20  # bytes; what a rank passes on while it receives the next
-WINDOW = 8  # pieces under way
-_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # becomes a path in the mirror
+PIECE = 1 << 20  # bytes, which a rank passes on while it receives the next piece
+WINDOW = 8  # pieces in flight
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # a path in the mirror
 _HEADER = struct.Struct("<4sQ116s")  # magic, bytes, name
 _MAGIC = b"RSB2"
-_GROUP_TAG = 77  # of MPI_Comm_create_group, and on for each trainer rank
+_GROUP_TAG = 77  # the first tag for MPI_Comm_create_group; each trainer rank's group has the next
 _FIRST_PAUSE_S, _IDLE_PAUSE_S = 0.0003, 0.002
-# Pieces that were given up, with their memory, until the process ends: MPI can't cancel them, and
-# reads or writes them whenever a late rank joins in.
-_GIVEN_UP: list[tuple[Transit, np.ndarray]] = []
+# Pieces of abandoned transfers, kept with their memory until the process ends. MPI can't cancel
+# them, and reads or writes the memory whenever a late rank joins in.
+_ABANDONED: list[tuple[Transit, np.ndarray]] = []
 
 
 class Transit(Protocol):
-    """Something under way: an `MPI.Request`, or one that looks like it."""
+    """A piece in flight: an `MPI.Request`, or an object with its `Test`."""
 
     def Test(self) -> bool: ...
 
 
 class Broadcast:
-    """One rank's end, for as long as its process lives: MPI keeps the posted buffers.
+    """The broadcast on one rank. It lives as long as its process, because MPI keeps posted buffers.
 
-    Collective over the ranks `trainers` and `rollouts` of `world`, at least one of each, which are
-    in the order of their roles' indices. `run_dir`, `limit_bytes`, `folder`: see
-    `rose.transfer.mirror`. `mirror` is the node's, on a rollout rank. Raises `TransferError` when
-    MPI was not started for several threads, `TimeoutError` when a rank does not come.
+    Construction is collective over the ranks `trainers` and `rollouts` of `world`, at least one of
+    each, in the order of their roles' indices. `rose.transfer.mirror` explains `run_dir`,
+    `limit_bytes` and `folder`. On a rollout rank, `mirror` is the node's. Raises `TransferError` if
+    MPI was not started for several threads, and `TimeoutError` if a rank does not take part.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Broadcast:
         rank = self._group.Get_rank()
         self.root = rank if rank < len(trainers) else None  # index of the trainer rank
         path = choose_path(run_dir, folder) if self.root is None else ""
-        # who imports from a cold file system is minutes late, and no fault of the network's
+        # A rank that imports from a cold file system is minutes late; that is no network failure.
         texts = gather_texts(
             self._group,
             f"{_node(path)}\n{path}",
             max(address.MEET_S, deadline_s),
             "the broadcast's start (transfer.load_timeout_s)",
         )
-        first: dict[str, int] = {}  # node -> its first rollout rank, of the group
+        first: dict[str, int] = {}  # each node's first rollout rank, as a rank of the group
         for number, text in enumerate(texts[len(trainers) :], len(trainers)):
             first.setdefault(text.partition("\n")[0], number)
         self._writers = list(first.values())
         self.writes = rank in self._writers
-        # by trainer rank, those that this rank is part of
+        # The communicators that this rank is part of, by trainer rank.
         self._comms = {
             root: _communicator(
                 world,
@@ -111,14 +111,14 @@ class Broadcast:
         if self.root is None:
             where = texts[first[texts[rank].partition("\n")[0]]].partition("\n")[2]
             self.mirror = Mirror(Path(where), len(trainers), limit_bytes)
-        self._pieces = None  # what carries files' pieces, if not MPI
-        self._before: threading.Thread | None = None  # of the file before the last
-        self._sending: threading.Thread | None = None  # of the last
-        self._failed = ""
+        self._pieces = None  # carries the files' pieces, or None if MPI does
+        self._previous: threading.Thread | None = None  # sends the file before the last one
+        self._last: threading.Thread | None = None  # sends the last file
+        self._failed = ""  # the error after which this rank takes no part any more
 
     def use_torch(self, device, interface: str | None = None) -> None:
-        """Files' pieces travel over torch.distributed from now on: NCCL, with this rank's GPU
-        `device` (a `torch.device`). Collective over all trainer and rollout ranks."""
+        """Send all further files' pieces by torch.distributed: NCCL, with this rank's GPU `device`
+        (a `torch.device`). Collective over all trainer and rollout ranks."""
         from rose.transfer.broadcast_nccl import TorchPieces
 
         sends = self.root is not None
@@ -129,8 +129,8 @@ class Broadcast:
     # ----------------------------------------------------------------- a trainer rank's side
 
     def send(self, name: str, data) -> None:
-        """Begin to send the file `name`, a relative path, whose bytes `data` nobody changes any
-        more; it leaves after the ones before. Raises `TransferError` on a name that can't be."""
+        """Begin to send the file `name`, a relative path, after all earlier files. Its bytes `data`
+        must not change any more. Raises `TransferError` if the name is not allowed."""
         if not _NAME.fullmatch(name) or len(name) > 116:
             raise TransferError(
                 f"a broadcast's name is {name!r}; it must be a relative path of letters, digits, "
@@ -139,26 +139,24 @@ class Broadcast:
         if self._failed:
             return
         buffer = np.frombuffer(data, np.uint8)
-        self._before, self._sending = (
-            self._sending,
-            threading.Thread(
-                target=self._send,
-                args=(self._sending, name, buffer),
-                name=f"broadcast {name}",
-                daemon=True,
-            ),
+        self._previous = self._last
+        self._last = threading.Thread(
+            target=self._send,
+            args=(self._previous, name, buffer),
+            name=f"broadcast {name}",
+            daemon=True,
         )
-        self._sending.start()
+        self._last.start()
 
     def catch_up(self) -> None:
-        """Until the file before the last one has left, or its deadline has passed: files that wait
-        take memory."""
-        if self._before is not None:
-            self._before.join()
+        """Wait until the file before the last one has left, or its deadline has passed. This bounds
+        the memory of files that are still to be sent."""
+        if self._previous is not None:
+            self._previous.join()
 
-    def _send(self, before: threading.Thread | None, name: str, buffer: np.ndarray) -> None:
-        if before is not None:
-            before.join()
+    def _send(self, previous: threading.Thread | None, name: str, buffer: np.ndarray) -> None:
+        if previous is not None:
+            previous.join()
         if self._failed:
             return
         try:
@@ -167,7 +165,7 @@ class Broadcast:
             for part in (header.copy(), buffer):
                 for _ in self._move(self.root, part, part.size, end, part is buffer):
                     time.sleep(_FIRST_PAUSE_S)
-        except Exception as error:  # MPI's or torch's too, whichever carries the pieces
+        except Exception as error:  # any error of MPI or torch, whichever carries the pieces
             self._failed = str(error)
             print(
                 f"trainer rank {self.root}: broadcast of {name}: {error}; engines read this "
@@ -179,9 +177,9 @@ class Broadcast:
     # ----------------------------------------------------------------- a rollout rank's side
 
     async def receive(self) -> None:
-        """Into the mirror, until cancelled; to be run for as long as the rank lives, also while its
-        engine is down: other ranks' pieces come through it. Does nothing on a rank that is not its
-        node's first, or once a rank is late."""
+        """Receive files into the mirror until cancelled. Run it as long as the rank lives, even
+        while its engine is down, because it passes on pieces for other ranks. It does nothing on a
+        rank that is not the first of its node, or after a rank was late."""
         if self.writes:
             await self._receive()
         await asyncio.Event().wait()
@@ -196,16 +194,16 @@ class Broadcast:
                     name, nbytes = _read_header(header)
                     buffer = self.mirror.open(name, nbytes)
                     refused = buffer is None
-                    if refused:  # it must pass through all the same
+                    if refused:  # The pieces must still pass through this rank to others.
                         buffer = np.empty(min(nbytes, WINDOW * PIECE), np.uint8)
                     end = time.monotonic() + self.deadline_s
                     await self._take(root, buffer, nbytes, end, True)
                     if not refused:
                         self.mirror.finish(name)
-        except Exception as error:  # as in `_send`; the rank and its engine go on
+        except Exception as error:  # any error of MPI or torch; the rank and its engine go on
             why = f"broadcast of {name} by trainer rank {root}: {error}"
             print(f"{why}; engines of this node read the store's files", flush=True)
-            self.mirror.give_up(why)
+            self.mirror.abandon(why)
             await asyncio.to_thread(self._abort_pieces)
 
     async def _take(
@@ -225,29 +223,30 @@ class Broadcast:
     def _move(
         self, root: int, buffer: np.ndarray, nbytes: int, end: float, body: bool
     ) -> Iterator[bool]:
-        """Move `nbytes` from or into the buffer, again from its start where it is smaller; yields
-        between two looks whether something moved. Raises `TransferError` when it is not done at
-        the time `end`, of `time.monotonic()`."""
-        under_way: deque[tuple[Transit, np.ndarray]] = deque()
+        """Move `nbytes` from or into the buffer, and yield after each poll whether a piece arrived.
+
+        A buffer shorter than `nbytes` is used again from its start. `body` is true for a file, and
+        false for its header. Raises `TransferError` if not done at the monotonic time `end`."""
+        in_flight: deque[tuple[Transit, np.ndarray]] = deque()
         at = 0
         try:
-            while at < nbytes or under_way:
-                while at < nbytes and len(under_way) < WINDOW:
+            while at < nbytes or in_flight:
+                while at < nbytes and len(in_flight) < WINDOW:
                     low = at % buffer.size
                     piece = buffer[low : low + min(PIECE, nbytes - at)]
-                    under_way.append((self._start(root, piece, at // PIECE % WINDOW, body), piece))
+                    in_flight.append((self._start(root, piece, at // PIECE % WINDOW, body), piece))
                     at += piece.size
-                moved = under_way[0][0].Test()
+                moved = in_flight[0][0].Test()
                 if moved:
-                    under_way.popleft()
+                    in_flight.popleft()
                 elif time.monotonic() > end:
                     raise TransferError(
                         f"not done within {self.deadline_s:g} s (transfer.load_timeout_s): the "
-                        f"last {len(under_way)} pieces of {at} of {nbytes} bytes did not move"
+                        f"last {len(in_flight)} pieces of {at} of {nbytes} bytes did not move"
                     )
                 yield moved
-        finally:  # also when the caller was cancelled
-            _GIVEN_UP.extend(under_way)
+        finally:  # The caller may have been cancelled.
+            _ABANDONED.extend(in_flight)
 
     def _start(self, root: int, piece: np.ndarray, slot: int, body: bool) -> Transit:
         if body and self._pieces is not None:
@@ -255,8 +254,7 @@ class Broadcast:
         return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
 
     def _abort_pieces(self) -> None:
-        """This rank takes no further part. Torch would end the process for pieces that stay under
-        way."""
+        """Take no further part. Torch would end the process for pieces that stay in flight."""
         try:
             if self._pieces is not None:
                 self._pieces.abort()
@@ -272,8 +270,8 @@ def _communicator(world: MPI.Comm, ranks: list[int], tag: int) -> MPI.Comm:
 
 
 def _node(path: Path | str) -> str:
-    """Of processes that see the same memory in the same place: containers of one machine may
-    not."""
+    """Return a key that is equal for processes which see the same memory under the same path; two
+    containers of one machine may not."""
     if not path:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -282,7 +280,7 @@ def _node(path: Path | str) -> str:
 
 
 def _read_header(header: np.ndarray) -> tuple[str, int]:
-    """Name and bytes of the file that comes. Raises `TransferError` on bytes that are no header."""
+    """Return the coming file's name and length. Raises `TransferError` if this is no header."""
     magic, nbytes, name = _HEADER.unpack(header.tobytes())
     text = name.rstrip(b"\0").decode(errors="replace")
     if magic != _MAGIC or not _NAME.fullmatch(text):
@@ -303,12 +301,12 @@ def make_broadcast(
     limit_bytes: int,
     interface: str | None = None,
 ) -> Broadcast | None:
-    """This rank's end of the broadcast `kind`, "mpi", "nccl" or "none" (transfer.broadcast);
-    `interface` (cluster.interface) is for NCCL's. Null for "none", without rollout ranks, and on a
-    rank that is neither trainer nor rollout.
+    """Return this rank's side of the broadcast `kind`: "mpi", "nccl" or "none"
+    (transfer.broadcast). `interface` (cluster.interface) is for "nccl". Returns None for "none",
+    without rollout ranks, and on a rank that is neither trainer nor rollout.
 
-    Collective over those ranks, and only those. Raises `TransferError` on another kind, and for
-    "nccl" where this process sees no GPU.
+    Collective over trainer and rollout ranks only. Raises `TransferError` for another kind, and for
+    "nccl" if this process sees no GPU.
     """
     if kind not in ("mpi", "nccl", "none"):
         raise TransferError(f"transfer.broadcast={kind!r}; known are 'mpi', 'nccl' and 'none'")

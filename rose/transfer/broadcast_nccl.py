@@ -1,14 +1,14 @@
-"""The pieces of broadcast files over NCCL; their headers come over MPI (`rose.transfer.broadcast`).
+"""Send the pieces of broadcast files by NCCL. MPI sends their headers (`rose.transfer.broadcast`).
 
-A header comes first and says what to expect: no rank waits inside of NCCL, where it would keep a
-part of its GPU busy, for a file whose trainer rank is still encoding.
+A rank starts NCCL's collectives for a file only after it has received the file's header by MPI. So
+no rank waits inside NCCL, where it would occupy part of its GPU, while a trainer rank encodes.
 
-There is one process group per trainer rank, {that rank, the receiving rollout ranks}, made directly
-and apart from the default one: DeepSpeed's collectives don't meet these. Pieces go pinned host ->
-GPU -> NCCL -> GPU -> pinned host.
+Each trainer rank has a process group with the receiving rollout ranks. It is created directly and
+not from the default group, so that DeepSpeed's collectives don't interfere. A piece goes from
+pinned host memory to the GPU, through NCCL to the other GPUs, and from there to pinned host memory.
 
-For GPUs. On a CPU (gloo, in tests only) torch starts threads in the rollout rank, which its
-engine's fork does not survive; on GPUs vLLM spawns.
+This is for GPUs. On a CPU (gloo, in tests only) torch starts threads in the rollout rank, and its
+engine can't be forked after that. On GPUs vLLM spawns its processes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from rose.comm.mailbox import gather_texts
 
 
 class TorchPieces:
-    """Collective over `group`, all trainer and rollout ranks. `comms`: by trainer rank, its
-    communicator with the receiving ranks, as far as this rank is in it. `window` pieces of at most
-    `nbytes` are under way. `device`: this rank's; its type, the same at all ranks, decides for NCCL
-    or gloo. Every rank of `comms` needs a GPU that it shares with no other."""
+    """The process groups of this rank and `window` buffers for pieces of at most `nbytes` bytes.
+
+    Construction is collective over `group`, all trainer and rollout ranks. `comms` has, by trainer
+    rank, each communicator with the receiving ranks that contains this rank. `device` is this
+    rank's; its type is the same on all ranks and selects NCCL or gloo. Every rank of `comms` needs
+    a GPU that it shares with no other."""
 
     def __init__(
         self,
@@ -50,14 +52,15 @@ class TorchPieces:
         if not comms:
             return
         place.use_interface()
-        timeout = timedelta(seconds=2 * deadline_s)  # ours, which says more, comes first
+        # Longer than `Broadcast.deadline_s`, whose error says more.
+        timeout = timedelta(seconds=2 * deadline_s)
         self._store = distributed.TCPStore(
             place.address,
             place.port,
             is_master=group.Get_rank() == 0,
             timeout=timeout,
             wait_for_workers=False,
-            master_listen_fd=place.claim(),
+            master_listen_fd=place.detach_listener(),
         )
         self._sends = sends
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -66,7 +69,7 @@ class TorchPieces:
         for root, comm in comms.items():
             store = distributed.PrefixStore(f"root-{root}", self._store)
             made = _group(store, comm.Get_rank(), comm.Get_size(), timeout, device)
-            # NCCL connects at the first collective: here, where all ranks may wait for each other
+            # NCCL connects at the first collective: here, where ranks may wait for each other.
             made.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait()
             self._groups[root] = made
 
@@ -74,15 +77,15 @@ class TorchPieces:
         return self._slots[slot].start(self._groups[root], piece, self._copies, self._sends)
 
     def abort(self) -> None:
-        """Nothing is started afterwards. NCCL's pieces that wait for a late rank would stay on the
-        device's queue, and torch's watchdog ends a process whose collective passes its timeout."""
+        """Abort all groups; start nothing afterwards. Otherwise NCCL's pieces that wait for a late
+        rank would stay in the device's queue until torch's watchdog ends the process."""
         for group in self._groups.values():
             group.abort()
 
 
 class _Slot:
-    """Room for a piece under way: `host`, pinned, and `staged` on the GPU (`host` itself without
-    one), uint8 (nbytes,)."""
+    """Buffers (nbytes,) uint8 for a piece in flight: `_host`, pinned, and `_staged` on the GPU
+    (without a GPU the same tensor)."""
 
     def __init__(self, nbytes: int, device: torch.device):
         self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -102,7 +105,8 @@ class _Slot:
         with torch.cuda.stream(copies):
             if sends:
                 staged.copy_(host, non_blocking=True)
-            group.broadcast(staged, 0).wait()  # of this stream for NCCL's; the caller goes on
+            # The copy stream waits for NCCL's; the caller does not wait.
+            group.broadcast(staged, 0).wait()
             if not sends:
                 host.copy_(staged, non_blocking=True)
             event = copies.record_event()
@@ -112,7 +116,7 @@ class _Slot:
     def Test(self) -> bool:
         if not self._done():
             return False
-        self._check()  # raises what went wrong
+        self._check()  # raises the error of a failed transfer
         if self._into is not None:
             self._into[:] = self._host.numpy()[: self._into.size]
         return True

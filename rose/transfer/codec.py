@@ -1,12 +1,15 @@
-"""What becomes of one block of values, bit-exact: a payload, from and against the block's older
-values.
+"""Encode a block of values bit-exactly as a payload, relative to the block's older values.
 
-Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). The smallest of four encodings
-is taken: unchanged; delta (which values changed, as Golomb-Rice coded gaps, and the integer
-differences of their patterns in the order of the floats); planes (first and second bytes of all
-values apart, compressed by zstandard); raw. The docstring of payload.py has every byte. All
-functions are pure and safe to call from threads; the loops release the GIL. Left out: hashes. A
-wrong payload raises `ValueError` or gives some array, never more, so callers check what they got.
+Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). A payload is the smallest of
+four encodings; payload.py's docstring specifies every byte:
+- unchanged;
+- delta: which values changed, as Golomb-Rice coded gaps, and the integer differences of their
+  patterns in the order of the floats;
+- planes: the first bytes of all values, then the second bytes, and so on, compressed by zstandard;
+- raw.
+
+All functions are pure and thread-safe, and their loops release the GIL. Payloads have no hashes. A
+wrong one raises `ValueError` or decodes to wrong values, so callers check the values' hashes.
 """
 
 from __future__ import annotations
@@ -20,33 +23,31 @@ import zstandard
 from rose.transfer import payload as layouts
 from rose.transfer.payload import Delta, Info, Layout, Plain, Rice
 
-DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # width in bytes -> patterns
-LEVEL = 1  # of zstandard; on weights the higher ones are slower, and larger by some percent
-SAMPLE = 4096  # numbers, at least, that a Rice parameter is guessed from; then exact sizes decide
+DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # patterns by width in bytes
+LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
+# The least numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
+SAMPLE = 4096
 NOTHING = np.empty(0, np.int32)
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
-RISING = (1, 1, 0)  # whether what lies between neighbours is coded
+RISING = (1, 1, 0)  # 1 for a stream of ascending numbers, of which the gaps are coded
 
 
 @cache
 def _loops():
-    """The compiled loops, at first use: numba takes 0.4 s to import."""
+    """Import the compiled loops at first use, because numba takes 0.4 s to import."""
     from rose.transfer import rice
 
     return rice
 
 
 def compile_all() -> None:
-    """Compile every loop now (10 s of CPU time) or find it in numba's cache beside the source."""
+    """Compile every loop now (10 s of CPU time) or load it from numba's cache beside the source."""
     _loops()
 
 
 def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
-    """Patterns (n,) uint16 or uint32, and the same block's older ones -> payload (bytes,) uint8.
-
-    Without `old` the payload is planes or raw. Raises `ValueError` if the two differ in shape or
-    type.
-    """
+    """Return the payload (bytes,) uint8 of a block's patterns (n,) uint16 or uint32, given older
+    ones. Without `old` it is planes or raw. Raises `ValueError` if shapes or types differ."""
     new = _block(new)
     if old is None:
         return _encode_whole(new)
@@ -59,16 +60,15 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
     positions, differences = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, differences)
     delta = _encode_delta(new.size, new.itemsize, positions[:count], differences[:count])
-    if 2 * delta.size <= new.nbytes:  # planes of weights are not that small
+    if 2 * delta.size <= new.nbytes:  # Planes of weights are never that small.
         return delta
     return min(delta, _encode_whole(new), key=len)
 
 
 def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
-    """The new values (n,) of a payload (bytes-like or (bytes,) uint8).
+    """Return the new values (n,) of a payload (bytes-like or (bytes,) uint8).
 
-    Raises `ValueError` if the payload is malformed, or needs the older values and these are missing
-    or don't fit.
+    Raises `ValueError` if the payload is malformed, or needs `old` and it is missing or misfits.
     """
     data, layout = _parse(payload)
     if old is not None:
@@ -84,8 +84,8 @@ def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
 
 
 def apply(payload, values: np.ndarray) -> None:
-    """Turn the older values into the new ones in place; contiguous, writable. On `ValueError` they
-    are untouched."""
+    """Turn the older values, contiguous and writable, into the new ones in place. They are
+    unchanged if it raises `ValueError`."""
     data, layout = _parse(payload)
     _check_base(layout, values)
     if not (values.flags.c_contiguous and values.flags.writeable):
@@ -103,18 +103,17 @@ def apply(payload, values: np.ndarray) -> None:
 
 
 def compose(first, second) -> np.ndarray:
-    """Payload of a -> c from those of a -> b and b -> c, without any values. What changes back
-    vanishes.
+    """Return the payload from a to c, given those from a to b and from b to c, without any values.
 
-    Raises `ValueError` if either is malformed or they are of different blocks.
+    Values that are equal in a and c count as unchanged. Raises `ValueError` if a payload is
+    malformed, or they are of different blocks.
     """
     data, layout = _parse(first)
     next_data, next_layout = _parse(second)
     if (layout.width, layout.values) != (next_layout.width, next_layout.values):
         raise ValueError(
             f"payloads of {layout.values} values of {layout.width} bytes and of "
-            f"{next_layout.values} "
-            f"values of {next_layout.width} bytes are not of the same block"
+            f"{next_layout.values} values of {next_layout.width} bytes are not of the same block"
         )
     if not layouts.info(next_layout).needs_base:
         return _as_payload(second).copy()
@@ -136,16 +135,13 @@ def compose(first, second) -> np.ndarray:
 
 
 def info(payload) -> Info:
-    """What a payload's header says. Raises `ValueError` if that is malformed."""
+    """Return what a payload's header states. Raises `ValueError` if it is malformed."""
     return layouts.info(_parse(payload)[1])
 
 
 def changes(payload) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (c,) int32, ascending, and differences (c,) int32 of a delta, or of an unchanged
-    block (none).
-
-    Raises `ValueError` for other kinds and for malformed payloads.
-    """
+    """Return the ascending positions (c,) int32 and the differences (c,) int32 of a delta; c is 0
+    for an unchanged block. Raises `ValueError` for other kinds and for malformed payloads."""
     data, layout = _parse(payload)
     if not layouts.info(layout).needs_base:
         raise ValueError(f"a payload of kind {layouts.info(layout).kind} has no differences")
@@ -153,20 +149,20 @@ def changes(payload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def moved(old: np.ndarray, differences: np.ndarray) -> np.ndarray:
-    """The patterns (c,) that are so many steps (c,) int32 after `old` (c,): what `changes` says of
-    these values."""
+    """Return the patterns (c,) that are `differences` (c,) int32 steps after `old` (c,), in the
+    order of the floats."""
     new = np.array(old)
     _loops().add(new, np.arange(old.size, dtype=np.int32), differences, old.size)
     return new
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Any contiguous array -> (nbytes,) uint8 view."""
+    """Return a contiguous array as an (nbytes,) uint8 view."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def digest(array: np.ndarray) -> str:
-    """xxh3-128 of the array's bytes, 32 hex digits."""
+    """Return the xxh3-128 of the array's bytes as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(as_bytes(array))
 
 
@@ -176,7 +172,7 @@ def digest(array: np.ndarray) -> str:
 def _encode_delta(
     total: int, width: int, positions: np.ndarray, differences: np.ndarray
 ) -> np.ndarray:
-    """Of the ascending positions (c,) int32 and differences (c,) int32, none of them 0."""
+    """Encode ascending positions (c,) int32 and their differences (c,) int32, none of them 0."""
     changed = positions.size
     if not changed:
         return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
@@ -195,7 +191,7 @@ def _encode_delta(
 
 
 def _fewer(total: int, positions: np.ndarray) -> np.ndarray:
-    """The positions, or the other items of 0..total-1 where those are fewer."""
+    """Return the positions, or the other items of 0..total-1 if those are fewer."""
     return _others(total, positions) if 2 * positions.size > total else positions
 
 
@@ -206,7 +202,7 @@ def _others(total: int, positions: np.ndarray) -> np.ndarray:
 
 
 def _measured(numbers: np.ndarray, rising: int) -> Rice:
-    """With the `k` that takes the fewest bits of the likely one and its neighbours."""
+    """Return the numbers' layout with the likely `k`, or a neighbour if that takes fewer bits."""
     at = np.arange(0, numbers.size, max(1, numbers.size // SAMPLE))
     sample = numbers[at] - rising * np.where(at, numbers[at - 1] + 1, 0)
     likely = layouts.likely_k(np.bincount(np.frexp(sample.astype(np.float64))[1]).tolist())
@@ -220,7 +216,7 @@ def _measured(numbers: np.ndarray, rising: int) -> Rice:
 
 
 def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and differences; none of an unchanged block."""
+    """Return positions and differences, which are empty for an unchanged block."""
     if not isinstance(layout, Delta):
         return NOTHING, NOTHING
     words, at = data.view(np.uint64), layout.offsets
@@ -229,8 +225,17 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
     for i, stream in enumerate(layout.streams):
         unary, remainders, escapes = at[1 + 3 * i : 4 + 3 * i]
         if not _loops().read(
-            *(words, unary, stream.unary_bits, remainders, stream.k, escapes),
-            *(stream.escape_bits, stream.escapes, most[i], RISING[i], read[i]),
+            words,
+            unary,
+            stream.unary_bits,
+            remainders,
+            stream.k,
+            escapes,
+            stream.escape_bits,
+            stream.escapes,
+            most[i],
+            RISING[i],
+            read[i],
         ):
             raise ValueError(
                 f"a payload whose {NUMBERS[i]} are not {stream.count} of at most {most[i]}"
@@ -243,7 +248,7 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
     signs = data[at[0] // 8 : (at[1] + 7) // 8]
     differences = np.unpackbits(signs, count=layout.changed, bitorder="little").astype(np.int32)
     differences *= -2
-    differences += 1  # a bit is set for -1
+    differences += 1  # A set bit is -1, a clear one is 1.
     differences[large] *= excess + 2
     return positions, differences
 
@@ -264,11 +269,11 @@ def _encode_whole(values: np.ndarray) -> np.ndarray:
 
 
 def _read_whole(layout: Plain, data: np.ndarray) -> np.ndarray:
-    """Values (n,) of their own memory."""
+    """Return the values (n,) in memory of their own."""
     body, size = data[len(layout.header) :], layout.values * layout.width
     if layout.kind == layouts.PLANES:
         frame = body[: layout.packed].data
-        try:  # the size first: a decompressor takes the memory that the frame asks for
+        try:  # Check the size first, because the decompressor allocates what the frame states.
             if (found := zstandard.frame_content_size(frame)) != size:
                 raise ValueError(f"a payload of {size} bytes of planes, of which {found} are there")
             planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
@@ -279,7 +284,7 @@ def _read_whole(layout: Plain, data: np.ndarray) -> np.ndarray:
 
 
 def _start(layout: Layout) -> np.ndarray:
-    """The payload's words, zero but for the header."""
+    """Return the payload's words, which are zero behind the header."""
     words = np.zeros(layout.nbytes // layouts.WORD, np.uint64)
     header = layout.header
     words.view(np.uint8)[: len(header)] = np.frombuffer(header, np.uint8)
@@ -287,7 +292,7 @@ def _start(layout: Layout) -> np.ndarray:
 
 
 def _parse(payload) -> tuple[np.ndarray, Layout]:
-    """The payload's bytes, aligned to words, and its layout."""
+    """Return the payload's bytes, aligned to words, and its layout."""
     data = _as_payload(payload)
     layout = layouts.parse(data[: layouts.HEADER_LIMIT].tobytes(), data.size)
     return (data if data.ctypes.data % layouts.WORD == 0 else data.copy()), layout
@@ -301,7 +306,7 @@ def _as_payload(payload) -> np.ndarray:
 
 
 def _block(values: np.ndarray) -> np.ndarray:
-    """Checked, contiguous and aligned."""
+    """Check a block's patterns and return them contiguous and aligned."""
     if values.ndim != 1 or values.dtype not in DTYPES.values():
         raise ValueError(
             f"a block is one row of uint16 or uint32 patterns, not {values.shape} {values.dtype}"

@@ -1,9 +1,9 @@
-"""xxh3-128 of blocks of the live parameters: on the GPU that they are on, else in host memory.
+"""Compute the xxh3-128 of blocks of the live parameters, on their GPU or in host memory.
 
-On a GPU a block is hashed where it lies (rose/transfer/xxh3_triton.py) if it is one run of words of
-8 bytes, or rows of such runs; the few that are not, as where a ZeRO shard ends within a row of a
-tensor-parallel engine's part, are read back. The first block that a device hashes is hashed on the
-host, too: where the two differ, or Triton fails, that is said once, and all are read back.
+A GPU hashes a block in place (rose/transfer/xxh3_triton.py) if the block is one run of 8-byte
+words, or rows of such runs. The few other blocks are copied to the host, as where a ZeRO shard ends
+within a row of a tensor-parallel engine's part. The first block that a device hashes is hashed on
+the host, too. If the hashes differ or Triton fails, one warning is logged, and the host hashes all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rose.transfer.base import Base
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place
 
-# Blocks of one launch: as many warps, each of which reads 1 KiB at a time, so that what the engine
-# computes meanwhile keeps most of the device.
-AT_ONCE = 512
-LONG = 240  # bytes: up to here XXH3 has other forms
-# xxHash's default secret (XXH3_kSecret)
+# Blocks, and so warps, of one kernel launch. Each warp reads 1 KiB at a time, so the launch leaves
+# most of the device to the engine's kernels.
+BLOCKS_PER_LAUNCH = 512
+LONG = 240  # bytes up to which XXH3 has other forms
+# xxHash's default secret (XXH3_kSecret).
 SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -36,7 +36,7 @@ SECRET = bytes.fromhex(
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 PRIME_1, PRIME_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F  # XXH_PRIME64_1, XXH_PRIME64_2
-LANES = (  # XXH3's eight lanes at first
+LANES = (  # the initial values of XXH3's eight lanes
     *(0xC2B2AE3D, PRIME_1, PRIME_2, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class _Trust:
-    """Whether devices hash as the host does: null until one has."""
+    """`right` is None until a device has hashed a block, then true if the host hashed it alike."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -58,22 +58,22 @@ trust = _Trust()
 def digests(
     live: Live, places: Mapping[int, Place], threads: int, tick: Callable[[], None] = lambda: None
 ) -> dict[int, bytes]:
-    """Of each block, as `xxhash.xxh3_128_digest` gives it for the patterns' little-endian bytes.
-    `tick` is called now and then, to give up by raising."""
+    """Return each block's digest, as `xxhash.xxh3_128_digest` computes it for the patterns'
+    little-endian bytes. `tick` is called repeatedly and may raise to cancel the computation."""
     found: dict[int, bytes] = {}
-    if hashes_there(live):
+    if hashes_on_device(live):
         runs = {block: run for block in places if (run := _run(live, places[block])) is not None}
         try:
-            found = _there(live, places, runs, tick)
-        except _Failed as error:
+            found = _device_digests(live, places, runs, tick)
+        except _DeviceError as error:
             trust.right = False
             log.warning("blocks are read back to be hashed: %s", error)
     rest = [block for block in places if block not in found]
 
     def read(block: int) -> bytes:
         tick()
-        with live.aside():
-            return here(live, places[block])
+        with live.side_stream():
+            return host_digest(live, places[block])
 
     with ThreadPoolExecutor(threads, "digests") as pool:
         futures = {block: pool.submit(read, block) for block in rest}
@@ -84,13 +84,13 @@ def digests(
                 future.cancel()
 
 
-def here(live: Live, place: Place) -> bytes:
-    """Of one block, read into host memory."""
+def host_digest(live: Live, place: Place) -> bytes:
+    """Return the digest of one block, which is read into host memory."""
     return xxhash.xxh3_128_digest(live.read(place).data.cast("B"))
 
 
-def hashes_there(live: Live) -> bool:
-    """Whether blocks are hashed on a device: without a copy in host memory, and soon."""
+def hashes_on_device(live: Live) -> bool:
+    """True if a device hashes the blocks, which is fast and needs no copy in host memory."""
     return live.on_gpu and trust.right is not False
 
 
@@ -103,8 +103,8 @@ def compare(
     wanted: Callable[[], bool],
     end: float,
 ) -> None:
-    """Raises `TransferError` unless the live parameters, read from `folder`, are an adapter's base,
-    these weights; or when, before a block, `wanted` says no or `time.monotonic()` is past `end`."""
+    """Compare the live parameters, which were read from `folder`, with an adapter's base. Raises
+    `TransferError` if they differ, if `wanted` returns false, or after the monotonic time `end`."""
 
     def tick() -> None:
         if not wanted():
@@ -128,28 +128,30 @@ def compare(
         )
 
 
-class _Failed(Exception):
-    """Of a device that can't hash, or hashes wrongly."""
+class _DeviceError(Exception):
+    """A device can't hash, or hashes wrongly."""
 
 
-def _there(
+def _device_digests(
     live: Live,
     places: Mapping[int, Place],
     runs: Mapping[int, tuple[int, int, int, int]],
     tick: Callable[[], None],
 ) -> dict[int, bytes]:
-    """Raises `_Failed`, and what `tick` raises."""
+    """Return the digests of the blocks in `runs`. Raises `_DeviceError`, and what `tick` raises."""
     blocks, found = list(runs), {}
-    for low in range(0, len(blocks), AT_ONCE):
+    for low in range(0, len(blocks), BLOCKS_PER_LAUNCH):
         tick()
-        some = blocks[low : low + AT_ONCE]
+        some = blocks[low : low + BLOCKS_PER_LAUNCH]
         table = np.array([runs[block] for block in some], np.int64)
         try:
-            with live.aside():
+            with live.side_stream():
                 lanes = _lanes(live.device, table)
-        except Exception as error:  # of Triton, C compilers and the driver: no common base
+        except (
+            Exception
+        ) as error:  # errors of Triton, C compilers and drivers, without a common base
             first = str(error).strip().partition("\n")[0]
-            raise _Failed(
+            raise _DeviceError(
                 f"Triton fails on {live.device}: {type(error).__name__}: {first}"
             ) from error
         found |= zip(some, merged(lanes, 8 * table[:, 3].astype(np.uint64)), strict=True)
@@ -160,10 +162,10 @@ def _there(
 
 
 def _compare(live: Live, place: Place, found: bytes) -> None:
-    with live.aside():
-        wanted = here(live, place)
+    with live.side_stream():
+        wanted = host_digest(live, place)
     if found != wanted:
-        raise _Failed(
+        raise _DeviceError(
             f"{live.device} hashes a block of {place.parameter} to {found.hex()}, the host to "
             f"{wanted.hex()}"
         )
@@ -171,8 +173,8 @@ def _compare(live: Live, place: Place, found: bytes) -> None:
 
 
 def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
-    """(n, 8) uint64 of blocks (n, 4)."""
-    from rose.transfer import xxh3_triton  # Triton comes with torch for GPUs only
+    """Return the lanes (n, 8) uint64 of blocks (n, 4), each as `_run` describes it."""
+    from rose.transfer import xxh3_triton  # Only torch for GPUs comes with Triton.
 
     there = torch.from_numpy(blocks).to(device)
     table = torch.from_numpy(_table().view(np.int64)).to(device)
@@ -180,8 +182,8 @@ def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
 
 
 def _run(live: Live, place: Place) -> tuple[int, int, int, int] | None:
-    """(address, words of 8 bytes in a row, bytes from row to row, words) of a block; null if it is
-    not so in memory, or too short."""
+    """Return a block's (address, 8-byte words in a row, bytes from row to row, words in all), or
+    None if it has another shape in memory or is too short."""
     matrix = live.matrices[place.parameter]
     columns, width = matrix.shape[1], matrix.element_size()
     first = place.rectangles[0]
@@ -199,7 +201,7 @@ def _run(live: Live, place: Place) -> tuple[int, int, int, int] | None:
 
 
 def _one_run(place: Place, columns: int) -> bool:
-    """Whether each rectangle begins where the one before it ends, and none leaves out a column."""
+    """True if the rectangles follow one another in memory without gaps."""
     end = None
     for r in place.rectangles:
         begin = r.first_row * columns + r.first_column
@@ -210,17 +212,17 @@ def _one_run(place: Place, columns: int) -> bool:
     return True
 
 
-# ----------------------------------------------------------------- XXH3's end, for many at once
+# ----------------------------------------------------------------- XXH3's end, for many blocks
 
 
 def _table() -> np.ndarray:
-    """(40,) uint64 for `xxh3_triton.accumulate`."""
+    """Return the table (40,) uint64 for `xxh3_triton.accumulate`."""
     words, last = np.frombuffer(SECRET, "<u8"), np.frombuffer(SECRET[121:185], "<u8")
     return np.concatenate([words, last, np.array(LANES, np.uint64)])
 
 
 def merged(lanes: np.ndarray, nbytes: np.ndarray) -> list[bytes]:
-    """The digests of blocks by their lanes (n, 8) uint64 and lengths (n,) uint64."""
+    """Return the digests of blocks, given their lanes (n, 8) uint64 and lengths (n,) uint64."""
     low = _merge(lanes, SECRET[11:75], nbytes * np.uint64(PRIME_1))
     high = _merge(lanes, SECRET[117:181], ~(nbytes * np.uint64(PRIME_2)))
     both = np.stack([high, low], axis=1).astype(">u8")
@@ -236,7 +238,7 @@ def _merge(lanes: np.ndarray, secret: bytes, start: np.ndarray) -> np.ndarray:
 
 
 def _folded(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The two halves of the 128-bit products, one on the other."""
+    """Return the XOR of the two halves of the 128-bit products."""
     half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     (a_high, a_low), (b_high, b_low) = (a >> half, a & mask), (b >> half, b & mask)
     cross, across = a_high * b_low, a_low * b_high

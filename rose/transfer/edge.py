@@ -22,27 +22,26 @@ from rose.transfer.store import (
     unseal,
 )
 
-JOIN = 64 * 1024  # bytes between two payloads that are read over rather than asked for apart
+MAX_GAP = 64 * 1024  # most unneeded bytes between two payloads that one read may include
 
 
 def read_plan(source: Source) -> tuple[Plan, str]:
-    """The store's plan and its hash, which every manifest repeats. Raises `Missing`,
+    """Return the store's plan and its hash, which every manifest repeats. Raises `Missing` or
     `Corrupted`."""
     data = source.read(PLAN)
     return unseal(data, Plan, f"{source}/{PLAN}"), hash_of(data)
 
 
-def present(source: Source, version: int | None = None) -> set[Step]:
-    """The edges of which there is a folder, of one version or of all; whether they are committed,
-    reading tells."""
+def list_edges(source: Source, version: int | None = None) -> set[Step]:
+    """Return the edges that have a folder, of one version or of all. They need not be committed."""
     folders = source.names("") if version is None else [f"v{version:06d}"]
     found = {parse_edge(f, o) for f in folders if f.startswith("v") for o in source.names(f)}
     return found - {None}
 
 
 class Edge:
-    """Of a store; a rank's table is read, and verified, at first use. Raises `Missing` when it is
-    not committed, `Corrupted` when its manifest is not this store's. Thread-safe."""
+    """A committed edge of a store. A rank's table is read and verified at first use. Construction
+    raises `Missing` if there is no manifest, `Corrupted` if it isn't this store's. Thread-safe."""
 
     def __init__(self, source: Source, version: int, base: int | None, plan: Plan, plan_hash: str):
         self.source, self.version, self.base, self.plan = source, version, base, plan
@@ -63,7 +62,7 @@ class Edge:
         self.nbytes = sum(file.data_size for file in found.files)
 
     def table(self, rank: int) -> np.ndarray:
-        """(blocks of this rank,) of dtype `ENTRY`, by increasing block."""
+        """Return the table (blocks of this rank,) of dtype `ENTRY`, by increasing block."""
         if rank not in self._tables:
             table, where = self._read_table(rank), f"{self._file(rank)}: its table"
             blocks, owners = table["block"].astype(np.int64), self.plan.blocks
@@ -82,9 +81,9 @@ class Edge:
         return self._tables[rank]
 
     def payloads(self, rank: int, blocks: Sequence[int]) -> dict[int, tuple[np.void, memoryview]]:
-        """(entry, payload) of `blocks`, ascending, all of owner `rank`. Each payload's hash is
-        checked; bytes that fail are asked for once more, past all caches. Raises `Missing`,
-        `Corrupted`."""
+        """Return the (entry, payload) of each of `blocks`, ascending, which `rank` must own. Each
+        payload's hash is checked. Damaged bytes are read once more without caches. Raises `Missing`
+        or `Corrupted`."""
         table = self.table(rank)
         found: dict[int, tuple[np.void, memoryview]] = {}
         for entries in _spans(table[np.isin(table["block"], blocks)]):
@@ -109,11 +108,11 @@ class Edge:
         raise Corrupted(f"{self._file(rank)}: the payload of block {damaged} is damaged")
 
     def _file(self, rank: int) -> str:
-        """For messages."""
+        """Return the path of a rank's file for error messages."""
         return f"{self.source}/{self.name}/rank-{rank:05d}.h5"
 
     def require(self) -> None:
-        """Raises `Missing` when it was removed meanwhile; its files stay for some time then."""
+        """Raise `Missing` if the edge has been removed. Its files stay for some time after that."""
         self.source.read(f"{self.name}/{MANIFEST}")
 
     def _read_table(self, rank: int) -> np.ndarray:
@@ -127,11 +126,11 @@ class Edge:
     def _range(self, rank: int, offset: int, length: int, fresh: bool) -> bytes:
         try:
             return self.source.read(f"{self.name}/{self.files[rank].file}", offset, length, fresh)
-        except Refused as error:  # the manifest is right, so the file was cut, or is no file
+        except Refused as error:  # The manifest is right, so the file was cut or is no file.
             raise Corrupted(f"not what its manifest describes: {error}") from error
 
 
 def _spans(entries: np.ndarray) -> list[np.ndarray]:
-    """Neighbours whose payloads are read at once."""
+    """Split entries into runs of neighbours whose payloads one read fetches."""
     gaps = entries["offset"][1:] - (entries["offset"] + entries["length"])[:-1]
-    return np.split(entries, np.flatnonzero(gaps > JOIN) + 1) if len(entries) else []
+    return np.split(entries, np.flatnonzero(gaps > MAX_GAP) + 1) if len(entries) else []

@@ -2,13 +2,12 @@
 
 
 class TransferError(RuntimeError):
-    """A version can't be written, committed, found or trusted; the text names the file and the
-    block."""
+    """A version can't be written, committed, found or trusted; the message names file and block."""
 
 
 class Missing(TransferError):
-    """A file is not there: it was never written, or has been collected since."""
+    """A file does not exist: it was never written, or has been collected since."""
 
 
 class Corrupted(TransferError):
-    """Bytes are not what they were when they were written, or not what this program reads."""
+    """Bytes changed after they were written, or have a format that this program can't read."""

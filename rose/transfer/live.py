@@ -1,4 +1,4 @@
-"""The live parameters of one engine rank, and where a version's blocks lie in them."""
+"""The live parameters of one engine rank, and the places of a version's blocks in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = (torch.bfloat16, torch.float32, torch.int16, torch.int32)
 
 
 class Place(NamedTuple):
-    """Where a block lies in a live parameter: `rectangles` of the parameter's (rows, columns)
+    """The place of a block in a live parameter: `rectangles` of the parameter's (rows, columns)
     matrix, in order."""
 
     parameter: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 def check_type(name: str, tensor: torch.Tensor) -> None:
-    """Raises `TransferError` for a parameter of a type that no version has."""
+    """Raise `TransferError` for a parameter of a type that no version has."""
     if tensor.dtype not in TYPES:
         raise TransferError(
             f"live parameter {name} is {tensor.dtype}: versions are in bfloat16 or float32, and a "
@@ -41,15 +41,15 @@ def check_type(name: str, tensor: torch.Tensor) -> None:
 class Live:
     """The live parameters of one engine rank as integer matrices.
 
-    `parameters`: name -> contiguous tensor, all of one device, (..., columns) or (rows,), of
-    bfloat16 or float32. Raises `TransferError` for one that is not.
+    `parameters` has contiguous tensors by name, (..., columns) or (rows,), bfloat16 or float32, all
+    on one device. Raises `TransferError` for any other tensor.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]):
         self.matrices: dict[str, torch.Tensor] = {}
         self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         self.on_gpu = self.device.type == "cuda"
-        self._aside = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self._side_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         for name, tensor in parameters.items():
             check_type(name, tensor)
             if not tensor.is_contiguous():
@@ -59,26 +59,25 @@ class Live:
                     f"live parameter {name} is on {tensor.device}, the first one on {self.device}"
                 )
             patterns = tensor.detach().view(PATTERNS[tensor.element_size()])
-            shape = patterns.shape  # of three dimensions the first two count as rows
+            shape = patterns.shape  # Of several dimensions, all but the last count as rows.
             self.matrices[name] = patterns.view(-1, shape[-1] if len(shape) > 1 else 1)
 
-    def aside(self):
-        """Context in which copies from and to a GPU don't wait for what the engine computes there.
-        Leaving it does not wait for them: `settle` does."""
-        if self._aside is None:
+    def side_stream(self):
+        """Return a context in which copies from and to a GPU don't wait for the engine's kernels.
+        Leaving it does not wait for the copies: `synchronize` does."""
+        if self._side_stream is None:
             return nullcontext()
-        # A thread begins on device 0; torch would go back there after the stream, and make a
-        # context of half a GiB on it: from every rank of a tensor-parallel engine on the first
-        # one's device.
+        # A thread begins on device 0. When the context ends, torch would return to that device and
+        # create a CUDA context of half a GiB on it, for every rank of a tensor-parallel engine.
         torch.cuda.set_device(self.device)
-        return torch.cuda.stream(self._aside)
+        return torch.cuda.stream(self._side_stream)
 
-    def settle(self) -> None:
-        if self._aside is not None:
-            self._aside.synchronize()
+    def synchronize(self) -> None:
+        if self._side_stream is not None:
+            self._side_stream.synchronize()
 
     def read(self, place: Place) -> np.ndarray:
-        """(n,) uint16 or uint32 patterns, a copy in host memory."""
+        """Return a block's patterns (n,) uint16 or uint32 as a copy in host memory."""
         matrix, at = self.matrices[place.parameter], 0
         out = torch.empty(place.size, dtype=matrix.dtype)
         for r in place.rectangles:
@@ -88,19 +87,17 @@ class Live:
         return _unsigned(out)
 
     def read_at(self, place: Place, positions: np.ndarray, most: int) -> np.ndarray:
-        """The patterns at these positions (c,) of a block, (c,) uint16 or uint32 in host memory. On
-        the device are `most` of them at a time, at 14 to 16 bytes each."""
+        """Return the patterns at `positions` (c,) of a block, (c,) uint16 or uint32 in host memory.
+        The device holds `most` of them at a time, at 14 to 16 bytes each."""
         flat = self.matrices[place.parameter].view(-1)
-        indices, out = (
-            torch.from_numpy(self.indices(place, positions)),
-            torch.empty(len(positions), dtype=flat.dtype),
-        )
+        indices = torch.from_numpy(self.indices(place, positions))
+        out = torch.empty(len(positions), dtype=flat.dtype)
         for low in range(0, len(positions), most):
             out[low : low + most].copy_(flat[indices[low : low + most].to(flat.device).long()])
         return _unsigned(out)
 
     def write(self, place: Place, values: torch.Tensor) -> None:
-        """`values` (n,) patterns, on the parameter's device or the host."""
+        """Write a block's patterns (n,), which are on the parameter's device or the host."""
         matrix, at = self.matrices[place.parameter], 0
         for r in place.rectangles:
             target = matrix[r.first_row : r.last_row, r.first_column : r.last_column]
@@ -108,8 +105,8 @@ class Live:
             at += r.size
 
     def indices(self, place: Place, positions: np.ndarray) -> np.ndarray:
-        """Ascending positions (c,) within a block -> flat indices (c,) within the parameter: int32,
-        or int64 in a parameter that is too large for it."""
+        """Return the flat indices (c,) in the parameter of ascending positions (c,) in a block, as
+        int32, or as int64 for a parameter that is too large for int32."""
         matrix = self.matrices[place.parameter]
         columns, dtype = matrix.shape[1], np.int32 if matrix.numel() < 2**31 else np.int64
         positions = positions.astype(dtype, copy=False)
@@ -117,8 +114,7 @@ class Live:
         ends = np.searchsorted(positions, np.cumsum([r.size for r in place.rectangles]))
         low = 0
         for r, high in zip(place.rectangles, ends.tolist(), strict=False):
-            # whole rows: a run of the parameter
-            if (r.first_column, r.last_column) == (0, columns):
+            if (r.first_column, r.last_column) == (0, columns):  # whole rows are one run
                 out[low:high] = positions[low:high] + (r.first_row * columns - at)
             else:
                 row, column = np.divmod(positions[low:high] - at, r.last_column - r.first_column)

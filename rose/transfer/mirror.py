@@ -1,16 +1,16 @@
-"""Files of new versions in a node's memory, for the engines of all its rollout ranks.
+"""Keep the files of new versions in a node's memory, for the engines of all its rollout ranks.
 
-    <path>/v000012/from-000011/rank-00003.h5     the very file of the store, once it has this name
-    <path>/refused, <path>/v000012/from-000011/refused     why nothing more comes
+    <path>/v000012/from-000011/rank-00003.h5     a file of the store, complete once it has this name
+    <path>/refused, <path>/v000012/from-000011/refused     the reason why no further file arrives
 
-`<path>` is rose-<uid>-<run>-<pid>.<start> in /dev/shm, mode 0700, of the first rollout rank on the
-node, which alone writes; the others look. It outlives engines; a rank that was killed leaves it,
-and its launcher, or the next rank of the same run on this node, which knows the dead one by pid and
-start time, removes it.
+`<path>` is rose-<uid>-<run>-<pid>.<start> in /dev/shm, mode 0700. The first rollout rank on the
+node owns it and is the only one that writes; the other ranks read. The mirror outlives engines. A
+rank that is killed leaves it behind. Then its launcher removes it, or the next rank of the same run
+on this node does, which finds by pid and start time that the owner is dead.
 
-The mirror is a convenience: whatever the operating system refuses (no memory left, no folder) costs
-the edge that was being written and nothing else; readers find that in the store's files
-(`rose.transfer.source.Mirrored`). Its pages count as memory of the job.
+The mirror is optional. If the operating system refuses anything (no memory left, no folder), only
+the edge being written is lost, and readers find it in the store's files
+(`rose.transfer.source.Mirrored`). The mirror's pages count as memory of the job.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rose.files import own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 REFUSED = "refused"
-# seconds for an edge to begin, and to be complete, after a rank received that it was published
+# Bounds in seconds, after a rank learned that a version was published, until its edge begins to
+# arrive, and until it is complete. After that the rank reads the store's files.
 BEGINS_S, ARRIVES_S = 0.2, 30.0
 
 
 def choose_path(run_dir: Path, folder: Path | None = None) -> Path:
-    """Where this process would keep its node's mirror of the run; what dead ones left is
-    removed."""
+    """Return the path of this process's mirror of the run; remove mirrors of dead processes."""
     parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
     run = hashlib.blake2s(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     prefix = f"rose-{os.getuid()}-{run}-"
@@ -48,14 +48,14 @@ def choose_path(run_dir: Path, folder: Path | None = None) -> Path:
 
 
 def remove_left(run_dir: Path) -> None:
-    """What dead processes of the run have left in this machine's memory."""
+    """Remove the mirrors that dead processes of the run have left in this machine's memory."""
     choose_path(run_dir)
 
 
 class Mirror:
-    """`files`: how many make an edge, one per trainer rank. `limit_bytes`: a file that would take
-    the mirror above it is refused; without one only the kernel says no, and where a job's memory is
-    limited by a control group it ends the job instead."""
+    """A node's mirror. An edge has `files` files, one per trainer rank. A file that would take the
+    mirror above `limit_bytes` is refused. Without such a limit only the kernel refuses memory, and
+    if a control group limits the job's memory, it kills the job instead."""
 
     def __init__(self, path: Path, files: int, limit_bytes: int):
         self.path, self._files, self._limit_bytes = path, files, limit_bytes
@@ -63,8 +63,8 @@ class Mirror:
     # ----------------------------------------------------------------- the writing rank
 
     def open(self, name: str, nbytes: int) -> np.ndarray | None:
-        """(nbytes,) uint8 of memory to fill with the file `name`, then to `finish`; null if it was
-        refused. Other edges' files are removed: whoever still wants one reads the store's."""
+        """Return memory (nbytes,) uint8 for the file `name`, to be filled before `finish`, or None
+        if it was refused. Other edges' files are removed; their readers use the store's files."""
         edge = self.path / Path(name).parent
         try:
             own_folder(self.path, parents=False)
@@ -79,25 +79,25 @@ class Mirror:
                 raise OSError(
                     f"the mirror would hold {here + nbytes} bytes; its limit is {self._limit_bytes}"
                 )
-            with open(self._hidden(name), "w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # a full memory says so here
+            with open(self._temporary(name), "w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # raises if the memory is full
                 return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
         except OSError as error:
             self._refuse(edge, f"{type(error).__name__}: {error}")
             return None
 
     def finish(self, name: str) -> None:
-        with suppress(FileNotFoundError):  # closed meanwhile
-            self._hidden(name).replace(self.path / name)
+        with suppress(FileNotFoundError):  # The mirror has been closed.
+            self._temporary(name).replace(self.path / name)
 
-    def give_up(self, why: str) -> None:
-        """Nothing more comes."""
+    def abandon(self, why: str) -> None:
+        """Record that no further file will arrive, and why."""
         self._refuse(self.path, why)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _hidden(self, name: str) -> Path:
+    def _temporary(self, name: str) -> Path:
         path = self.path / name
         return path.with_name(f".{path.name}")
 
@@ -110,8 +110,8 @@ class Mirror:
     # ----------------------------------------------------------------- any rank of the node
 
     async def wait(self, edge: str) -> str:
-        """Until the edge is complete here; else why it is not: it was refused, or does not come.
-        Then its files are read from the store."""
+        """Wait until the edge is complete in the mirror. Return "", or the reason if it was refused
+        or is late; then its files must be read from the store."""
         began, folder = time.monotonic(), self.path / edge
         while len(list(folder.glob("rank-*.h5"))) < self._files:
             for refused in (folder / REFUSED, self.path / REFUSED):
@@ -125,8 +125,8 @@ class Mirror:
 
 
 def _start_time(pid: int) -> str:
-    """Clock ticks after boot at which this process began: with the pid, unique on a node. Empty
-    when there is none."""
+    """Return the clock ticks after boot at which a process began, which with the pid are unique on
+    a node, or "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:

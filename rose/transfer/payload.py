@@ -54,32 +54,32 @@ UNCHANGED, DELTA, PLANES, RAW = range(4)
 KINDS = ("unchanged", "delta", "planes", "raw")
 WORD = 8  # bytes; header and payload are padded to whole words
 MAX_VALUES = 1 << 27
-ESCAPE = 15  # quotient from which on the rest of a number stands in the stream of escapes
-HEADER_LIMIT = 64  # bytes; a delta's, the longest, is 56 at most
+ESCAPE = 15  # quotient from which on its excess over this number is in the stream of escapes
+HEADER_LIMIT = 64  # bytes; a delta has the longest header, of 56 bytes at most
 
 
 class Info(NamedTuple):
-    kind: str  # one of KINDS
+    kind: str  # element of KINDS
     width: int  # bytes of a value: 2 or 4
     values: int
-    changed: int | None  # of unchanged and delta
+    changed: int | None  # changed values, or None for planes and raw
     needs_base: bool
 
 
 @dataclass(frozen=True)
 class Rice:
-    """`count` numbers, Golomb-Rice coded: quotients by 2^k in unary, remainders, and what large
-    quotients are above `ESCAPE`."""
+    """The layout of `count` Golomb-Rice coded numbers: quotients by 2^k in unary, remainders, and
+    the excess of large quotients over `ESCAPE`."""
 
     count: int
     k: int = 0  # bits of a remainder
     unary_bits: int = 0
     escapes: int = 0
-    escape_bits: int = 0  # of each
+    escape_bits: int = 0  # bits of an escape
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bits of the three streams."""
+        """Bits of the three streams: unary, remainders, escapes."""
         return self.unary_bits, self.count * self.k, self.escapes * self.escape_bits
 
     @property
@@ -99,7 +99,8 @@ class Rice:
 
 
 def coded(total: int, chosen: int) -> int:
-    """How many gaps say which of `total` items are chosen: of the others, where those are fewer."""
+    """Return the number of gaps that encode which of `total` items are chosen, or which of them are
+    not, if those are fewer."""
     return min(chosen, total - chosen)
 
 
@@ -109,12 +110,12 @@ class Delta:
     width: int
     values: int
     changed: int
-    large: int  # of the differences: not 1 or -1
-    streams: tuple[Rice, Rice, Rice]  # gaps of the changed, gaps of the large, magnitudes of these
+    large: int  # differences other than 1 and -1
+    streams: tuple[Rice, Rice, Rice]  # changed gaps, large gaps, large differences' magnitudes
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Bit offsets in the payload: signs, three for each of `streams`, end."""
+        """Bit offsets in the payload: the signs, three streams for each of `streams`, the end."""
         sizes = [size for stream in self.streams for size in stream.sizes]
         return list(accumulate([len(self.header) * 8, self.changed, *sizes]))
 
@@ -130,7 +131,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Plain:
-    """Unchanged, the values' bytes as they are, or their planes in `packed` bytes."""
+    """The layout of an unchanged block, raw values, or planes compressed to `packed` bytes."""
 
     kind: int
     width: int
@@ -170,12 +171,9 @@ def head(kind: int, width: int, fields: Sequence[int]) -> bytes:
 
 
 def parse(start: bytes, size: int) -> Layout:
-    """The layout that a payload of `size` bytes states; `start` is its first `HEADER_LIMIT` bytes,
-    or all of it.
-
-    Raises `ValueError` if it is of no known version or kind, contradicts itself, or is not `size`
-    bytes long.
-    """
+    """Return the layout of a payload of `size` bytes. `start` is its first `HEADER_LIMIT` bytes, or
+    all of it. Raises `ValueError` if it has an unknown version or kind, contradicts itself, or is
+    not `size` bytes long."""
     if size < WORD or size % WORD:
         raise ValueError(f"a payload of {size} bytes; they are whole words of {WORD}")
     if start[0] != MAGIC or start[1] != VERSION:
@@ -215,7 +213,7 @@ def _delta(width: int, values: int, fields: _Fields) -> Delta:
 
 
 class _Fields:
-    """Unsigned LEB128 integers from byte 4 on."""
+    """Reads a header's unsigned LEB128 integers, from byte 4 on."""
 
     def __init__(self, start: bytes):
         self._start, self._at = start, 4
@@ -234,10 +232,10 @@ class _Fields:
 
 
 def likely_k(lengths: Sequence[int]) -> int:
-    """Bits of a remainder for numbers of which `lengths[i]` are `i` bits long, each taken as 1.5 *
-    2^(i-1).
+    """Return the best number of remainder bits for `lengths[i]` numbers of `i` bits, for each `i`.
 
-    Not by the mean: a few values that cross zero differ by thousands and would decide for all.
+    A number of `i` bits is taken as 1.5 * 2^(i-1). The mean is no good estimate, because a few
+    values that cross zero differ by thousands and would dominate it.
     """
     present = [(i, count) for i, count in enumerate(lengths) if count]
     longest = present[-1][0] if present else 0

@@ -1,8 +1,8 @@
-"""One trainer rank's side of a store: difference its own shard, write the edge, tidy up afterwards.
+"""Publish versions from a trainer rank: encode its shard's differences, write and remove edges.
 
-Each rank keeps a copy of its blocks' last published patterns (model bytes / ranks) and differences
-against it; nobody ever holds another rank's values. `publish` is what engines wait for; `tidy`
-writes full versions and collects while they roll out.
+Each rank keeps a copy of its blocks' last published patterns (model bytes / ranks) and encodes the
+differences from it. No rank holds another rank's values. Engines wait for `publish`. While they
+roll out, `tidy` writes full versions and removes old edges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 
 from rose.transfer import codec
 from rose.transfer.blocks import Block, size
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Folder
 from rose.transfer.store import (
@@ -38,11 +38,11 @@ from rose.transfer.store import (
 )
 from rose.transfer.versions import write_hashes
 
-Part = tuple[np.ndarray, bytes, bytes]  # of an edge: a block's payload, its digests before, after
+Part = tuple[np.ndarray, bytes, bytes]  # a block's payload in an edge, its digests before and after
 
 
 class Peers(Protocol):
-    """The trainer ranks, as far as publishing needs them."""
+    """The collectives of the trainer ranks that publishing needs."""
 
     rank: int
     world: int
@@ -54,16 +54,17 @@ class Peers(Protocol):
 
 class Published(NamedTuple):
     version: int
-    nbytes: int  # of all ranks' payloads of the edge from the version before
+    nbytes: int  # bytes of all ranks' payloads in the edge from the previous version
     encode_s: float
     write_s: float
 
 
 class Publisher:
-    """Made on all ranks together; rank 0 creates the store.
+    """A trainer rank's publisher. Construction is collective, and rank 0 creates the store.
 
-    `read(block)`: the block's values now, (n,) uint16 or uint32 patterns that nobody will write to.
-    Readers begin with what it gives while this is made; with zeros, where the plan is an adapter's.
+    `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
+    change later. Readers start from the values read during construction, or from zeros if the plan
+    is an adapter's.
     """
 
     def __init__(
@@ -83,28 +84,28 @@ class Publisher:
         self._mine = plan.owned(peers.rank)
         self._version = INITIAL
         self._full: int | None = None  # the last full version
-        self._chain: list[Step] = []  # from the model folder's weights to the last version
-        self._lacks_initial = False  # the full version has no edge from these weights beside it
+        self._chain: list[Step] = []  # edges from the model folder's weights to the last version
+        self._lacks_initial = False  # True if the full version has no edge from these weights
         self._full_bytes, self._since_full = 0, 0
         if peers.rank == 0:
             create(self.store, msgspec.structs.replace(plan, lineage=uuid.uuid4().hex))
         peers.barrier()
-        self.plan, _ = read_plan(Folder(self.store))  # with the lineage
+        self.plan, _ = read_plan(Folder(self.store))  # `plan` with rank 0's lineage
         if msgspec.structs.replace(self.plan, lineage=plan.lineage) != plan:
             raise TransferError(
                 f"{self.store}: trainer rank {peers.rank} would cut the model in another way than "
                 "rank 0, or has another base model"
             )
-        self._begun: int | None = None  # version that is being encoded
-        self._pool: ThreadPoolExecutor | None = None  # meanwhile
-        self._encoding: list[Future[Part]] = []  # a block of `_mine` each
-        with ThreadPoolExecutor(threads, "encode") as pool:  # block -> patterns, their digest
-            first = self._zeros if plan.base else self._now
+        self._begun: int | None = None  # the version that is being encoded
+        self._pool: ThreadPoolExecutor | None = None  # encodes that version
+        self._encoding: list[Future[Part]] = []  # a part for each block of `_mine`
+        # The last published (patterns, digest) of each block.
+        with ThreadPoolExecutor(threads, "encode") as pool:
+            first = self._zeros if plan.base else self._read_block
             self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
 
-    def ahead(self, version: int) -> None:
-        """Begin to encode `version`: this rank's values are final, though its peers may not have
-        them yet."""
+    def begin(self, version: int) -> None:
+        """Begin to encode `version`. This rank's values must be final; its peers' need not be."""
         if version <= self._version or self._begun is not None:
             last = self._version if self._begun is None else self._begun
             raise ValueError(f"version {version} after {last}: versions grow, one at a time")
@@ -114,15 +115,14 @@ class Publisher:
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
     ) -> Published:
-        """Write the weights as `version`; when this returns on rank 0 it is committed.
-        `send(name, data)` begins the broadcast of this rank's file of the edge from the version
-        before.
+        """Write the weights as `version`, which is committed when this returns on rank 0.
+        `send(name, data)` begins to broadcast this rank's file of the edge from the last version.
 
-        Raises `TransferError`, after which this object is of no use, and `ValueError` for a version
-        that is not above the last, or not the one that was begun.
+        Raises `TransferError`, after which this object can't be used, and `ValueError` if the
+        version is not above the last one, or not the one that was begun.
         """
         if self._begun is None:
-            self.ahead(version)
+            self.begin(version)
         elif self._begun != version:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
@@ -141,19 +141,19 @@ class Publisher:
         self._chain.append((version, base))
         self._since_full += nbytes
         written = time.perf_counter() - encoded
-        if self._full is None:  # nobody rolls out yet; later ones are made by `tidy`
+        if self._full is None:  # Engines can't roll out before; later `tidy` writes full versions.
             self.write_full()
         return Published(version, nbytes, encoded - start, written)
 
     def write_hashes(self, folder: Path) -> None:
-        """Those of the last version that was published, as a checkpoint of it keeps them. Raises
+        """Write the hashes of the last published version, which a checkpoint keeps. Raises
         `TransferError`."""
         digests = {block: digest for block, (_, digest) in self._previous.items()}
         write_hashes(folder, self.peers.rank, self.plan, self._version, digests)
 
     def full_due(self) -> bool:
-        """At first, each `full_every` versions, and when the deltas since the last outweigh it (as
-        a log is rewritten)."""
+        """True if no full version exists, `full_every` versions after the last one, or when the
+        deltas since then are larger than it."""
         return (
             self._full is None
             or self._version - self._full >= self._full_every
@@ -163,7 +163,7 @@ class Publisher:
     def _writer(self, version: int, base: int | None) -> EdgeWriter:
         return EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
 
-    def _now(self, number: int) -> tuple[np.ndarray, bytes]:
+    def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
         return _with_digest(self._read(self.plan.blocks[number]))
 
     def _zeros(self, number: int) -> tuple[np.ndarray, bytes]:
@@ -172,51 +172,51 @@ class Publisher:
         return _with_digest(np.zeros(count, self.plan.width(number)))
 
     def _part(self, number: int) -> Part:
-        """Even of what is unchanged it is said: the reader checks that it has the same."""
-        (previous, old), (values, new) = self._previous[number], self._now(number)
-        self._previous[number] = values, new
+        """Encode a block. An unchanged one is included, so that readers check that they have it."""
+        previous, old = self._previous[number]
+        values, new = self._previous[number] = self._read_block(number)
         return codec.encode(values, previous), old, new
 
-    # ----------------------------------------------------------------- when nobody waits
+    # ----------------------------------------------------------------- while engines roll out
 
     def tidy(self) -> list[Step]:
-        """Write the last version in full, if that is due; then, on rank 0, remove what nobody
-        needs; what was removed. What fails of this is said, and costs late readers some speed and
-        nobody anything else."""
+        """Write a full version if one is due; on rank 0 also remove old edges. Return those that
+        were removed. Failures are printed, and only make late readers slower."""
         if self.full_due():
             self.write_full()
         elif self._lacks_initial and self._version - self._full < self._keep:
-            self._write_initial()  # what it is made of is still there
+            self._write_initial()  # The edges that it is composed of still exist.
         removed: list[Step] = []
         if self.peers.rank == 0:
-            self._tried(lambda: removed.extend(collect(self.store, self._keep)))
+            self._succeeds(lambda: removed.extend(collect(self.store, self._keep)))
         return removed
 
     def write_full(self) -> None:
-        """The last version once more, without a base, and, made of the differences since it was
-        last done, from the model folder's weights: most of a joiner's are on its own disk."""
+        """Write the last version again in two ways: in full, without a base, and as an edge from
+        the model folder's weights, which a joining reader commonly has on its own disk."""
 
         def whole(block: int) -> Part:
             values, digest = self._previous[block]
             return codec.encode(values, None), b"", digest
 
-        nbytes = self._edge(FULL, lambda: whole)
+        nbytes = self._write_edge(FULL, lambda: whole)
         if nbytes is None:
             return
         self._full, self._full_bytes, self._since_full = self._version, nbytes, 0
         self._write_initial()
 
     def _write_initial(self) -> None:
-        # the first version's one difference is from these weights
         steps = self._chain
-        done = len(steps) == 1 or self._edge(INITIAL, lambda: self._composed(steps)) is not None
+        # A chain of one edge already leads from these weights to the version.
+        done = len(steps) == 1
+        done = done or self._write_edge(INITIAL, lambda: self._composed(steps)) is not None
         self._lacks_initial = not done
         if done:
             self._chain = [(self._version, INITIAL)]
 
     def _composed(self, steps: list[Step]) -> Callable[[int], Part]:
-        """From a block of this rank to the sum of what its files of `steps` say of it. Raises
-        `TransferError`; what is returned also `ValueError`, for a payload that is none."""
+        """Return a function that composes a block's payloads in this rank's files of `steps`. Both
+        raise `TransferError`, and the function `ValueError` for a malformed payload."""
         source = Folder(self.store)
         plan = read_plan(source)
         edges = [Edge(source, *step, *plan) for step in steps]
@@ -229,9 +229,11 @@ class Publisher:
 
         return composed
 
-    def _edge(self, base: int | None, source: Callable[[], Callable[[int], Part]]) -> int | None:
-        """Write and commit one to the last version, of what `source()` makes of each block; bytes
-        of all ranks' payloads, or null if it did not work on all of them."""
+    def _write_edge(
+        self, base: int | None, source: Callable[[], Callable[[int], Part]]
+    ) -> int | None:
+        """Write and commit an edge from `base` to the last version. `source()` returns the function
+        that makes a block's part. Return all ranks' payload bytes, or None if any rank failed."""
         writer = self._writer(self._version, base)
 
         def write() -> None:
@@ -245,24 +247,24 @@ class Publisher:
             if self.peers.rank == 0:
                 commit(self.store, self.plan, self._version, base, self._timeout_s)
 
-        def removed() -> None:  # the collector would take it for one that is being written
+        def removed() -> None:  # `collect` would take the files for an edge that is being written.
             if self.peers.rank == 0:
                 _remove(writer.path.parent)
 
-        if self._together(write) and self._together(committed):
+        if self._succeeds_on_all(write) and self._succeeds_on_all(committed):
             return self.peers.sum(writer.nbytes)
-        self._together(removed)
+        self._succeeds_on_all(removed)
         return None
 
-    def _together(self, work: Callable[[], object]) -> bool:
-        """Whether it worked on all ranks: none goes on alone, or leaves the others waiting."""
-        return self.peers.sum(self._tried(work)) == self.peers.world
+    def _succeeds_on_all(self, work: Callable[[], object]) -> bool:
+        """Do the work on all ranks; return True if all succeeded. So the ranks stay in step."""
+        return self.peers.sum(self._succeeds(work)) == self.peers.world
 
-    def _tried(self, work: Callable[[], object]) -> bool:
+    def _succeeds(self, work: Callable[[], object]) -> bool:
         try:
             work()
         except (TransferError, OSError, ValueError) as error:
-            print(f"trainer rank {self.peers.rank} left out: {error}", flush=True)
+            print(f"trainer rank {self.peers.rank}: store upkeep failed: {error}", flush=True)
             return False
         return True
 
@@ -272,16 +274,16 @@ def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
 
 
 def collect(store: Path, keep: int) -> list[Step]:
-    """Remove the edges that nobody needs. Kept are those that end at one of the last `keep`
-    versions, the newest full one that is old enough to lead to all of these, and what leads from it
-    onwards.
+    """Remove the edges that no reader needs any more. It keeps the edges to the last `keep`
+    versions, the newest full version that is old enough to lead to all of them, and the edges from
+    there on.
 
-    An edge's manifest goes first, so that nobody opens it any more; its files at the next call, so
-    that who reads them has the time of a version to end. What was never committed goes, too.
-    Returns the (version, base) whose manifest was removed.
+    An edge's manifest is removed first, so that it can't be opened any more, and its files at the
+    next call, so that readers have the time of one version to end. Uncommitted edges are removed,
+    too. Returns the (version, base) of each edge whose manifest was removed.
     """
     store = Path(store)
-    edges = present(Folder(store))
+    edges = list_edges(Folder(store))
     committed = {step for step in edges if (store / edge_name(*step) / MANIFEST).exists()}
     oldest = min(sorted({version for version, _ in committed})[-keep:], default=0)
     full = max((v for v, base in committed if base is FULL and v <= oldest), default=INITIAL)
@@ -297,7 +299,7 @@ def collect(store: Path, keep: int) -> list[Step]:
 
 
 def _remove(edge: Path) -> None:
-    """Its manifest first: nobody opens what is half removed."""
+    """Remove an edge's folder, its manifest first, so that no reader opens a half removed edge."""
     (edge / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(edge, ignore_errors=True)
     if edge.parent.is_dir() and not any(edge.parent.iterdir()):

@@ -1,5 +1,4 @@
-"""One reader's side of a store: from the version it holds to the one it wants, by whatever way is
-left."""
+"""Receive versions: choose edges from a reader's version to the wanted one, and stage them."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rose.transfer.blocks import rectangles
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.live import Live, Place
 from rose.transfer.relay_client import open_source
@@ -20,11 +19,9 @@ from rose.transfer.store import FULL, INITIAL, Plan, Step, edge_name
 
 
 class Receiver:
-    """`store`: a folder or a relay's URL; `mirror`: a folder of what this node was sent, read
-    first. `places` maps a plan to where its blocks lie in the live parameters.
-
-    Raises `TransferError` when the store can't be opened.
-    """
+    """A reader of `store`, a folder or a relay's URL. Files that this node's `mirror` has are read
+    there first. `places` maps a plan to the places of its blocks in the live parameters. Raises
+    `TransferError` if the store can't be opened."""
 
     def __init__(
         self,
@@ -43,11 +40,12 @@ class Receiver:
         self._plan, self._plan_hash = read_plan(self._source)
         self._places = places(self._plan, live)
         self.lineage = self._plan.lineage
-        # of the version that was staged last
+        # The version that was staged last, and the digests of its blocks.
         self._digests: tuple[int | None, dict[int, bytes]] = (None, {})
-        self._staged = 0  # versions
-        self._useless: set[Step] = set()  # while one version is being staged
-        self._why: list[str] = []
+        self._staged = 0  # versions staged so far
+        # The edges that failed while the current version is being staged, and the errors.
+        self._unusable: set[Step] = set()
+        self._errors: list[str] = []
 
     def stage(
         self,
@@ -60,22 +58,21 @@ class Receiver:
         verify_every: int = 1,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Staged:
-        """`have`: the version in the live weights, null if none that can be built on.
-        `device_bytes`: see `rose.transfer.stage.stage`. `wanted` is asked now and then: once it
-        says no, nothing is staged.
+        """Stage version `want`. `have` is the version in the live weights, or None if they can't be
+        built on. `rose.transfer.stage.stage` explains `device_bytes`. `wanted` is called repeatedly
+        and cancels the staging when it returns false.
 
-        Every live block is compared with the manifest's hash at the first version, at one that
-        comes by several edges or in full, and else at one of `verify_every`, each time other
-        blocks: a value that went wrong in the live weights is found within that many versions, and
-        the newest full version mends it. An edge that is damaged, or was removed meanwhile, is left
-        out, a wrong base too, until a route works. Raises `TransferError` saying what is there and
-        what was wrong with the rest, that it took over `timeout_s` seconds, or is not wanted any
-        more.
+        Every live block is compared with the manifest's hash at the first version, and at one that
+        needs several edges or is full. At other versions each block is compared at one of
+        `verify_every`. So a wrong value in the live weights is found within that many versions, and
+        the newest full version repairs it. Routes are tried until one works, without edges that are
+        damaged or removed, and without a wrong base. Raises `TransferError`, which names the edges
+        in the store and each failure, after `timeout_s` seconds, or if cancelled.
         """
         if have == want:
             return Staged(self._live, self._places, 1)
         end = time.monotonic() + timeout_s
-        self._useless, self._why = set(), []
+        self._unusable, self._errors = set(), []
         while True:
             route = self._route(have, want)
             names = [edge.name for edge in route]
@@ -101,14 +98,14 @@ class Receiver:
                     dense_bytes,
                     tick,
                     device_bytes,
-                    self._compared(have, verify_every),
+                    self._known_digests(have, verify_every),
                 )
             except WrongBase as error:
                 have = None
-                self._why.append(str(error))
+                self._errors.append(str(error))
             except (Corrupted, Missing) as error:
-                self._useless.add((error.edge.version, error.edge.base))
-                self._why.append(str(error))
+                self._unusable.add((error.edge.version, error.edge.base))
+                self._errors.append(str(error))
             else:
                 self._staged += 1
                 self._digests = want, staged.digests
@@ -120,37 +117,37 @@ class Receiver:
     def close(self) -> None:
         self._source.close()
 
-    def _compared(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
-        """See `rose.transfer.stage.stage`: what was said of `have`'s blocks when it was staged
-        here, but for those whose turn it is to be compared again."""
+    def _known_digests(self, have: int | None, verify_every: int) -> Callable[[int], bytes | None]:
+        """Return `known_digest` for `rose.transfer.stage.stage`: the digests of `have` from when it
+        was staged here, except for blocks that are due to be compared again."""
         version, digests = self._digests
         if have is None or version != have:
             return lambda block: None
-        turn = self._staged % verify_every
-        return lambda block: None if block % verify_every == turn else digests.get(block)
+        due = self._staged % verify_every
+        return lambda block: None if block % verify_every == due else digests.get(block)
 
     def _route(self, have: int | None, want: int) -> list[Edge]:
-        """Opened: the edge from `have` to `want`, or the route with the fewest bytes. Raises
-        `TransferError`, saying what is there and what was tried."""
+        """Open the edge from `have` to `want`, or else the route with the fewest bytes. Raises
+        `TransferError`, which names the edges in the store and what was tried."""
         if have is not None and (edge := self._open(want, have)) is not None:
             return [edge]
         if routes := self._routes(have, want):
             return min(routes, key=lambda route: sum(edge.nbytes for edge in route))
         held = {None: "nothing that can be built on", INITIAL: "the model folder's weights"}
-        edges = sorted(present(self._source), key=lambda e: (e[0], e[1] is FULL, e[1] or 0))
-        here = ", ".join(edge_name(*e) for e in edges if e not in self._useless)
+        edges = sorted(list_edges(self._source), key=lambda e: (e[0], e[1] is FULL, e[1] or 0))
+        here = ", ".join(edge_name(*e) for e in edges if e not in self._unusable)
         raise TransferError(
             f"version {want} can't be reached from {held.get(have, f'version {have}')}: the store "
-            f"has {here or 'no edge'}" + "".join(f"; {reason}" for reason in self._why)
+            f"has {here or 'no edge'}" + "".join(f"; {error}" for error in self._errors)
         )
 
     def _routes(self, have: int | None, want: int) -> list[list[Edge]]:
-        """The differences back from `want` lead to the newest version that is there in full, to
-        one that is there from the initial weights if these are held, and to `have`."""
+        """Return the routes to `want`. They follow its deltas back to the newest full version, to
+        `have`, and, if the reader has the initial weights, to a version with an edge from them."""
         found, tail, at = [], [], want
         starts = [FULL, INITIAL] if have == INITIAL else [FULL]
         while at != have:
-            bases = {base for _, base in present(self._source, at)}
+            bases = {base for _, base in list_edges(self._source, at)}
             for base in [base for base in starts if base in bases]:
                 if (edge := self._open(at, base)) is not None:
                     found.append([edge, *tail])
@@ -164,21 +161,21 @@ class Receiver:
         return [*found, tail]
 
     def _open(self, version: int, base: int | None) -> Edge | None:
-        """Null if it is not there, or of no use."""
+        """Open an edge; return None if it does not exist or has failed."""
         step = version, base
-        if step in self._useless:
+        if step in self._unusable:
             return None
         try:
             return Edge(self._source, *step, self._plan, self._plan_hash)
         except (Missing, Corrupted) as error:
-            self._useless.add(step)
+            self._unusable.add(step)
             if isinstance(error, Corrupted):
-                self._why.append(str(error))
+                self._errors.append(str(error))
         return None
 
 
 def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a version of a store, whole, in host memory: for tools and tests. Raises
+    """Return all tensors of a store's version, whole, in host memory, for tools and tests. Raises
     `TransferError`."""
     source = open_source(store)
     plan, _ = read_plan(source)
@@ -193,7 +190,7 @@ def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def whole(plan: Plan, live: Live) -> dict[int, Place]:
-    """Places in parameters that are the store's tensors themselves."""
+    """Return the places of a plan's blocks in parameters that are the store's whole tensors."""
     return {
         number: Place(
             plan.tensors[block.tensor].name, rectangles(block, plan.tensors[block.tensor].columns)

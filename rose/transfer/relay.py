@@ -1,10 +1,10 @@
-"""The relay: an HTTP cache of a store's files, which never change while their version lives.
+"""Serve a store's files over HTTP and cache them. They never change while their version lives.
 
-What it answers is in `relay_client.py`, what it keeps in `relay_cache.py`. Files are cut into
-chunks. Whoever asks for the same chunk, listing or size at the same time shares one *flight* to the
-upstream, which is used in threads, as it may block. Nothing is answered without the token, nothing
-outside of the store is named or read, nothing is unpickled, and no error of a client or of the
-upstream ends the relay: 503 names the error, and clients ask again.
+`relay_client.py` describes the requests, `relay_cache.py` the cache. Files are cut into chunks.
+Clients that need the same chunk, listing or size at the same time share one *flight*, a request to
+the upstream. Threads call the upstream, because it may block. Requests without the token are
+refused. Nothing outside the store is named or read, and nothing is unpickled. No error of a client
+or of the upstream ends the relay: the answer 503 names the error, and clients retry.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from rose.transfer.errors import TransferError
 from rose.transfer.relay_cache import CHUNK, Cache, Chunk
 from rose.transfer.source import Changed, Missing, Refused, Source, Stat, checked
 
-AHEAD = 8  # chunks of one request in flight: covers 80 ms of latency at 100 MB/s
+AHEAD = 8  # chunks of one request in flight, which covers 80 ms of latency at 100 MB/s
 PULLS = 3 * AHEAD  # threads that read from the upstream
-WAIT_S = 8.0  # for the upstream, before a client gets 503; less than its ATTEMPT_S
-# A rank's file changes only with its folder's manifest, after a run was resumed. Listings,
-# manifests and absent files are always asked for.
+# Bounds the wait for the upstream before a client gets 503; less than the client's ATTEMPT_S.
+WAIT_S = 8.0
+# Seconds for which the size of a rank's file is remembered. It changes only together with its
+# folder's manifest, after a run was resumed. Other files and listings are never remembered.
 STAT_S = 5.0
-# a chunk is pulled anew at most this often: a reader's broken memory must not load the link
+# Least seconds between two refreshes of a chunk: a reader with bad memory must not load the link.
 FRESH_S = 5.0
-STALLED_S = 60.0  # a client that takes no byte for so long is cut off
-_REMEMBERED = 10_000  # files, and chunks that were pulled anew
-_STOP_S = 0.5  # for answers under way when the relay is stopped
+STALLED_S = 60.0  # seconds without progress after which a client is disconnected
+_REMEMBERED = 10_000  # most remembered sizes, and most remembered refreshes
+_STOP_S = 0.5  # seconds in which answers in flight may end when the relay is stopped
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-# 424, failed dependency: the upstream's refusal is final
+# 424 is "failed dependency": the upstream's refusal is final.
 _STATUS = {Missing: 404, Changed: 412, Refused: 424}
-# upstream_bytes: of files; hits: chunks that were on the disk; cache_errors: chunks that the disk
-# did not take; refused: requests answered with 4xx; failed: with 5xx, or broken off
+# upstream_bytes counts bytes of files; hits: chunks read from the disk; cache_errors: chunks not
+# written to it; refused: requests answered with 4xx; failed: those answered with 5xx or aborted.
 _COUNTERS = [
     "upstream_bytes",
     "served_bytes",
@@ -59,20 +60,21 @@ _COUNTERS = [
 T = TypeVar("T")
 
 
-class Bad(TransferError):
-    """The request makes no sense; the text says what would."""
+class BadRequest(TransferError):
+    """The request is malformed; the message says what is expected."""
 
 
 class Relay:
-    """Handlers, and the state they share; made inside a running event loop."""
+    """Request handlers and the state they share. Construct it inside a running event loop."""
 
     def __init__(self, upstream: Source, cache: Cache, token: str):
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._upstream, self._cache, self._token = upstream, cache, f"Bearer {token}".encode()
         self._flights: dict[Hashable, asyncio.Task] = {}
-        self._stats: dict[str, tuple[float, Stat | None]] = {}  # time.monotonic(), what was found
+        self._stats: dict[str, tuple[float, Stat | None]] = {}  # (monotonic time, answer) by path
         self._refreshed: dict[Chunk, float] = {}
-        self._words = ThreadPoolExecutor(4, "words")  # listings and sizes don't queue behind bytes
+        # A pool of its own, so that listings and sizes don't queue behind bytes.
+        self._meta = ThreadPoolExecutor(4, "meta")
         self._pulls = ThreadPoolExecutor(PULLS, "pull")
         self._disk = ThreadPoolExecutor(4, "disk")
 
@@ -90,13 +92,13 @@ class Relay:
         return app
 
     def close(self) -> None:
-        """No thread is waited for: a read of a dead mount may never return."""
-        for pool in (self._words, self._pulls, self._disk):
+        """Wait for no thread, because a read of a dead mount may never return."""
+        for pool in (self._meta, self._pulls, self._disk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def names(self, path: str) -> list[str]:
-        return await self._landed(
-            self._fly(("names", path), lambda: self._in(self._words, self._upstream.names, path))
+        return await self._wait(
+            self._share(("names", path), lambda: self._run(self._meta, self._upstream.names, path))
         )
 
     # ----------------------------------------------------------------- answers
@@ -106,7 +108,7 @@ class Relay:
 
     @web.middleware
     async def _answer(self, request: web.Request, handler) -> web.StreamResponse:
-        """Token first; errors become an answer whose text is the cause."""
+        """Check the token, call the handler, and turn errors into answers that name the cause."""
         shown = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(shown, self._token):
             return self._refuse(
@@ -117,7 +119,7 @@ class Relay:
             )
         try:
             return await handler(request)
-        except Bad as error:
+        except BadRequest as error:
             return self._refuse(400, str(error))
         except (Missing, Refused) as error:
             return self._refuse(_STATUS[type(error)], str(error))
@@ -137,7 +139,7 @@ class Relay:
         return _json(await self.names(_path(request, root_too=True)))
 
     async def _answer_stat(self, request: web.Request) -> web.Response:
-        return _json(await self._stat(_path(request), now=False))
+        return _json(await self._stat(_path(request), current=False))
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         values = {f"{name}_total": value for name, value in self.counters.items()}
@@ -155,13 +157,13 @@ class Relay:
         path = _path(request)
         fresh = request.headers.get("Cache-Control") == "no-cache"
         wanted = request.headers.get("If-Match", "").strip('"')
-        for now in (fresh, True):  # what is remembered of it may be old
-            stat = await self._stat(path, now)
+        for current in (fresh, True):  # A second attempt, because a remembered size may be old.
+            stat = await self._stat(path, current)
             if stat is None:
                 raise Missing(f"{path}: no such file upstream")
             if wanted and wanted != stat.tag:
                 changed = Changed(
-                    f"{path}: written anew since it was looked at (tag {stat.tag}, not "
+                    f"{path}: rewritten since its size was read (tag {stat.tag}, not "
                     f"{wanted[:100]})"
                 )
                 continue
@@ -174,9 +176,9 @@ class Relay:
     async def _send(
         self, request: web.Request, path: str, stat: Stat, fresh: bool
     ) -> web.StreamResponse:
-        """Raises what keeps the first piece from coming; after that the header is out, and the
-        client only sees a broken connection: it asks for the rest, and the answer to that names the
-        error."""
+        """Send a file's bytes. Raises the error if the first piece fails. If a later piece fails,
+        the header has been sent, and the client's connection is aborted. The client then requests
+        the remaining bytes, and the answer to that names the error."""
         at, end = _range(request, path, stat.size)
         headers = {"ETag": f'"{stat.tag}"'}
         if at == end:
@@ -188,11 +190,11 @@ class Relay:
             self._fetch(Chunk(path, stat, index), fresh)
             for index in range(at // CHUNK, (end - 1) // CHUNK + 1)
         )
-        coming = deque(islice(flights, AHEAD))
+        waiting = deque(islice(flights, AHEAD))
         try:
-            while coming:
-                data = await self._landed(coming.popleft())
-                coming.extend(islice(flights, 1))
+            while waiting:
+                data = await self._wait(waiting.popleft())
+                waiting.extend(islice(flights, 1))
                 if not response.prepared:
                     await response.prepare(request)
                 first = at % CHUNK
@@ -211,17 +213,17 @@ class Relay:
 
     # ----------------------------------------------------------------- the upstream
 
-    async def _stat(self, path: str, now: bool) -> Stat | None:
-        """What is remembered is good enough for a rank's file, unless it is wanted as it is
-        `now`."""
+    async def _stat(self, path: str, current: bool) -> Stat | None:
+        """Return the size and tag of a file; for a rank's file, the remembered ones will do unless
+        they must be `current`."""
         asked, before = self._stats.get(path, (0.0, None))
-        if not now and before and path.endswith(".h5") and time.monotonic() - asked < STAT_S:
+        if not current and before and path.endswith(".h5") and time.monotonic() - asked < STAT_S:
             return before
         asked = time.monotonic()
-        found = await self._landed(
-            self._fly(("stat", path), lambda: self._in(self._words, self._upstream.stat, path))
+        found = await self._wait(
+            self._share(("stat", path), lambda: self._run(self._meta, self._upstream.stat, path))
         )
-        # then what is remembered of the manifest's folder may be another version's
+        # With another manifest, the remembered sizes in its folder may be another version's.
         rewritten = path.endswith("manifest.json") and found != before
         if rewritten or len(self._stats) > _REMEMBERED:
             self._stats.clear()
@@ -229,16 +231,16 @@ class Relay:
         return found
 
     def _fetch(self, chunk: Chunk, fresh: bool) -> asyncio.Task:
-        anew = (chunk, "fresh")
+        refresh = (chunk, "fresh")
         due = time.monotonic() - self._refreshed.get(chunk, -FRESH_S) >= FRESH_S
-        # one under way is for all: what is on the disk is taken for damaged until it has ended
-        if anew in self._flights or (fresh and due):
-            return self._fly(anew, lambda: self._pull_anew(chunk))
-        return self._fly(chunk, lambda: self._read(chunk))
+        # All clients share a refresh in flight: until it ends, the cached chunk may be damaged.
+        if refresh in self._flights or (fresh and due):
+            return self._share(refresh, lambda: self._refresh(chunk))
+        return self._share(chunk, lambda: self._read(chunk))
 
-    async def _pull_anew(self, chunk: Chunk) -> bytes:
+    async def _refresh(self, chunk: Chunk) -> bytes:
         if (plain := self._flights.get(chunk)) is not None:
-            await asyncio.wait([plain])  # both would write the chunk's temporary file
+            await asyncio.wait([plain])  # Both would write the chunk's temporary file.
         data = await self._pull(chunk, True)
         if len(self._refreshed) > _REMEMBERED:
             self._refreshed.clear()
@@ -246,7 +248,7 @@ class Relay:
         return data
 
     async def _read(self, chunk: Chunk) -> bytes:
-        data = await self._in(self._disk, self._cache.read, chunk)
+        data = await self._run(self._disk, self._cache.read, chunk)
         if data is None:
             return await self._pull(chunk, False)
         self.counters["hits"] += 1
@@ -255,18 +257,18 @@ class Relay:
     async def _pull(self, chunk: Chunk, fresh: bool) -> bytes:
         self.counters["pulls"] += 1
         begin, tag = chunk.index * CHUNK, chunk.stat.tag
-        data = await self._in(
+        data = await self._run(
             self._pulls, self._upstream.read, chunk.path, begin, chunk.length, fresh, tag
         )
         self.counters["upstream_bytes"] += len(data)
         try:
-            await self._in(self._disk, self._cache.write, chunk, data)
-        except OSError:  # a full disk makes a relay slow, not useless
+            await self._run(self._disk, self._cache.write, chunk, data)
+        except OSError:  # With a full disk the relay still works, only slower.
             self.counters["cache_errors"] += 1
         return data
 
-    def _fly(self, key: Hashable, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
-        """The flight `key`, which `call` begins if there is none. It outlives its clients."""
+    def _share(self, key: Hashable, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """Return the flight `key`; `call` begins it if there is none. It outlives its clients."""
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.ensure_future(call())
@@ -278,15 +280,15 @@ class Relay:
         if not done.cancelled() and isinstance(done.exception(), TransferError):
             self.counters["upstream_errors"] += 1
 
-    async def _landed(self, flight: asyncio.Task[T]) -> T:
-        """Raises what the upstream raised, and `TransferError` after `WAIT_S`."""
+    async def _wait(self, flight: asyncio.Task[T]) -> T:
+        """Return a flight's result. Raises its error, or `TransferError` after `WAIT_S` seconds."""
         done, _ = await asyncio.wait([flight], timeout=WAIT_S)
         if not done:
             raise TransferError(f"waited {WAIT_S:g} s for the upstream {self._upstream}")
         return flight.result()
 
     @staticmethod
-    async def _in(pool: ThreadPoolExecutor, call: Callable[..., T], *args) -> T:
+    async def _run(pool: ThreadPoolExecutor, call: Callable[..., T], *args) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
 
@@ -298,29 +300,28 @@ def _path(request: web.Request, root_too: bool = False) -> str:
     try:
         return checked(request.match_info["path"], root_too)
     except Refused as error:
-        raise Bad(str(error)) from None
+        raise BadRequest(str(error)) from None
 
 
 def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
-    """First byte and the one after the last. Raises `Bad` if the file has not all of them."""
+    """Return the first byte and the end of the requested range. Raises `BadRequest` if it is
+    malformed or exceeds the file."""
     asked = request.headers.get("Range", "bytes=0-")
     match = _RANGE.fullmatch(asked)
     if match is None:
-        raise Bad(f"Range {asked[:100]!r}: expected bytes=FIRST-LAST or bytes=FIRST-")
+        raise BadRequest(f"Range {asked[:100]!r}: expected bytes=FIRST-LAST or bytes=FIRST-")
     begin, end = int(match[1]), int(match[2]) + 1 if match[2] else size
     if not begin <= end <= size:
-        raise Bad(f"{path}: bytes {begin} to {end} were asked for, it has {size}")
+        raise BadRequest(f"{path}: bytes {begin} to {end} were asked for, it has {size}")
     return begin, end
 
 
 async def serve(
     upstream: Source, cache: Cache, token: str, host: str, port: int, listens: Callable[[int], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `listens` is called with the port when the relay listens (0
-    finds one).
-
-    Raises OSError if it can't listen there. Threads may still be blocked in a dead mount when this
-    returns."""
+    """Serve until SIGTERM or SIGINT. `listens` is called with the port once the relay listens; port
+    0 chooses a free one. Raises `OSError` if it can't listen. When this returns, threads may still
+    be blocked in a dead mount."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -330,9 +331,9 @@ async def serve(
     try:
         await web.TCPSite(runner, host, port).start()
         listens(runner.addresses[0][1])
-        looking = asyncio.create_task(_look(relay))
+        check = asyncio.create_task(_check_upstream(relay))
         await stop.wait()
-        looking.cancel()
+        check.cancel()
     finally:
         await runner.cleanup()
         relay.close()
@@ -340,9 +341,9 @@ async def serve(
         cache.close()
 
 
-async def _look(relay: Relay) -> None:
-    """Say at the start, not to the first client, that the upstream can't be reached; it may come
-    later."""
+async def _check_upstream(relay: Relay) -> None:
+    """Print at the start if the upstream can't be reached, before any client asks. It may become
+    reachable later."""
     try:
         await relay.names("")
     except TransferError as error:

@@ -1,11 +1,10 @@
-"""What a relay keeps on disk: chunks of files, found again after a restart, least recently used
-ones evicted first.
+"""Cache chunks of files on a relay's disk. They survive a restart and are evicted by last use.
 
     <cache>/chunks/v000012~from-000011~rank-00000.h5@<tag>@000007
 
-A chunk is written under another name and renamed, so that one of this name is whole. A file written
-anew has another tag, and so other chunks. Left out: checksums; readers have their own, and ask for
-a fresh copy of what they find damaged.
+A chunk is written under a temporary name and renamed, so that a chunk of this name is whole. A
+rewritten file has another tag, and so other chunks. The cache has no checksums. Readers verify
+their own, and request a fresh copy of damaged bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from rose.files import lock_now, own_folder, write_whole
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Stat
 
-# bytes; small enough that a reader of a slice wastes little, large enough that requests are few
+# Bytes of a chunk: few enough that a read of a small range wastes little, and enough that requests
+# are few.
 CHUNK = 1 << 20
 
 
 class Chunk(NamedTuple):
-    path: str  # in the store
+    path: str  # path in the store
     stat: Stat
-    index: int  # bytes index * CHUNK and on
+    index: int  # number of the chunk, which begins at byte index * CHUNK
 
     @property
     def length(self) -> int:
@@ -38,20 +38,20 @@ class Chunk(NamedTuple):
 
 
 class Cache:
-    """At most `limit` bytes of chunks in `folder`, which is made (mode 0700) and locked. Raises
-    `TransferError` if it can't be, or is another relay's. Thread-safe."""
+    """Keeps at most `limit` bytes of chunks in `folder`, which it creates (mode 0700) and locks.
+    Construction raises `TransferError` if that fails or another relay uses it. Thread-safe."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit, self.bytes = folder, limit, 0
         self._chunks = folder / "chunks"
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # chunks, least recently used first
         self._mutex = threading.Lock()
         try:
             own_folder(folder)
             self._lock = (folder / "lock").open("w", encoding="utf-8")
             lock_now(self._lock)
             self._chunks.mkdir(exist_ok=True)
-            self._find()
+            self._restore()
         except BlockingIOError:
             raise TransferError(
                 f"cache {folder}: another relay uses it; give each its own --cache"
@@ -62,7 +62,7 @@ class Cache:
             ) from error
 
     def read(self, chunk: Chunk) -> bytes | None:
-        """None if it is not here, or the disk no longer has all of it."""
+        """Return a chunk's bytes, or None if it is not cached or incomplete on the disk."""
         with self._mutex:
             if chunk.name not in self._sizes:
                 return None
@@ -74,7 +74,7 @@ class Cache:
         return data if len(data) == chunk.length else None
 
     def write(self, chunk: Chunk, data: bytes) -> None:
-        """Raises OSError."""
+        """Keep a chunk, and evict others above the limit. Raises `OSError`."""
         if not self.limit:
             return
         write_whole(self._chunks / chunk.name, data)
@@ -94,8 +94,8 @@ class Cache:
                 self.bytes -= freed
                 (self._chunks / oldest).unlink(missing_ok=True)
 
-    def _find(self) -> None:
-        """Take over what an earlier relay left, oldest first; what is no whole chunk goes."""
+    def _restore(self) -> None:
+        """Adopt an earlier relay's chunks, oldest first, and remove files that are no chunks."""
         found = [(path.stat(), path) for path in self._chunks.iterdir()]
         for status, path in sorted(found, key=lambda each: each[0].st_mtime):
             if path.suffix == ".part" or path.name.count("@") != 2:

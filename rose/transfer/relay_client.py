@@ -1,14 +1,14 @@
-"""The client of a relay: a `Source` over HTTP, for several threads.
+"""The client of a relay: a thread-safe `Source` over HTTP.
 
-A relay answers these, each with `Authorization: Bearer TOKEN` (`relay.py`):
+A relay answers these requests, each with `Authorization: Bearer TOKEN` (`relay.py`):
 
-    GET /files/PATH    with Range, If-Match, and `Cache-Control: no-cache` to forget what it has
+    GET /files/PATH    a file's bytes; takes Range, If-Match, and `Cache-Control: no-cache` to skip the cache
     GET /stat/PATH     [size in bytes, tag] or null
     GET /names/PATH    ["names", "of the folder"]
     GET /metrics       counters, Prometheus text format
 
-Left out: TLS (put both ends into one trusted network, or a tunnel between them).
-"""
+There is no TLS: put both ends into one trusted network, or a tunnel between them.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ import urllib3
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Changed, Folder, Missing, Refused, Source, Stat, checked
 
-ATTEMPT_S = 10.0  # without a byte: the connection is taken for dead, and another one tried
+# Bounds the time without a byte, after which a connection counts as dead and another one is tried.
+ATTEMPT_S = 10.0
 _CONNECT_S = 3.0
-# bytes taken from a connection at a time; of the last piece before it breaks nothing is kept
+# Bytes read from a connection at a time. A piece is lost if the connection breaks in it.
 _PIECE = 1 << 17
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts; doubles
-_CONNECTIONS = 32  # kept open; more threads than that open one for each request
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # pauses between attempts, doubling
+_CONNECTIONS = 32  # connections kept open; further threads open one for each request
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FINAL = {401: Refused, 404: Missing, 412: Changed}
 
@@ -38,9 +39,9 @@ T = TypeVar("T")
 
 
 def open_source(where: str | Path, token: str | None = None, timeout_s: float = 30.0) -> Source:
-    """The store in folder `where`, or behind the relay at http://host:port[/folder], whose `token`
-    is then needed (see `read_token`). `timeout_s`: seconds for which a relay that doesn't answer,
-    or can't, is asked again."""
+    """Return the store in the folder `where`, or behind the relay at http://host:port[/folder],
+    which needs its `token` (see `read_token`). A relay that doesn't answer, or can't reach its
+    upstream, is retried for `timeout_s` seconds."""
     scheme, separator, rest = str(where).partition("://")
     if not separator:
         return Folder(where)
@@ -49,13 +50,13 @@ def open_source(where: str | Path, token: str | None = None, timeout_s: float = 
 
 
 class _Unavailable(Exception):
-    """The relay can't answer now; the text is its own."""
+    """The relay can't answer now; the message is the relay's."""
 
 
 class Relayed:
-    """The store behind the relay at `url`, http://host:port, in `folder` of the relay's root.
-    `timeout_s`: seconds without a byte after which a relay that is unreachable, or can't reach its
-    upstream, is given up. Raises `Refused` at once on a wrong token."""
+    """The store in `folder` of the relay at `url`, http://host:port. Calls raise `TransferError`
+    after `timeout_s` seconds without a byte from a relay that can't be reached or can't reach its
+    upstream, and `Refused` at once if the token is wrong."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0, folder: str = ""):
         parsed = urllib3.util.parse_url(url)
@@ -94,7 +95,7 @@ class Relayed:
         fresh: bool = False,
         tag: str | None = None,
     ) -> bytes:
-        """As `Source.read`, over as many connections as it takes."""
+        """Read as `Source.read` does. Continue over a new connection when one breaks."""
         if offset < 0 or (length is not None and length < 0):
             raise Refused(f"{self}: {path}: {length} bytes from {offset} were asked for")
         if length == 0:
@@ -103,25 +104,25 @@ class Relayed:
         headers = {"Cache-Control": "no-cache"} if fresh else {}
         if tag is not None:
             headers["If-Match"] = f'"{tag}"'
-        whole = length  # null until the relay has said it
+        whole = length  # None until the relay reports it
 
         def attempt(wait_s: float) -> None:
             nonlocal whole
             if whole == len(got):
-                return  # the connection broke after the last byte
+                return  # The connection broke after the last byte.
             begin = offset + len(got)
             last = "" if whole is None else offset + whole - 1
             headers["Range"] = f"bytes={begin}-{last}"
             response = self._request("files", checked(path), wait_s, headers)
             try:
-                coming = int(response.headers.get("Content-Length", -1))
-                whole = len(got) + coming if whole is None else whole
-                if coming != whole - len(got):
+                announced = int(response.headers.get("Content-Length", -1))
+                whole = len(got) + announced if whole is None else whole
+                if announced != whole - len(got):
                     raise TransferError(
                         f"{self}: {path}: {whole - len(got)} bytes from {begin} were asked for, "
-                        f"the relay sends {coming}"
+                        f"the relay sends {announced}"
                     )
-                # what comes over the next connection must be of the same file
+                # The next connection must send bytes of the same file.
                 headers["If-Match"] = response.headers.get("ETag", '"none"')
                 while piece := response.read(_PIECE):
                     got.extend(piece)
@@ -131,9 +132,9 @@ class Relayed:
                     )
                 response.release_conn()
             finally:
-                response.close()  # a whole answer has given its connection back by now
+                response.close()  # A complete answer has returned its connection already.
 
-        self._persist(path, attempt, got.__len__)
+        self._retry(path, attempt, got.__len__)
         return bytes(got)
 
     def close(self) -> None:
@@ -151,11 +152,11 @@ class Relayed:
             finally:
                 response.release_conn()
 
-        return self._persist(path, attempt, lambda: 0)
+        return self._retry(path, attempt, lambda: 0)
 
-    def _persist(self, path: str, attempt: Callable[[float], T], progress: Callable[[], int]) -> T:
-        """`attempt(seconds)` until it returns or raises something final; gives up after `timeout_s`
-        seconds in which `progress` did not grow."""
+    def _retry(self, path: str, attempt: Callable[[float], T], progress: Callable[[], int]) -> T:
+        """Call `attempt(seconds)` until it returns or raises a final error. Raises `TransferError`
+        after `timeout_s` seconds in which `progress()` did not grow."""
         until, before, pause = time.monotonic() + self.timeout_s, 0, _FIRST_PAUSE_S
         while True:
             try:
@@ -174,8 +175,8 @@ class Relayed:
     def _request(
         self, kind: str, path: str, wait_s: float, headers: dict[str, str]
     ) -> urllib3.BaseHTTPResponse:
-        """The relay's answer if it is a good one, its body unread. Raises `_Unavailable`, `Missing`
-        or `Refused`."""
+        """Return the relay's answer with its body unread. Raises `_Unavailable` for a temporary
+        failure, `Missing` or `Refused` for a final one."""
         response = self._pool.request(
             "GET",
             f"/{kind}/{quote(self._root + path)}",

@@ -1,11 +1,11 @@
 """The codec's loops over values and bit streams, compiled by numba.
 
-Imported only when a block is first encoded or decoded: importing this file imports numba and
-compiles every function for its one or two signatures (or loads them from numba's cache). All
-release the GIL, none starts threads: callers use threads over blocks. Streams are least significant
-bit first in little-endian 64-bit words; `at` is a bit offset. Readers return False for a stream
-that is not what its header says, and write nothing outside their arrays. All in one file, constants
-too: numba's cache notices a change only of the file that a function stands in.
+This module is imported only when a block is first encoded or decoded. The import loads numba and
+compiles every function for its one or two signatures, or loads it from numba's cache. The functions
+release the GIL and start no threads, because callers process blocks in threads. Streams have the
+least significant bit first, in little-endian 64-bit words; `at` is a bit offset. `read` returns
+False for a stream that contradicts its header, and writes nothing outside its array. All functions
+and constants are in one file, because numba's cache detects changes of a function's own file only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _compile(*signatures):
 
 @intrinsic
 def _zeros_below(_, word):
-    """Trailing zeros of a word that is not zero."""
+    """Count the trailing zeros of a word that is not zero."""
 
     def generate(context, builder, signature, args):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -49,7 +49,7 @@ def _zeros_below(_, word):
 
 @intrinsic
 def _load(_, array, at):
-    """Eight bytes from byte `at` of an array, which need not be aligned."""
+    """Load eight bytes from byte `at` of an array, aligned or not."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -61,7 +61,7 @@ def _load(_, array, at):
 
 @intrinsic
 def _bits(_, array):
-    """Of one item; a constant, so that what depends on it is decided when the loop is compiled."""
+    """Return an item's bits as a constant, so that branches on it are resolved at compilation."""
 
     def generate(context, builder, signature, args):
         return context.get_constant(types.int64, array.dtype.bitwidth)
@@ -71,7 +71,7 @@ def _bits(_, array):
 
 @numba.njit(inline="always")
 def _difference(new, old, bits):
-    """Steps from `old` to `new` in the order of the floats, in [-2^(bits-1), 2^(bits-1))."""
+    """Return steps from `old` to `new` in the order of the floats, in [-2^(bits-1), 2^(bits-1))."""
     low = np.int64((1 << (bits - 1)) - 1)
     a, b = np.int64(new), np.int64(old)
     a ^= low & -(a >> (bits - 1))
@@ -81,7 +81,7 @@ def _difference(new, old, bits):
 
 @numba.njit(inline="always")
 def _moved(old, difference, bits):
-    """Inverse of `_difference`: the pattern `difference` steps after `old`."""
+    """Return the pattern `difference` steps after `old`; the inverse of `_difference`."""
     low = np.int64((1 << (bits - 1)) - 1)
     mask = np.int64((1 << bits) - 1)
     a = np.int64(old)
@@ -92,7 +92,7 @@ def _moved(old, difference, bits):
 
 @numba.njit(inline="always")
 def _peek(words, at, bits):
-    """`bits` in 1..57 from bit `at` on, in one load that stays within the words."""
+    """Return `bits` bits, 1 to 57, from bit `at` on, in one load that stays within the words."""
     byte = min(at >> 3, words.size * 8 - 8)
     return np.int64(
         (_load(words, byte) >> np.uint64(at - byte * 8)) & ((ONE << np.uint64(bits)) - ONE)
@@ -101,7 +101,7 @@ def _peek(words, at, bits):
 
 @numba.njit(inline="always")
 def _poke(words, at, bits, value):
-    """`bits` in 1..63 at bit `at`, where zeros are."""
+    """Write `bits` bits, 1 to 63, at bit `at`, where the words must be zero."""
     index, shift = at >> 6, np.uint64(at & 63)
     words[index] |= np.uint64(value) << shift
     if np.int64(shift) + bits > 64:
@@ -110,7 +110,8 @@ def _poke(words, at, bits, value):
 
 @_compile(INT(HALVES, HALVES, INTS, INTS), INT(SINGLES, SINGLES, INTS, INTS))
 def scan(new, old, positions, differences):
-    """Where two equally long blocks differ and by how many steps; returns the count."""
+    """Write the positions at which two equally long blocks differ, and by how many steps. Return
+    their count."""
     bits = _bits(new)
     lanes = 64 // bits
     high = np.uint64(0x8000800080008000) if bits == 16 else np.uint64(0x8000000080000000)
@@ -128,9 +129,8 @@ def scan(new, old, positions, differences):
         ):
             for word in range(4):
                 changed = _load(new, at + 8 * word) ^ _load(old, at + 8 * word)
-                changed = (
-                    ((changed & ~high) + ~high) | changed
-                ) & high  # the highest bit of each lane that differs
+                # Set the highest bit of each lane that differs.
+                changed = (((changed & ~high) + ~high) | changed) & high
                 while changed:
                     i = start + word * lanes + np.int64(np.uint64(_zeros_below(changed)) >> shift)
                     changed &= changed - ONE
@@ -147,8 +147,9 @@ def scan(new, old, positions, differences):
 
 @_compile(types.void(READ_INTS, INT, INT, LONGS))
 def measure(numbers, rising, k, sizes):
-    """Sum of the quotients by 2^k, each at most `ESCAPE`; escapes; the largest quotient. `rising`,
-    0 or 1: the numbers ascend, and what lies between neighbours is coded."""
+    """Write three numbers to `sizes`: the sum of the quotients by 2^k, each at most `ESCAPE`, the
+    count of escapes, and the largest quotient. If `rising` is 1 and not 0, the numbers ascend and
+    the gaps between neighbours are coded."""
     unary, escapes, largest, start = 0, 0, 0, 0
     for i in range(numbers.size):
         number = np.int64(numbers[i])
@@ -162,7 +163,7 @@ def measure(numbers, rising, k, sizes):
 
 @_compile(types.void(READ_INTS, INT, INT, INT, OUT_WORDS, INT, INT, INT))
 def write(numbers, rising, k, escape_bits, words, unary, remainders, escapes):
-    """Rice coded numbers, at the bit offsets of their three streams, where zeros are."""
+    """Write Rice coded numbers at the bit offsets of their three streams, which must be zero."""
     at, current, gathered, start = unary, unary >> 6, np.uint64(0), 0
     low = (1 << k) - 1
     word, filled, pending = remainders >> 6, remainders & 63, np.uint64(0)
@@ -199,7 +200,8 @@ def write(numbers, rising, k, escape_bits, words, unary, remainders, escapes):
 def read(
     words, unary, unary_bits, remainders, k, escapes, escape_bits, count, most, rising, numbers
 ):
-    """Inverse of `write`; of the numbers, `count` are escaped, and none is above `most`."""
+    """Read what `write` wrote. Return False unless `count` numbers are escaped, none is above
+    `most`, and the unary stream ends after `unary_bits`."""
     if numbers.size == 0:
         return unary_bits == 0 and count == 0
     end = unary + unary_bits
@@ -239,7 +241,7 @@ def read(
     types.void(_array(types.uint32), READ_INTS, READ_INTS, INT),
 )
 def add(values, positions, differences, count):
-    """In place: the value at each position moves by its difference."""
+    """Move the first `count` values at `positions` by their differences, in place."""
     bits = _bits(values)
     for i in range(count):
         values[positions[i]] = _moved(values[positions[i]], np.int64(differences[i]), bits)

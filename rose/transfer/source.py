@@ -1,12 +1,11 @@
-"""Where readers of weight versions get bytes: a folder that they see, or a relay (`relay.py`) over
-HTTP.
+"""Read the files of a store of weight versions from a folder, or from a relay (`relay.py`) by HTTP.
 
-`relay_client.open_source` makes one of a folder's path or a relay's URL.
+`relay_client.open_source` returns the source for a folder's path or a relay's URL.
 
-Paths are relative to the store's root and separated by "/"; names that begin with a dot or end in
-".part" are temporary files, neither listed nor read. Files never change under their name while
-their version lives; one that was written anew after a resumed run has another `Stat.tag`. Errors
-are `TransferError`s that name the store and the path.
+Paths are relative to the store's root and separated by "/". Names that begin with a dot or end in
+".part" are temporary files, and are neither listed nor read. A file never changes while its version
+lives. If a resumed run rewrites it, it has another `Stat.tag`. Errors are `TransferError`s that
+name the store and the path.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from typing import NamedTuple, Protocol
 
 from rose.transfer.errors import Missing, TransferError
 
-_MAX_PATH = 180  # characters: a relay makes one file name of a folder's path
-# of a file or folder; not what `rose.files` renames when it is whole
+_MAX_PATH = 180  # characters, because a relay's cache makes one file name of a path
+# The name of a file or folder, but not the temporary one of a file that is being written.
 _NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*(?<!\.part)")
-# ESTALE is how NFS says that what was open, or looked up, is removed
+# NFS reports ESTALE for a file that was removed while it was open or being opened.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 
 
 class Refused(TransferError):
-    """Asking again would not help: wrong token, a path or range that cannot be."""
+    """A retry would not help: the token is wrong, or the path or range can't exist."""
 
 
 class Changed(Refused):
-    """The file under this name is no longer the one with the tag that was asked for."""
+    """The file was rewritten, and its tag is not the requested one."""
 
 
 class Stat(NamedTuple):
     size: int  # bytes
-    tag: str  # [A-Za-z0-9._-]{1,64}: another one if the file was written anew
+    tag: str  # [A-Za-z0-9._-]{1,64}, different after the file was rewritten
 
 
 class Source(Protocol):
-    """Used from several threads at once."""
+    """A store's files. Several threads may call it at once."""
 
     def names(self, path: str) -> list[str]:
-        """Sorted names in the folder `path` ("" is the root); [] if there is none."""
+        """Return the sorted names in the folder `path` ("" is the root), [] if it doesn't exist."""
 
     def stat(self, path: str) -> Stat | None:
-        """None if there is no such file."""
+        """Return a file's size and tag, or None if it doesn't exist."""
 
     def read(
         self,
@@ -58,16 +57,16 @@ class Source(Protocol):
         fresh: bool = False,
         tag: str | None = None,
     ) -> bytes:
-        """Exactly `length` bytes (None: to the end) from `offset`. `fresh`: trust no cache, for
-        bytes that were found corrupted. Raises `Missing`, `Changed` if a `tag` is given and is not
-        the file's, or `TransferError`."""
+        """Return exactly `length` bytes from `offset`, or all from there if it is None. `fresh`
+        skips caches, because their bytes were damaged. Raises `Missing`, `Changed` if `tag` is
+        given and is not the file's, or `TransferError`."""
 
     def close(self) -> None: ...
 
 
 def read_token(path: str | Path) -> str:
-    """The secret in this file. Raises `TransferError` if others can read the file, or if it holds
-    none."""
+    """Return the secret in a file. Raises `TransferError` if other users can read the file, or if
+    its content is no token."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             status = os.fstat(file.fileno())
@@ -88,7 +87,7 @@ def read_token(path: str | Path) -> str:
 
 
 def checked(path: str, root_too: bool = False) -> str:
-    """`path` if it is a plain relative one ("" only with `root_too`). Raises `Refused`."""
+    """Return `path` if it is a plain relative path, or "" with `root_too`; else raise `Refused`."""
     if (root_too and path == "") or (
         len(path) <= _MAX_PATH and all(map(_NAME.fullmatch, path.split("/")))
     ):
@@ -100,8 +99,8 @@ def checked(path: str, root_too: bool = False) -> str:
 
 
 class Folder:
-    """A store in a folder. Every read opens the file anew: that is what makes NFS look whether it
-    is still the one."""
+    """A store in a folder. Every read opens the file again, which makes an NFS client check whether
+    it has changed."""
 
     def __init__(self, root: str | Path):
         self.root = Path(os.path.realpath(root))
@@ -163,7 +162,7 @@ class Folder:
         found = _stat(status)
         if tag is not None and found.tag != tag:
             raise Changed(
-                f"{self.root / path}: written anew since it was looked at (tag {found.tag}, not "
+                f"{self.root / path}: rewritten since its size was read (tag {found.tag}, not "
                 f"{tag})"
             )
         end = found.size if length is None else offset + length
@@ -171,11 +170,10 @@ class Folder:
             raise Refused(
                 f"{self.root / path}: bytes {offset} to {end} were asked for, it has {found.size}"
             )
-        if fresh:
-            # from the disk, not the memory
+        if fresh:  # Drop the pages in memory, so that the bytes are read from the disk.
             os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)
         parts, at = [], offset
-        while at < end:  # Linux gives 2 GiB at most at a time
+        while at < end:  # Linux returns at most 2 GiB per call.
             parts.append(os.pread(descriptor, end - at, at))
             if not parts[-1]:
                 raise TransferError(
@@ -185,10 +183,10 @@ class Folder:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open between two reads."""
 
     def _inside(self, path: str, root_too: bool = False) -> str:
-        """The file itself, links followed. Raises `Refused` if it is outside of the root."""
+        """Return the path with links resolved. Raises `Refused` if it is outside of the root."""
         resolved = os.path.realpath(self.root / checked(path, root_too))
         if resolved != str(self.root) and not resolved.startswith(f"{self.root}{os.sep}"):
             raise Refused(f"{self.root / path}: a link out of the store")
@@ -200,11 +198,11 @@ def _stat(status: os.stat_result) -> Stat:
 
 
 class Mirrored:
-    """`source`, whose files are read from `folder`, this node's memory, where they are there: what
-    `rose.transfer.mirror` keeps. Bytes found damaged there (`fresh`) are read from `source`."""
+    """A source that reads files from this node's mirror in `folder` (`rose.transfer.mirror`), or
+    from `source` if they are not there. Bytes found damaged (`fresh`) are read from `source`."""
 
     def __init__(self, source: Source, folder: str | Path):
-        self._source, self._near = source, Folder(folder)
+        self._source, self._mirror = source, Folder(folder)
 
     def __str__(self) -> str:
         return str(self._source)
@@ -225,14 +223,14 @@ class Mirrored:
     ) -> bytes:
         if not fresh:
             try:
-                return self._near.read(path, offset, length)
+                return self._mirror.read(path, offset, length)
             except TransferError:  # not sent to this node, removed since, or no memory left
                 pass
         return self._source.read(path, offset, length, fresh, tag)
 
     def mirrors(self, folder: str) -> bool:
-        """Whether files of this folder are read from this node's memory."""
-        return bool(self._near.names(folder))
+        """True if the mirror has files of this folder."""
+        return bool(self._mirror.names(folder))
 
     def close(self) -> None:
         self._source.close()

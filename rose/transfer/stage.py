@@ -1,20 +1,21 @@
-"""Bring live weights from one version to another: stage while they are in use, flip when they are
+"""Bring live weights from one version to another: stage while they are in use, flip while they are
 not.
 
-Staging reads the live weights, never writes them: block by block it makes the new values of the
-route's payloads and keeps what must change: indices and values where few do, else the block. A
-block is either compared whole - the live one read, the payloads applied to the copy, the result's
-hash compared with the manifest's - or, where its hash is known, by an earlier comparison that is
-trusted (`compared`) or from a GPU that hashes what it has (rose/transfer/digests.py), only its
-changing values are read, and an unchanged one is not read at all. Whatever goes wrong until then
-leaves the old version as it was. `Staged.flip` only writes, and writes back if it can't end;
-`Staged.check` reads what was written again and compares, while it is in use already: values, or,
-where a GPU hashes, the changed blocks whole.
+Staging reads the live weights and never writes them. For each block it computes the new values from
+the route's payloads and keeps the changes: indices and values if few change, else the whole block.
+1. If the live block's hash is known, only its changing values are read, and an unchanged block is
+   not read at all. The hash is known from an earlier comparison (`known_digest`) or from a GPU,
+   which hashes its own blocks (rose/transfer/digests.py).
+2. Otherwise the live block is read, the payloads are applied to the copy, and the hash of the
+   result is compared with the manifest's.
 
-Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (of which 2 are left once
-the rest is on the device), and `dense_bytes` of whole blocks at most; blocks beyond that are
-computed once more by `flip`. Device memory: rose/transfer/changes.py, and a block while it is read
-or written.
+A failure during staging leaves the old version as it was. `Staged.flip` only writes, and restores
+the old values if it fails. `Staged.check` reads back what was written and compares it, while the
+weights are in use: single values, or, if a GPU hashes, whole changed blocks.
+
+Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (2 once the others are on
+the device), and whole blocks of at most `dense_bytes`; `flip` computes further blocks again. Device
+memory: see rose/transfer/changes.py, and one block while it is read or written.
 """
 
 from __future__ import annotations
@@ -32,59 +33,58 @@ import xxhash
 from rose.transfer import codec
 from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
-from rose.transfer.changes import Changes, at_once, budget
-from rose.transfer.digests import digests, hashes_there
+from rose.transfer.changes import Changes, budget, values_per_thread
+from rose.transfer.digests import digests, hashes_on_device
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.live import Live, Place
 from rose.transfer.store import WIDTHS, Plan
 
-BATCH_BYTES = 32 * 2**20  # of blocks, whose payloads are fetched at once
+# Bounds the blocks whose payloads are fetched together, by their bytes and their count.
+BATCH_BYTES = 32 * 2**20
 BATCH_BLOCKS = 256
-# Share of changed values from which a block is kept whole: on the host an index and two values take
-# 8 bytes, the block's new value 2; on the device 6 and 2.
+# Share of changed values from which a block is kept whole. A bfloat16 value that is kept alone
+# takes 8 bytes on the host and 6 on the device, in a whole block 2.
 DENSE = 1 / 4
 NOTHING = np.empty(0, np.uint16)
 
 
 class WrongBase(TransferError):
-    """The live weights are not the version that they were said to be."""
+    """The live weights are not the version that the reader claimed."""
 
 
 class _Change(NamedTuple):
-    """Of a block: positions (c,) int32 that change, their old and new patterns (c,); all new
-    patterns (n,), where they were made; how many there are; the block's hash afterwards; bytes of
-    payloads read."""
+    """The change of a block."""
 
     block: int
-    positions: np.ndarray
-    old: np.ndarray
-    new: np.ndarray
-    whole: np.ndarray | None
-    values: int
-    wanted: np.ndarray
-    nbytes: int
+    positions: np.ndarray  # (c,) int32, the positions that change
+    old: np.ndarray  # (c,) old patterns
+    new: np.ndarray  # (c,) new patterns
+    whole: np.ndarray | None  # (n,) all new patterns, if they were computed
+    values: int  # n
+    wanted: np.ndarray  # (16,) uint8, the block's hash after the change
+    nbytes: int  # bytes of payloads read
 
 
 class Staged:
-    """Made by `stage`: everything that a flip needs, verified."""
+    """The verified changes that a flip needs, as `stage` returns them."""
 
     def __init__(
         self, live: Live, places: Mapping[int, Place], threads: int, work: _Work | None = None
     ):
         self._live, self._places, self._work, self._threads = live, places, work, threads
         self.changes = Changes(live, threads)
-        self._dense: dict[int, torch.Tensor] = {}
-        self._late: list[int] = []
-        # after the flip, of dense and late blocks, and of those of which single values change
+        self._dense: dict[int, torch.Tensor] = {}  # new patterns of whole blocks
+        self._late: list[int] = []  # blocks beyond `dense_bytes`, which the flip computes again
+        # Hashes after the flip, of dense and late blocks, and of blocks with single changed values.
         self._hashes: dict[int, np.ndarray] = {}
         self._sparse_hashes: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
-        self.digests: dict[int, bytes] = {}  # block -> xxh3-128 after the flip, as the route says
-        self.changed = 0  # values
-        self.nbytes = 0  # of payloads read
+        self.digests: dict[int, bytes] = {}  # the route's xxh3-128 of each block after the flip
+        self.changed = 0  # changed values
+        self.nbytes = 0  # bytes of payloads read
         self.route: list[str] = []  # names of the edges
-        self.mirrored = 0  # of them, read from a mirror
+        self.mirrored = 0  # edges read from a mirror
         self.dense_bytes = 0
 
     def _keep(self, change: _Change, dense_bytes: int) -> None:
@@ -110,28 +110,27 @@ class Staged:
                 self._late.append(change.block)
 
     def _upload(self, device_bytes: int | None) -> None:
-        """What finds room to where the parameters are, so that the flip copies less over the
-        bus."""
-        with self._live.aside():
+        """Copy the changes that fit to the parameters' device, so that the flip copies less."""
+        with self._live.side_stream():
             self.changes.upload(budget(self._live, device_bytes))
-        self._live.settle()
+        self._live.synchronize()
         self._late.sort()
 
     @torch.no_grad()
     def flip(self) -> None:
-        """Nothing may read the live weights meanwhile. Raises `TransferError` when it could not
-        end: with the old weights back in place, or, if the text says so, a mixture."""
-        done_dense, half, late = [], None, False
+        """Write the changes into the live weights, which nothing may read meanwhile. If it raises
+        `TransferError`, the weights are the old ones or, if the message says so, a mixture."""
+        done_dense, half_done, late = [], None, False
         try:
-            for edge in self._work.route if self._late else ():  # before a value is touched
+            for edge in self._work.route if self._late else ():  # checked before any write
                 edge.require()
             self.changes.put("new")
             for block, values in self._dense.items():
-                half = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
+                half_done = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
                 self._live.write(self._places[block], values)
-                values.copy_(half[1])
+                values.copy_(half_done[1])
                 done_dense.append(block)
-                half = None
+                half_done = None
             for block in self._late:
                 change = next(self._work.changes([block], verify=False))
                 values = torch.from_numpy(_signed(change.whole))
@@ -141,27 +140,27 @@ class Staged:
             try:
                 if late:
                     raise error
-                self._take_back(done_dense, half)
+                self._undo(done_dense, half_done)
             except Exception:
                 raise TransferError(
-                    f"the flip broke off, and the weights are a mixture now: {error}"
+                    f"the flip failed, and the weights are a mixture now: {error}"
                 ) from error
-            raise TransferError(f"the flip broke off, and was taken back: {error}") from error
+            raise TransferError(f"the flip failed, and was undone: {error}") from error
 
-    def _take_back(self, done_dense: list[int], half: tuple[int, torch.Tensor] | None) -> None:
-        if half is not None:  # its values stand in `_dense` as before
-            self._live.write(self._places[half[0]], half[1])
+    def _undo(self, done_dense: list[int], half_done: tuple[int, torch.Tensor] | None) -> None:
+        if half_done is not None:  # `_dense` still has this block's new values.
+            self._live.write(self._places[half_done[0]], half_done[1])
         for block in done_dense:
             values = torch.from_numpy(_signed(self._live.read(self._places[block])))
             self._live.write(self._places[block], self._dense[block])
             self._dense[block].copy_(values)
-        self.changes.put("old")  # also where nothing was written yet
+        self.changes.put("old")  # even for values that were not written yet
 
     def check(self) -> None:
-        """Read back what the flip wrote. Raises `Corrupted`."""
-        with self._live.aside():
+        """Read back what the flip wrote. Raises `Corrupted` if it differs."""
+        with self._live.side_stream():
             self.changes.check()
-        hashes = self._hashes | (self._sparse_hashes if hashes_there(self._live) else {})
+        hashes = self._hashes | (self._sparse_hashes if hashes_on_device(self._live) else {})
         places = {block: self._places[block] for block in hashes}
         for block, found in digests(self._live, places, self._threads).items():
             if found != (wanted := hashes[block].tobytes()):
@@ -172,8 +171,7 @@ class Staged:
                 )
 
     def release(self) -> None:
-        """Give back the device's memory. Nothing can be flipped, taken back or checked
-        afterwards."""
+        """Release the device memory. After that, neither `flip` nor `check` can be called."""
         self.changes.release()
 
 
@@ -187,24 +185,24 @@ def stage(
     dense_bytes: int,
     tick: Callable[[], None] = lambda: None,
     device_bytes: int | None = None,
-    compared: Callable[[int], bytes | None] = lambda block: None,
+    known_digest: Callable[[int], bytes | None] = lambda block: None,
 ) -> Staged:
-    """Stage the last version of `route`. `from_live`: the first edge builds on the live weights.
+    """Stage the last version of `route`. Its first edge builds on the live weights if `from_live`.
 
-    `device_bytes`: of the device that may be taken; null: all that is free but a reserve.
-    `compared(block)`: the xxh3-128 that the live block had when it was compared, if that is still
-    trusted; null: compare it now. `tick` is called now and then, to give up by raising. Raises
-    `Missing` and `Corrupted` with the attribute `edge`, the one that failed, and `WrongBase`.
+    At most `device_bytes` of the device are taken, or all free memory but a reserve if it is None.
+    `known_digest(block)` is the xxh3-128 of the live block from an earlier comparison, or None if
+    the block must be compared now. `tick` is called repeatedly and may raise to cancel the staging.
+    Raises `WrongBase`, and `Missing` or `Corrupted` with the failed edge in the attribute `edge`.
     """
-    if from_live and len(route) == 1 and hashes_there(live):
-        compared = _found_there(live, places, threads, tick, compared)
-    at_a_time = at_once(budget(live, device_bytes), threads)
-    work = _Work(live, plan, places, route, from_live, compared, at_a_time)
+    if from_live and len(route) == 1 and hashes_on_device(live):
+        known_digest = _or_from_device(known_digest, live, places, threads, tick)
+    at_a_time = values_per_thread(budget(live, device_bytes), threads)
+    work = _Work(live, plan, places, route, from_live, known_digest, at_a_time)
     staged = Staged(live, places, threads, work)
 
     def run(batch: list[int]) -> None:
         tick()
-        with live.aside():
+        with live.side_stream():
             for change in work.changes(batch):
                 staged._keep(change, dense_bytes)
 
@@ -220,17 +218,17 @@ def stage(
     return staged
 
 
-def _found_there(
+def _or_from_device(
+    known_digest: Callable[[int], bytes | None],
     live: Live,
     places: Mapping[int, Place],
     threads: int,
     tick: Callable[[], None],
-    compared: Callable[[int], bytes | None],
 ) -> Callable[[int], bytes | None]:
-    """`compared`, and where it knows nothing the hash that the block has now."""
-    unknown = {block: place for block, place in places.items() if compared(block) is None}
+    """Return `known_digest` completed by the device's digests of the blocks that it lacks."""
+    unknown = {block: place for block, place in places.items() if known_digest(block) is None}
     found = digests(live, unknown, threads, tick)
-    return lambda block: found.get(block) or compared(block)
+    return lambda block: found.get(block) or known_digest(block)
 
 
 @dataclass(frozen=True)
@@ -240,12 +238,12 @@ class _Work:
     places: Mapping[int, Place]
     route: list[Edge]
     from_live: bool
-    compared: Callable[[int], bytes | None]
-    at_a_time: int
+    known_digest: Callable[[int], bytes | None]
+    at_a_time: int  # values that a thread may process on the device
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
-        """One block after the other, as a batch's values at once would be 64 MiB for each thread.
-        Without `verify` every block is made whole, and compared with nothing."""
+        """Yield the changes block by block, because a whole batch takes 64 MiB per thread. Without
+        `verify` every block is computed whole and not compared."""
         rank, found = self.plan.blocks[batch[0]].owner, []
         for edge in self.route:
             try:
@@ -255,18 +253,19 @@ class _Work:
                 raise
         for block in batch:
             steps = [(edge, *part[block]) for edge, part in zip(self.route, found, strict=True)]
-            yield (self._few(block, steps) if verify else None) or self._block(block, steps, verify)
+            sparse = self._sparse_change(block, steps) if verify else None
+            yield sparse or self._whole_change(block, steps, verify)
 
-    def _few(self, block: int, steps: list[tuple]) -> _Change | None:
-        """By the changing values alone: of one difference on a block whose hash is known to be that
-        of its base."""
+    def _sparse_change(self, block: int, steps: list[tuple]) -> _Change | None:
+        """Read only the changing values of a block. Return None unless the route is one edge, the
+        block's known hash is that of the edge's base, and few values change."""
         if len(steps) != 1:
             return None
         edge, entry, payload = steps[0]
         place = self.places[block]
         width = self.live.matrices[place.parameter].element_size()
         try:
-            if self.compared(block) != entry["old"].tobytes():
+            if self.known_digest(block) != entry["old"].tobytes():
                 return None
             info = codec.info(payload)
             if (
@@ -282,7 +281,7 @@ class _Work:
         new = codec.moved(old, differences)
         return _Change(block, at, old, new, None, info.values, entry["new"], len(payload))
 
-    def _block(self, block: int, steps: list[tuple], verify: bool) -> _Change:
+    def _whole_change(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
         old = self.live.read(self.places[block])
         new, base = old.copy(), self.from_live
@@ -322,7 +321,7 @@ def _damaged(edge: Edge, block: int, why: str) -> Corrupted:
 
 
 def _batches(plan: Plan, blocks: Iterable[int]) -> list[list[int]]:
-    """Neighbours of one owner."""
+    """Group blocks into batches of neighbours with the same owner."""
     batches: list[list[int]] = []
     owner, room = None, 0
     for number in sorted(blocks, key=lambda number: (plan.blocks[number].owner, number)):
@@ -339,11 +338,11 @@ def _batches(plan: Plan, blocks: Iterable[int]) -> list[list[int]]:
 def place_blocks(
     plan: Plan | Base, slices: Callable[[str, tuple[int, ...]], object], live: Live
 ) -> tuple[dict[int, Place], dict[str, int]]:
-    """Where each block lies in the live parameters (those that other ranks hold are left out), and
-    how many values of each parameter the blocks fill.
+    """Return the places of the blocks that this rank holds in the live parameters, and how many
+    values of each parameter the blocks fill.
 
-    `slices(name, shape)`: `rose.engine.layout.LocalSlice` or null. Raises `TransferError` when a
-    tensor doesn't fit, or a block lies half in this rank's part.
+    `slices(name, shape)` returns a `rose.engine.layout.LocalSlice` or None. Raises `TransferError`
+    if a tensor doesn't fit, or a block is only partly in this rank's part.
     """
     places: dict[int, Place] = {}
     filled = dict.fromkeys(live.matrices, 0)
@@ -395,8 +394,8 @@ def _check_fit(tensor: Tensor, parameter: str, target: Rectangle, live: Live) ->
 
 
 def _shift(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list[Rectangle]:
-    """What of `whole` lies in `source`, in the coordinates of the parameter, where that is
-    `target`."""
+    """Return the parts of `whole` that are in `source`, in the parameter's coordinates, in which
+    `source` is `target`."""
     down, right = target.first_row - source.first_row, target.first_column - source.first_column
     found = []
     for r in whole:
@@ -412,7 +411,7 @@ def _signed(values: np.ndarray) -> np.ndarray:
 
 
 def _hash(values: np.ndarray) -> np.ndarray:
-    """(16,) uint8: xxh3-128 of the patterns' little-endian bytes."""
+    """Return the xxh3-128 of the patterns' little-endian bytes as (16,) uint8."""
     return np.frombuffer(xxhash.xxh3_128_digest(values.data.cast("B")), np.uint8)
 
 

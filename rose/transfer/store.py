@@ -1,17 +1,17 @@
-"""Write, commit and read edges: what takes an engine from one policy version to another
+"""Write and commit edges, each of which takes an engine from one policy version to another
 (docs/format.md).
 
-    <store>/plan.json                                the tensors, their blocks, who writes them; the store's lineage
+    <store>/plan.json                                the tensors, their blocks and writers, the store's lineage
     <store>/v000012/from-000011/rank-00003.h5        one per trainer rank, complete once it has this name
     <store>/v000012/from-000011/manifest.json        written last: the edge exists when this file does
-    <store>/v000012/full/...                         the same, from nothing
-    <store>/v000000/from-initial/...                 from the weights of the model's folder; an adapter's from zeros
+    <store>/v000012/full/...                         an edge that needs no older version
+    <store>/v000000/from-initial/...                 an edge from the model folder's weights; an adapter's from zeros
 
-Every file is written under a temporary name, synced and renamed, so a reader never sees half of
-one. Order for the trainer: rank 0 `create`, once; of each edge every rank
-`EdgeWriter(...).add(...).finish()`, rank 0 `commit`. Every byte that a reader takes is covered by a
-hash: the manifest's by its last line, a rank file's table by the manifest, its payloads by the
-table. Hashes are xxh3: against accidents, not against an enemy.
+Every file is written under a temporary name, synced and renamed, so a reader never sees a partial
+one. The trainer calls, in this order: `create` once on rank 0; for each edge
+`EdgeWriter(...).add(...).finish()` on every rank and `commit` on rank 0. A hash covers every byte
+that a reader uses: the manifest's by its last line, a rank file's table by the manifest, its
+payloads by the table. Hashes are xxh3, which detects accidents and not attacks.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rose.transfer.errors import Corrupted, TransferError
 
 FORMAT = 3
 INITIAL = -1  # the version of the model folder's own weights
-FULL = None  # as a base: none is needed
+FULL = None  # the base of an edge that needs none
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 Step = tuple[int, int | None]  # an edge: its version and base
@@ -44,17 +44,17 @@ ENTRY = np.dtype(
     [
         ("block", "<u4"),
         ("offset", "<u8"),
-        ("length", "<u8"),  # of the payload, within `data`
+        ("length", "<u8"),  # bytes of the payload, which begins at `offset` of the dataset `data`
         ("check", "<u8"),  # xxh3-64 of the payload
-        ("old", "u1", 16),
-        ("new", "u1", 16),
+        ("old", "u1", 16),  # xxh3-128 of the block before, 0 if the payload needs no base
+        ("new", "u1", 16),  # xxh3-128 of the block after
     ]
-)  # xxh3-128 of the block before (0 if it needs none) and after
+)
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What stays the same for all versions of a store. `lineage` is unique: version numbers mean
-    nothing elsewhere. With a `base` the tensors are an adapter's."""
+    """The properties that all versions of a store share. `lineage` identifies the store; version
+    numbers of another lineage are other weights. With a `base` the tensors are an adapter's."""
 
     format: int
     lineage: str
@@ -67,12 +67,12 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
         return WIDTHS[self.tensors[self.blocks[block].tensor].dtype]
 
     def owned(self, rank: int) -> list[int]:
-        """Numbers of the blocks that this trainer rank writes."""
+        """Return the numbers of the blocks that a trainer rank writes."""
         return [number for number, block in enumerate(self.blocks) if block.owner == rank]
 
 
 class RankFile(msgspec.Struct, frozen=True):
-    """Where the two datasets lie in a rank's file, in bytes."""
+    """The offsets and sizes, in bytes, of the two datasets in a rank's file."""
 
     file: str
     data_offset: int
@@ -91,18 +91,19 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[RankFile]
 
 
-for _kind in (Plan, Manifest):  # two threads that are the first to decode a type crash msgspec
+# msgspec crashes if two threads are the first to decode a type at the same time.
+for _kind in (Plan, Manifest):
     msgspec.json.Decoder(_kind)
 
 
 def edge_name(version: int, base: int | None) -> str:
-    """Folder of an edge within its store, with "/"."""
+    """Return the path of an edge's folder within its store, with "/"."""
     origin = "full" if base is FULL else "from-initial" if base == INITIAL else f"from-{base:06d}"
     return f"v{version:06d}/{origin}"
 
 
 def parse_edge(version: str, origin: str) -> Step | None:
-    """(version, base) of the two names of an edge's folder; null for other folders."""
+    """Return (version, base) from the two names of an edge's folder, or None for other folders."""
     number = version.removeprefix("v")
     base = origin.removeprefix("from-")
     if not number.isdigit() or version == number:
@@ -116,13 +117,13 @@ def parse_edge(version: str, origin: str) -> Step | None:
 
 
 def seal(value: msgspec.Struct) -> bytes:
-    """A line of JSON, and a line with the xxh3-128 of the first."""
+    """Return a line of JSON, and a line with its xxh3-128."""
     line = msgspec.json.encode(value)
     return line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n"
 
 
 def unseal(data: bytes, kind: type, where: str):
-    """Inverse of `seal`. Raises `Corrupted`."""
+    """Return the value that `seal` encoded. Raises `Corrupted`, which names `where`."""
     line, _, check = data.partition(b"\n")
     if check != xxhash.xxh3_128_hexdigest(line).encode() + b"\n":
         raise Corrupted(
@@ -145,7 +146,7 @@ def hash_of(sealed: bytes) -> str:
 
 
 def write_file(path: Path, data: bytes | memoryview) -> None:
-    """Whole or not at all, and on the disk. Raises `TransferError`."""
+    """Write a file whole or not at all, and sync it to the disk. Raises `TransferError`."""
     try:
         write_whole(path, data, sync=True)
         sync(path.parent)
@@ -157,25 +158,25 @@ def write_file(path: Path, data: bytes | memoryview) -> None:
 
 
 def create(store: Path, plan: Plan) -> None:
-    """Rank 0, before the first version: an empty store with this plan; what stood there is removed.
-    Raises `TransferError`."""
+    """Create an empty store with this plan and remove an existing one. Rank 0 calls it before the
+    first version. Raises `TransferError`."""
     try:
-        (store / PLAN).unlink(missing_ok=True)  # first: nobody opens a store that is half removed
+        (store / PLAN).unlink(missing_ok=True)  # first, so that no half removed store is opened
         shutil.rmtree(store, ignore_errors=True)
         store.mkdir(parents=True)
     except OSError as error:
-        raise TransferError(f"{store}: not made anew: {error}") from error
+        raise TransferError(f"{store}: not created: {error}") from error
     write_file(store / PLAN, seal(plan))
 
 
 def _attributes(plan: Plan, version: int, base: int | None, rank: int) -> dict:
-    """The attributes of a rank's file."""
+    """Return the HDF5 attributes of a rank's file."""
     text = "" if base is FULL else str(base)
     return dict(format=FORMAT, lineage=plan.lineage, version=version, base=text, rank=rank)
 
 
 class EdgeWriter:
-    """One trainer rank's file of one edge. The payloads stay in memory until `finish`."""
+    """A trainer rank's file of an edge. The payloads stay in memory until `finish`."""
 
     def __init__(self, store: Path, plan: Plan, version: int, base: int | None, rank: int):
         self.path = Path(store) / edge_name(version, base) / f"rank-{rank:05d}.h5"
@@ -186,8 +187,9 @@ class EdgeWriter:
         self.nbytes = 0
 
     def add(self, block: int, payload: np.ndarray, old: bytes, new: bytes) -> None:
-        """`payload` (k,) uint8 of plan block `block`; `old`, `new`: xxh3-128 digests, `old` empty
-        if not needed. All blocks of the rank, in increasing order."""
+        """Add the `payload` (k,) uint8 of the plan's `block`, and its digests (xxh3-128) before and
+        after, `old` empty if the payload needs no base. Call it for all blocks of the rank, in
+        increasing order."""
         digests = [np.frombuffer(digest or bytes(16), np.uint8) for digest in (old, new)]
         check = xxhash.xxh3_64_intdigest(payload)
         self._entries.append((block, self.nbytes, payload.size, check, *digests))
@@ -195,8 +197,8 @@ class EdgeWriter:
         self.nbytes += payload.size
 
     def image(self) -> memoryview:
-        """The bytes of the file; nothing can be added any more. HDF5 never sees the disk: closing a
-        file after a write that failed, it can end the process (segmentation fault)."""
+        """Return the bytes of the file, to which no block can be added any more. HDF5 writes to
+        memory only: on a disk, closing a file after a failed write can crash the process."""
         if self._image is None:
             sink = io.BytesIO()
             with h5py.File(sink, "w", libver="latest") as file:
@@ -207,12 +209,14 @@ class EdgeWriter:
                     data[at : at + payload.size] = payload
                     at += payload.size
                 file.create_dataset("blocks", data=np.array(self._entries, dtype=ENTRY))
-            self._image = sink.getbuffer()
+            # getvalue() copies nothing here. getbuffer() would export the sink's memory, and Python
+            # 3.13 complains on standard error if a sink is collected before its export.
+            self._image = memoryview(sink.getvalue())
         return self._image
 
     def finish(self) -> Path:
-        """Sync to disk and give the file its name. Raises `TransferError`; the unfinished file is
-        removed then."""
+        """Write the file and sync it to the disk. Raises `TransferError`, after which no unfinished
+        file is left."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -224,17 +228,17 @@ class EdgeWriter:
 def commit(
     store: Path, plan: Plan, version: int, base: int | None, timeout_s: float = 120.0
 ) -> Path:
-    """Rank 0: wait for the file of every rank, write the manifest, return its path.
+    """Wait for the file of every rank, write the manifest and return its path. Rank 0 calls it.
 
-    Raises `TransferError` naming the file still missing after `timeout_s` seconds or one that is
-    another edge's.
+    Raises `TransferError`, which names a file that is missing after `timeout_s` seconds, or one
+    that belongs to another edge.
     """
     target = Path(store) / edge_name(version, base)
     deadline = time.monotonic() + timeout_s
     names = [f"rank-{rank:05d}.h5" for rank in range(plan.world)]
     pause = 0.005
-    # The folder is listed: NFS asks its server when a folder is opened, but keeps for up to half a
-    # minute that a name, asked for too early, was not there.
+    # List the folder and don't look up names. An NFS client asks its server when a folder is
+    # opened, but remembers for up to half a minute that a name did not exist.
     while missing := sorted(set(names) - _listed(target)):
         if time.monotonic() > deadline:
             rank = names.index(missing[0])
@@ -257,7 +261,7 @@ def commit(
 def _listed(folder: Path) -> set[str]:
     try:
         return set(os.listdir(folder))
-    except FileNotFoundError:  # made by the first rank that writes
+    except FileNotFoundError:  # The first rank that writes creates the folder.
         return set()
 
 
@@ -265,7 +269,7 @@ def _describe(path: Path, expected: dict) -> RankFile:
     try:
         with h5py.File(path, "r", locking=False) as file:
             found = {key: file.attrs[key] for key in expected}
-            # an empty dataset lies nowhere
+            # An empty dataset has no offset.
             (data, data_size), (table, rows) = (
                 (file[name].id.get_offset() or 0, file[name].size) for name in ("data", "blocks")
             )
@@ -281,7 +285,7 @@ def _describe(path: Path, expected: dict) -> RankFile:
 
 
 def sync(path: Path) -> None:
-    """Return once this file, or this folder's list of names, is on the disk."""
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

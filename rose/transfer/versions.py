@@ -1,6 +1,5 @@
-"""Versions for those who read them apart from a run, such as the export of a model's folder: which
-ones a store can give, a copy of it that its writer can't remove, and the hashes that a checkpoint
-keeps of the weights that engines got.
+"""Read versions outside a run, as the export of a model's folder does: list a store's versions,
+link a copy that the trainer can't remove, and keep the hashes of published weights in checkpoints.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rose.transfer.store import (
     write_file,
 )
 
-Digests = list[tuple[Block, bytes]]  # of one tensor: its blocks, and the xxh3-128 of each
+Digests = list[tuple[Block, bytes]]  # a tensor's blocks with the xxh3-128 of each
 
 
 def readable(store: Path) -> list[int]:
-    """The versions that a store's files lead to from nothing, in order; [] of what is no store. A
-    reader can still find one damaged."""
+    """Return, in order, the versions that can be read from a store's files alone; [] if it is no
+    store. Their files may still be damaged."""
     edges = {
         edge
         for manifest in Path(store).glob(f"v*/*/{MANIFEST}")
@@ -48,27 +47,27 @@ def readable(store: Path) -> list[int]:
 
 
 def linked(store: Path, folder: Path, version: int) -> Path:
-    """A store of hard links in `folder`, which must not exist, to everything that is there now: no
-    byte is copied, and what the trainer removes from then on stays here. `store` itself where
-    these don't lead to `version`, as on a file system without such links."""
+    """Make a store of hard links to all files of `store` in `folder`, which must not exist, and
+    return it. It keeps files that the trainer removes later, and copies no bytes. Return `store`
+    itself if the links don't lead to `version`, as on a file system without hard links."""
     try:
         shutil.copytree(store, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".*"))
     except shutil.Error:
-        pass  # of a version that was removed in this moment, or on a file system without links
+        pass  # A version was just removed, or the file system has no hard links.
     except OSError:
         return store
     return folder if version in readable(folder) else store
 
 
 class Hashes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the blocks that one trainer rank wrote of a version: xxh3-128, in hex, of each."""
+    """The hashes of the blocks of a version that a trainer rank wrote."""
 
     format: int
     version: int
-    tensors: list[Tensor]  # of the whole model
+    tensors: list[Tensor]  # all tensors of the model
     blocks: list[Block]
-    hashes: list[str]
-    base: Base | None = None  # below the tensors, if they are an adapter's
+    hashes: list[str]  # xxh3-128 of each block, in hex
+    base: Base | None = None  # the weights below the tensors if they are an adapter's
 
 
 def hashes_file(folder: Path, rank: int) -> Path:
@@ -78,8 +77,8 @@ def hashes_file(folder: Path, rank: int) -> Path:
 def write_hashes(
     folder: Path, rank: int, plan: Plan, version: int, digests: Mapping[int, bytes]
 ) -> None:
-    """`digests`: xxh3-128 of each of this rank's blocks, by its number in the plan. Raises
-    `TransferError`."""
+    """Write this rank's hashes of a version. `digests` has the xxh3-128 of each of its blocks, by
+    the block's number in the plan. Raises `TransferError`."""
     blocks = [plan.blocks[number] for number in digests]
     hashes = [d.hex() for d in digests.values()]
     found = Hashes(FORMAT, version, plan.tensors, blocks, hashes, plan.base)
@@ -89,8 +88,8 @@ def write_hashes(
 def read_hashes(
     folder: Path, ranks: int, version: int
 ) -> tuple[list[Tensor], dict[str, Digests], Base | None]:
-    """The published tensors, each one's digests by name, and the base if they are an adapter's.
-    Raises `Missing` for a rank's file that is not there, `Corrupted` for a damaged one."""
+    """Return the published tensors, their digests by name, and the base if they are an adapter's.
+    Raises `Missing` if a rank's file does not exist, and `Corrupted` if one is damaged."""
     tensors: list[Tensor] = []
     below: Base | None = None
     digests: dict[str, Digests] = {}
@@ -118,8 +117,8 @@ def read_hashes(
 def differing(
     patterns: np.ndarray, tensor: Tensor, digests: Iterable[tuple[Block, bytes]]
 ) -> Block | None:
-    """The first block of `digests` whose hash is not that of the tensor's `patterns`, (size,)
-    integers of its width; null if all are as they should be."""
+    """Return the first block whose hash in `digests` isn't that of the tensor's `patterns`, (size,)
+    integers of its width, or None if all hashes match."""
     for block, digest in digests:
         if digest_of(patterns, block, tensor.columns) != digest:
             return block

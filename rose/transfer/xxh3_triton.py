@@ -1,9 +1,9 @@
-"""xxh3-128 of many blocks in a GPU's memory at once, in Triton, so that nothing is read back.
+"""Compute xxh3-128 of many blocks in a GPU's memory with Triton, without copying them to the host.
 
-The long form of XXH3 (over 240 bytes; xxHash's specification, `doc/xxhash_spec.md`): eight lanes of
-64 bits take in stripes of 64 bytes; after 16 stripes the lanes are scrambled. The stripes between
-two scrambles only add, so that one program of one warp takes them as a tile of 16 x 8 words, and
-the blocks of a version are each a program. The lanes are brought together on the host
+This is the long form of XXH3, for over 240 bytes (xxHash's specification, `doc/xxhash_spec.md`).
+Eight lanes of 64 bits accumulate stripes of 64 bytes, and are scrambled after every 16 stripes.
+Between two scrambles, stripes are only added. So each block is a program of one warp, which
+processes 16 stripes as a tile of 16 x 8 words. The host merges the lanes
 (rose/transfer/digests.py). Importing this module imports Triton, which comes with torch for GPUs.
 """
 
@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Of the table that `accumulate` is given: 24 words of the secret, of which stripe s of 16 takes
-# words s to s + 7 and the scrambling the last 8; the secret of the last stripe; the lanes at first.
+# Offsets in the table of `accumulate`, in words. It begins with 24 words of the secret: stripe s of
+# 16 uses words s to s + 7, and the scramble the last 8 (`SCRAMBLE`). Then follow the secret of the
+# last stripe (`LAST`) and the initial lanes (`FIRST`).
 LAST, FIRST = tl.constexpr(24), tl.constexpr(32)
 SCRAMBLE = tl.constexpr(16)
 STRIPE_WORDS, STRIPES = tl.constexpr(8), tl.constexpr(16)
@@ -23,8 +24,8 @@ ROUND_WORDS = tl.constexpr(128)
 
 @triton.jit
 def _words(address, width, stride, at, mask):
-    """Words number `at` of the block: `width` of them are a row, and rows are `stride` bytes
-    apart."""
+    """Load the words with the numbers `at` of a block. A row has `width` words, and rows are
+    `stride` bytes apart."""
     row = at // width
     where = address + row.to(tl.int64) * stride + (at - row * width).to(tl.int64) * 8
     return tl.load(where.to(tl.pointer_type(tl.uint64)), mask=mask, other=0)
@@ -32,8 +33,8 @@ def _words(address, width, stride, at, mask):
 
 @triton.jit
 def _mixed(mine, others, keys):
-    """What a word adds to its lane: the product of its halves, once the secret is on it, and the
-    neighbouring lane's word."""
+    """Return what a lane accumulates: the product of the halves of (its word XOR the secret), plus
+    the neighbouring lane's word."""
     keyed = mine ^ keys
     return others + (keyed & 0xFFFFFFFF) * (keyed >> 32)
 
@@ -53,14 +54,14 @@ def _accumulate(blocks, table, lanes_out):
     lanes = tl.load(table + FIRST + lane)
     rounds = (words - 1) // ROUND_WORDS
     everywhere = at >= 0
-    for turn in range(rounds):
-        begin = turn * ROUND_WORDS
+    for index in range(rounds):
+        begin = index * ROUND_WORDS
         mine = _words(address, width, stride, begin + at, everywhere)
         others = _words(address, width, stride, begin + beside, everywhere)
         lanes += tl.sum(_mixed(mine, others, keys), axis=0)
         lanes = (lanes ^ (lanes >> 47) ^ scramble) * 0x9E3779B1
     begin = rounds * ROUND_WORDS
-    whole = (words - 1 - begin) // STRIPE_WORDS  # stripes that are left, but for the last one
+    whole = (words - 1 - begin) // STRIPE_WORDS  # remaining stripes, without the last one
     left = (stripe[:, None] < whole) & everywhere
     mine = _words(address, width, stride, begin + at, left)
     others = _words(address, width, stride, begin + beside, left)
@@ -73,10 +74,10 @@ def _accumulate(blocks, table, lanes_out):
 
 
 def accumulate(blocks: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """(n, 8) int64: the lanes of each block, not yet brought together.
+    """Return the lanes (n, 8) int64 of each block, not yet merged.
 
-    `blocks` (n, 4) int64: address, words of 8 bytes in a row, bytes from row to row, words in all
-    (over 30); `table` (40,) int64. All in one device's memory, the blocks too.
+    `blocks` (n, 4) int64 has each block's address, 8-byte words in a row, bytes from row to row,
+    and words in all (over 30). `table` is (40,) int64. Everything is in one device's memory.
     """
     lanes = torch.empty(len(blocks), 8, dtype=torch.int64, device=blocks.device)
     _accumulate[(len(blocks),)](

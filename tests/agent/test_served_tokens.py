@@ -207,6 +207,96 @@ def test_the_gateway_writes_a_request_as_vllm_does(sides, style, api):
     assert written > 20, "most conversations are such that the template writes them"
 
 
+SYSTEM, GO, YES = (
+    {"role": role, "content": content}
+    for role, content in (("system", "be brief"), ("user", "go"), ("assistant", "yes"))
+)
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(
+    "api, asked, thinks",
+    [
+        ("chat", OFF, False),
+        ("chat", {"reasoning_effort": "none"}, False),
+        ("chat", {"reasoning_effort": "high"}, True),
+        ("chat", {"reasoning_effort": "high"} | OFF, False),
+        ("chat", {"chat_template_kwargs": {"nobody_reads_this": 1, "enable_thinking": None}}, True),
+        ("responses", {"reasoning": {"effort": "none", "summary": "auto"}}, False),
+        ("responses", OFF, False),
+        ("messages", {"thinking": {"type": "disabled"}}, False),
+        ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, True),
+        ("messages", OFF, False),
+    ],
+)
+def test_a_requests_arguments_of_the_template_are_used_as_vllm_does(sides, api, asked, thinks):
+    chat, vllm = sides("qwen3")
+    reader, body_of = APIS[api]
+    for seed in range(6):
+        said = conversation(random.Random(seed), "qwen3", True)
+        body = body_of(said, FUNCTIONS[:2]) | asked
+        query = reader.read(copy.deepcopy(body))
+        place = History(chat).place(query.messages, query.tools, query.template_args)
+        theirs = getattr(vllm, api)(body)
+        assert shown(chat, place.new) == shown(chat, theirs)
+        assert shown(chat, theirs).endswith("</think>\n\n") == (not thinks)
+
+
+def test_a_conversation_goes_on_only_with_the_same_arguments_of_the_template(sides):
+    chat, vllm = sides("qwen3")
+    history, off = History(chat), OFF["chat_template_kwargs"]
+    first = history.place(openai_chat.read({"messages": [GO]}).messages, [], off)
+    made = pack_tokens([*chat._encode("yes"), chat._tokenizer.eos_token_id])
+    count = len(made) // 4
+    turn = ("g.t0", made, pack_floats([-1.0] * count), pack_tokens([0] * count), FinishReason.STOP)
+    node = history.record(first, TurnResult(*turn))
+    messages = openai_chat.read({"messages": [GO, YES, GO]}).messages
+    history.answered(messages[:1], [], messages[1], node, off)
+    assert history.place(messages, [], off).parent is node
+    assert (
+        history.place(messages, [], off).new[-4:]
+        == vllm.chat({"model": "m", "messages": [GO]} | OFF)[-4:]
+    )
+    assert history.place(messages, []).parent is None
+
+
+def test_a_thought_that_anthropic_has_encrypted_is_left_out_as_in_vllm(sides):
+    chat, vllm = sides("chatml")
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "yes"}]
+    body = {"model": "m", "max_tokens": 4}
+    body["messages"] = [GO, {"role": "assistant", "content": blocks}, GO]
+    query = anthropic_messages.read(copy.deepcopy(body))
+    assert History(chat).place(query.messages, []).new == vllm.messages(body)
+
+
+LINE = "x-anthropic-billing-header: cch=1f"
+
+
+@pytest.mark.parametrize("text", [LINE, f"{LINE}\nbe brief\nor not", f"be {LINE}", f"{LINE}\n"])
+@pytest.mark.parametrize("style", ["chatml", "llama3"])
+def test_claude_codes_line_goes_from_the_system_message_as_vllm_drops_it(sides, style, text):
+    chat, vllm = sides(style)
+    parts = [{"type": "text", "text": each} for each in (text, "go on")]
+    typed = [{"type": "input_text", "text": each} for each in (text, "go on")]
+    for api, key, listed in (
+        ("chat", "messages", {"role": "system", "content": text}),
+        ("chat", "messages", {"role": "system", "content": parts}),
+        ("messages", "system", text),
+        ("messages", "system", parts),
+        ("messages", "messages", {"role": "system", "content": text}),
+        ("messages", "messages", {"role": "system", "content": parts}),
+        ("responses", "instructions", text),
+        ("responses", "input", {"role": "system", "content": typed}),
+        ("responses", "input", {"role": "system", "content": text}),
+    ):
+        body = {"model": "m", "max_tokens": 4} if api == "messages" else {"model": "m"}
+        body |= {"input" if api == "responses" else "messages": [GO]}
+        body[key] = [listed, GO] if key in ("messages", "input") else listed
+        query = APIS[api][0].read(copy.deepcopy(body))
+        ours = History(chat).place(query.messages, query.tools).new
+        assert shown(chat, ours) == shown(chat, getattr(vllm, api)(body)), (api, key)
+
+
 def steps(vllm, body):
     """(messages before an answer, those before the next, their texts) while vLLM writes both and
     leaves the first text as it was, as templates that drop thoughts don't."""
@@ -306,12 +396,6 @@ def going_on(tokenizer, folder, template):
         return vllm.chat({"model": "m", "messages": messages} | given)
 
     return chat, written
-
-
-SYSTEM, GO, YES = (
-    {"role": role, "content": content}
-    for role, content in (("system", "be brief"), ("user", "go"), ("assistant", "yes"))
-)
 
 
 def test_a_system_message_that_moves_is_refused_where_a_conversation_with_one_goes_on(

@@ -64,6 +64,7 @@ def test_a_call_that_was_only_thought_of_does_not_count():
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
         ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
         ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "move", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
         ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
     ],

@@ -61,7 +61,7 @@ def give_burst(box: Mailbox) -> None:
 
 
 world = MPI.COMM_WORLD
-found = mpi_process.unname(world)
+found = mpi_process.unlink_shared(world)
 assert any(world.allgather(found)), "no shared memory was found: has MPICH changed its name?"
 assert not [name for names in world.allgather(found) for name in names if os.path.exists(name)]
 box = Mailbox(world)

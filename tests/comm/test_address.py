@@ -293,5 +293,9 @@ def test_a_group_of_ranks_on_two_hosts_is_found():
     def place(*spaces):
         return address.Place("", 1, None, None, [address.Host(s, s, []) for s in spaces])
 
-    assert not place("a", "a", "b", "b").parted(2) and not address.local_place(1).parted(2)
-    assert place("a", "b", "a", "b").parted(2) and place("a", "a", "a", "b", "b", "b").parted(2)
+    assert not place("a", "a", "b", "b").spans_hosts(2) and not address.local_place(1).spans_hosts(
+        2
+    )
+    assert place("a", "b", "a", "b").spans_hosts(2) and place(
+        "a", "a", "a", "b", "b", "b"
+    ).spans_hosts(2)

@@ -104,7 +104,7 @@ async def take_all():
 
 
 world = MPI.COMM_WORLD
-mpi_process.unname(world)
+mpi_process.unlink_shared(world)
 rank = world.Get_rank()
 box, run_dir = Mailbox(world), Path(f"traffic-{os.getppid()}")
 broadcast = make_broadcast("mpi", world, [1], [2], DEADLINE_S, run_dir, 1 << 30) if rank else None

@@ -81,7 +81,7 @@ def test_what_no_step_consumed_stays_and_nothing_else(policy, config, tmp_path):
         "a group that no step will take is kept"
     )
     assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
-    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._tokens == {}
     assert all(w.open_turns == 0 for w in coordinator.hub.workers.values())
 
 

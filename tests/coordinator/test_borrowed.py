@@ -127,7 +127,7 @@ def test_ranks_that_are_killed_or_hang_are_shown_out_turns_move_on_with_their_to
         occupy(c)
         turn = c.world.hub.ledger._turns["g0.1.t0"]
         killed = c.join("works")
-        await c.until(lambda: turn.made == 3, "tokens of the borrowed rank")
+        await c.until(lambda: turn.received == 3, "tokens of the borrowed rank")
         assert c.workers() == ["borrowed-1", "rollout-0"] and c.changes[0][0] == "joined"
         assert c.world.hub.workers["borrowed-1"].kind == "cooperative"
         hangs = c.join("works")  # one at a time: MPICH gives up a connection that has to wait
@@ -143,7 +143,9 @@ def test_ranks_that_are_killed_or_hang_are_shown_out_turns_move_on_with_their_to
         assert re.search("borrowed-2: .*silent for", of_hanging)
         hangs.send_signal(signal.SIGCONT)
         await c.until(lambda: hangs.poll() is not None, "its end")
-        await c.until(lambda: turn.made == 6, "tokens of the rank that stays, after those before")
+        await c.until(
+            lambda: turn.received == 6, "tokens of the rank that stays, after those before"
+        )
         assert stays.poll() is None and c.workers() == ["borrowed-3", "rollout-0"]
 
     strict.run(story)
@@ -193,10 +195,10 @@ def test_a_rank_that_leaves_in_order_is_no_fault(court):
     "behaviour, words",
     [
         ("wrong token over MPI", "token is not the run's"),
-        ("garbage over MPI", "no message"),
-        ("garbage after hello", "no message"),
+        ("garbage over MPI", "invalid message"),
+        ("garbage after hello", "invalid message"),
         ("old version over MPI", "protocol version 1"),
-        ("speaks for another", "speaks for rollout-0"),
+        ("speaks for another", "in the name of rollout-0"),
         ("tells the run to fail", "sent RankFailed"),
         ("impossible engine", "0 KV tokens"),
         ("impossible capacity", "-5 KV tokens"),
@@ -213,7 +215,7 @@ def test_what_is_wrong_is_logged_told_and_concerns_that_rank_alone(court, behavi
         await c.until(lambda: joiner.poll() is not None, "its end")
         assert "disconnected: " in joiner.communicate()[0]
         assert c.workers() == ["rollout-0"] and c.world.actions == []
-        assert c.world.hub.ledger._turns["g0.1.t0"].made == 0
+        assert c.world.hub.ledger._turns["g0.1.t0"].received == 0
         c.world.finish([4])
         assert c.world.taken(p.TurnResult)[0][0] == HOST
 

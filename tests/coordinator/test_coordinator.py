@@ -18,12 +18,12 @@ from rose.observe.report import build_report
 from rose.trainer import checkpoint
 
 TRAINER_RANKS = (2, 3)
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 @pytest.fixture
 def coordinator(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(checkpoints, "POLL_S", POLL_S)
     config = make_config("trainer.ranks=2", "cluster.stop_timeout_s=4")
     sent = []
     mailbox = SimpleNamespace(
@@ -32,8 +32,8 @@ def coordinator(make_config, tmp_path, monkeypatch):
     made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
     made.sent, made.step = sent, 7
     for index, rank in enumerate(TRAINER_RANKS):
-        made._take(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
-        made._take(rank, p.TrainerReady(index, 7, 7, "store", ""))
+        made._handle(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
+        made._handle(rank, p.TrainerReady(index, 7, 7, "store", ""))
     yield made
     made.journal.close()
 
@@ -55,7 +55,7 @@ def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordina
         await save(coordinator, 60.0)
         last = asyncio.create_task(coordinator._save_if_idle(60.0))
         written(coordinator, 0)
-        await asyncio.sleep(2 * LOOK_S)
+        await asyncio.sleep(2 * POLL_S)
         assert not last.done() and checkpoint.latest(tmp_path) is None
         written(coordinator, 1)
         await last
@@ -100,7 +100,7 @@ def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coord
         assert checkpoint.latest(tmp_path) is None
         coordinator.step = 8
         second = asyncio.create_task(save(coordinator, 60.0))
-        await asyncio.sleep(2 * LOOK_S)
+        await asyncio.sleep(2 * POLL_S)
         assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
         for index in range(2):
             written(coordinator, index)
@@ -152,7 +152,7 @@ class Fails:
 
     async def writes(self):
         while len(self.coordinator.sent) < len(TRAINER_RANKS):
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         for index in range(len(TRAINER_RANKS)):
             written(self.coordinator, index)
 
@@ -185,8 +185,8 @@ def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
         run = Fails(coordinator, monkeypatch, BAD_HOST)
         running = asyncio.create_task(run.run())
         while run.messages:
-            await asyncio.sleep(LOOK_S)
-        await asyncio.sleep(2 * LOOK_S)
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(2 * POLL_S)
         assert not running.done()
         run.finishes.set()
         await running

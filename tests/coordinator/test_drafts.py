@@ -1,7 +1,7 @@
 """Siblings' turns reach the engines that draft from them, and how engines decode is counted."""
 
 from rose import protocol as p
-from rose.coordinator.drafts import BEFORE, LEAST, MOST, Decoding, Siblings
+from rose.coordinator.drafts import CONTEXT_BYTES, LEAST_BYTES, MOST_BYTES, Decoding, Siblings
 
 
 def request(turn: str, context: int = 40) -> p.TurnRequest:
@@ -18,7 +18,7 @@ class World:
         self.siblings = Siblings(lambda rank, message: self.sent.append((rank, message)))
 
     def got(self, turn: str, worker: str, count: int) -> None:
-        self.siblings.got(request(turn), worker, p.pack_tokens([7] * count))
+        self.siblings.add_tokens(request(turn), worker, p.pack_tokens([7] * count))
 
     def flushed(self, worker: str = "b", groups=("g0",)) -> list[tuple[str, int, int]]:
         """(turn, start, tokens) of what it was sent."""
@@ -33,7 +33,7 @@ def test_an_engine_gets_what_its_groups_turns_got_elsewhere_once():
     world.got("g1.0.t0", "a", 20)
     assert world.flushed(groups=[]) == []
     assert world.flushed() == [("g0.0.t0", 0, 20)]
-    assert len(world.sent[0][1].turns[0].before) == BEFORE
+    assert len(world.sent[0][1].turns[0].before) == CONTEXT_BYTES
     assert world.flushed() == [] and world.sent == []
     world.got("g0.0.t0", "a", 16)
     assert world.flushed() == [("g0.0.t0", 20, 16)]
@@ -42,10 +42,10 @@ def test_an_engine_gets_what_its_groups_turns_got_elsewhere_once():
 
 def test_few_tokens_of_an_open_turn_wait_for_more_and_its_end():
     world = World()
-    world.got("g0.0.t0", "a", LEAST // 4 - 1)
+    world.got("g0.0.t0", "a", LEAST_BYTES // 4 - 1)
     assert world.flushed() == []
-    world.siblings.closed(request("g0.0.t0"))
-    assert world.flushed() == [("g0.0.t0", 0, LEAST // 4 - 1)]
+    world.siblings.turn_ended(request("g0.0.t0"))
+    assert world.flushed() == [("g0.0.t0", 0, LEAST_BYTES // 4 - 1)]
 
 
 def test_a_turn_that_moved_is_known_to_the_engine_that_goes_on_with_it():
@@ -60,22 +60,22 @@ def test_an_engine_that_started_again_gets_all_again():
     world = World()
     world.got("g0.0.t0", "a", 20)
     world.flushed()
-    world.siblings.forget("b")
+    world.siblings.forget_worker("b")
     assert world.flushed() == [("g0.0.t0", 0, 20)]
 
 
 def test_a_message_is_bounded_and_the_rest_follows():
-    world, tokens = World(), MOST // 4 + 100
+    world, tokens = World(), MOST_BYTES // 4 + 100
     world.got("g0.0.t0", "a", tokens)
-    assert world.flushed() == [("g0.0.t0", 0, MOST // 4)]
-    assert world.flushed() == [("g0.0.t0", MOST // 4, 100)]
+    assert world.flushed() == [("g0.0.t0", 0, MOST_BYTES // 4)]
+    assert world.flushed() == [("g0.0.t0", MOST_BYTES // 4, 100)]
 
 
 def test_a_group_that_ended_is_forgotten_here_and_there():
     world = World()
     world.got("g0.0.t0", "a", 20)
     world.flushed()
-    world.siblings.end("g0")
+    world.siblings.group_ended("g0")
     assert world.flushed() == [] and world.sent[0][1].ended == ["g0"]
     assert world.flushed() == [] and world.sent == []
     assert world.siblings._groups == {} and not any(world.siblings._have.values())
@@ -104,7 +104,7 @@ def test_only_turns_that_got_something_new_are_looked_at():
     world = World()
     for i in range(100):
         world.got(f"g0.{i}.t0", "a", 20)
-        world.siblings.closed(request(f"g0.{i}.t0"))
+        world.siblings.turn_ended(request(f"g0.{i}.t0"))
     turns = world.siblings._groups["g0"] = Walked(world.siblings._groups["g0"])
     assert len(world.flushed()) == 100
     turns.seen = 0

@@ -94,7 +94,7 @@ def test_a_chunk_ends_short_of_the_turn_and_is_no_migration():
     ledger.dispatch("g0.0.t0", "a", 3)  # lost before its end: that is one
     ledger.add(progress(3, [7, 8]))
     assert not ledger.chunk_ended("g0.0.t0") and ledger.complete("g0.0.t0")
-    assert (ledger.made("g0.0.t0"), ledger.migrations) == (5, 1)
+    assert (ledger.received("g0.0.t0"), ledger.migrations) == (5, 1)
     assert ledger.close("g0.0.t0", p.FinishReason.LENGTH)[1].migrations == 1
 
 

@@ -311,7 +311,7 @@ def test_the_turns_in_memory_are_bounded(world, rollouts, monkeypatch, capsys):
         world.finish([7, 8, 9], turn=f"{name}.t0")
     running = world.hub.log.running
     assert (running.turns("g0.0"), running.turns("g0.1")) == (0, 1)
-    assert "none are kept for a lost environment host" in capsys.readouterr().out
+    assert "are not kept for a lost environment host" in capsys.readouterr().out
 
 
 def check_each_once(coordinator, peer, trajectories):
@@ -322,15 +322,17 @@ def check_each_once(coordinator, peer, trajectories):
     for t in (t for step in peer.trained.values() for t in step):
         assert t.tokens[4:] == peer.received[t.id]
     assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
-    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._made == {}
-    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._left == set()
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._tokens == {}
+    assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._restarted == set()
 
 
 @pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
 def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
     policy, make_config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(groups, "MOST_LOSSES", 1000)  # none is suspicious, however often it is hit
+    monkeypatch.setattr(
+        groups, "FAIL_AFTER_LOSSES", 1000
+    )  # none is suspicious, however often it is hit
     config = make_config(
         f"scheduler/batching={policy}",
         "trainer.steps=4",

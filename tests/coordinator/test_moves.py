@@ -120,7 +120,9 @@ def peers_rollouts(config, world):
 def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_twice(
     make_config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(groups, "MOST_LOSSES", 1000)  # none is suspicious, however often it is hit
+    monkeypatch.setattr(
+        groups, "FAIL_AFTER_LOSSES", 1000
+    )  # none is suspicious, however often it is hit
     config = make_config(
         "scheduler/batching=bounded_staleness",
         "scheduler/placement=rebalance",

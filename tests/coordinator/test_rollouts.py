@@ -196,7 +196,7 @@ def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, worl
     rollouts.admit(0, "g0", 0.0)
     rollouts.evaluate({"e5-0": (control.Task("frozen_lake", 3), 1)}, waited_for=True)
     world.taken(p.StartTrajectory)
-    rollouts.end()
+    rollouts.stop()
     assert [m.id for _, m in world.taken(p.CancelTrajectory)] == ["g0.0", "g0.1"], (
         "the evaluation goes on"
     )

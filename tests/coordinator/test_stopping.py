@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rose.coordinator.coordinator import Stopped
-from rose.coordinator.stopping import LAST, StepEnd
+from rose.coordinator.stopping import RECENT_STEPS, StepEnd
 from rose.coordinator.waiting import Changes
 from rose.launch import resume
 from rose.trainer import checkpoint
@@ -76,20 +76,20 @@ def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rose.coordinator.stopping.time.monotonic", lambda: now[0])
     pace = StepEnd(Changes(lambda what: None))
-    pace.begins()
+    pace.training_began()
     assert pace.left_s() == 0, "nobody knows"
     for seconds in (50.0, 8.0, 9.0, 7.0):
-        pace.begins()
+        pace.training_began()
         now[0] += seconds
-        pace.ended()
-    pace.begins()
+        pace.training_ended()
+    pace.training_began()
     now[0] += 2.0
-    assert LAST == 3 and pace.left_s() == pytest.approx(7.0)
+    assert RECENT_STEPS == 3 and pace.left_s() == pytest.approx(7.0)
     now[0] += 20.0
     assert pace.left_s() == 0
-    pace.begins()
+    pace.training_began()
     now[0] += 1.0
-    pace.ended()
+    pace.training_ended()
     assert pace.left_s() == 0, "it is trained, and engines get its weights"
 
 

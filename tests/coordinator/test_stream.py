@@ -59,15 +59,15 @@ def test_a_stop_saves_the_last_step_while_groups_of_the_next_are_trained(config,
 
     def stop(coordinator):
         seen[:] = [coordinator.training]
-        return coordinator.step == 2 and bool(coordinator.training._at_work)
+        return coordinator.step == 2 and bool(coordinator.training._working)
 
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, stop_when=stop)
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
     [training] = seen
-    training._at_work.clear()
+    training._working.clear()
     training.add("late", [trajectory("late.0")])
-    assert not training._at_work, "ranks that save, or end, are given no round"
+    assert not training._working, "ranks that save, or end, are given no round"
 
 
 def trajectory(name: str) -> p.Trajectory:
@@ -126,7 +126,7 @@ def test_ranks_that_share_rows_get_the_same(make_config):
 
 
 def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch):
-    monkeypatch.setattr("rose.coordinator.training.ROUND", 0)
+    monkeypatch.setattr("rose.coordinator.training.MICRO_BATCHES_OF_ROUND", 0)
     groups = [[trajectory(f"g{i}.{j}") for j in range(2)] for i in range(4)]
     for group in groups:
         training.add(group[0].group, group)

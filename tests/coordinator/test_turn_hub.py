@@ -174,7 +174,7 @@ def test_turns_that_run_when_their_agent_has_ended_are_aborted(world):
         id="g0.0", group="g0", phase=p.Phase.TRAIN, tokens=b"", mask=b"", logprobs=b"", versions=b"",
         reward=0.0, success=False, turns=2, response_tokens=3, stats={"cut_turns": 1.0},
     )  # fmt: skip
-    world.hub.end(ended)
+    world.hub.trajectory_ended(ended)
     assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
     assert len(world.hub.ledger) == 0 and world.scheduler.cluster.turns == {}
 

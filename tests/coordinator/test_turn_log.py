@@ -100,7 +100,7 @@ def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
     log = opened(tmp_path, 0, 1)
     for version in range(4):
         log.add(request(), result(version=version), version)
-    log.saved(3)
+    log.checkpoint_saved(3)
     log.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002.turns", "v000003.turns"]
 
@@ -113,7 +113,7 @@ def test_snapshots_that_a_host_wrote_after_its_trajectory_was_dropped_go_with_a_
     log.forget(late.name)
     late.mkdir(parents=True)
     runs.mkdir()
-    log.saved(1)
+    log.checkpoint_saved(1)
     assert not late.exists() and runs.exists()
 
 
@@ -124,7 +124,7 @@ def test_snapshots_of_other_tries_of_a_prompt_go_once_it_is_trained(tmp_path):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
     log.trained(1, ["g1.0", "g1.1"])
     log.trained(2, ["g2.0"])
-    log.saved(1)
+    log.checkpoint_saved(1)
     left = {path.name for path in (tmp_path / "snapshots").iterdir()}
     assert left == {"g11.0", "g2.0r1", "e1-g1.0"}
 
@@ -146,7 +146,7 @@ def test_null_records_nothing(tmp_path):
     log = opened(tmp_path / "turns", 0, None)
     log.add(request(), result(), 0)
     log.flush()
-    log.saved(1)
+    log.checkpoint_saved(1)
     log.close()
     assert log.find(request(), 0) is None and not (tmp_path / "turns").exists()
 

@@ -178,7 +178,7 @@ def test_no_turn_is_lost_and_every_token_counts_once(workers, steps):
             assert 1 <= len(tokens) <= NEW and tokens == engines.tokens(turn, 0, len(tokens))
         assert len(hub.ledger) == 0 and cluster.turns == {} and engines.world.actions == []
         assert all(w.open_turns == 0 for w in hub.workers.values())
-        assert all(w.turns == {} and w.takes for w in cluster.workers.values())
+        assert all(w.turns == {} and w.accepts_turns for w in cluster.workers.values())
         assert sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values()) == sum(
             engines.counted.values()
         )

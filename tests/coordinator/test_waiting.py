@@ -30,7 +30,7 @@ def test_a_cancellation_ends_a_wait_however_near_to_a_change_it_comes(steps):
 
 
 def test_a_silence_is_shown_and_said_once_before_it_ends_the_run(monkeypatch):
-    monkeypatch.setattr(waiting, "LOOK_S", 0.001)
+    monkeypatch.setattr(waiting, "POLL_S", 0.001)
     seconds = iter([1, 29, 31, 45, 61, 70, 5, 6, 40, 62, 99, 101])
     shown, said = [], []
 

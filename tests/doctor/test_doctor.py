@@ -200,7 +200,7 @@ def test_a_join_that_survives_a_kill_tells_the_times():
     assert found.state == "ok"
     assert (
         "one of n2 joined n1 (1.0 s after it asked)" in found.words
-        and "2.0 s after its last word" in found.words
+        and "2.0 s after its last message" in found.words
     )
     assert join.joined(ended(*story()), joiner("n1"), two_nodes=True).state == "warning"
     assert join.joined(ended(*story()), joiner("n1"), two_nodes=False).state == "ok"

@@ -185,7 +185,7 @@ def test_drafts_that_are_never_accepted_end_by_themselves():
     chances, drafted, looks = np.full((4, MOST), 0.05), [], 0
     for _ in range(600):
         length = 0
-        if gate.looks():
+        if gate.looks_up():
             looks += 1
             length = int(gate.decide(chances).sum())
         drafted.append(length)
@@ -196,7 +196,7 @@ def test_drafts_that_are_never_accepted_end_by_themselves():
 def test_chances_that_promise_too_much_are_trusted_less():
     gate, chances = gain.Gate(adaptive=True), np.full((2, MOST), 0.6)
     for i in range(400):
-        length = int(gate.decide(chances).sum()) if gate.looks() else 0
+        length = int(gate.decide(chances).sum()) if gate.looks_up() else 0
         gate.accepted(length // 6)
         gate.observe(2, length, 10e-3 + 0.1e-3 * length + 1e-6 * i)
     assert 0.1 < gate.trust < 0.6
@@ -213,7 +213,7 @@ def simulated(requests: int, accepted: float, times: tuple, seed: int = 0) -> fl
         each = np.clip(rng.beta(2 * accepted, 2 - 2 * accepted, requests), 0.01, 0.99)
         thought = np.clip(each * rng.uniform(1.0, 1.6, requests), 0.01, 0.97)
         chances = np.cumprod(np.tile(thought[:, None], MOST), axis=1)
-        lengths = gate.decide(chances) if gate.looks() else np.zeros(requests, int)
+        lengths = gate.decide(chances) if gate.looks_up() else np.zeros(requests, int)
         right = sum(
             int(np.cumprod(rng.random(n) < p).sum()) for n, p in zip(lengths, each, strict=True)
         )

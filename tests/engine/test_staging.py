@@ -87,9 +87,9 @@ def test_workers_that_go_on_for_too_long_are_named():
             await breaks_off(engine, TransferError("damaged"))
         with pytest.raises(
             EngineError,
-            match="process 4242 is busy for over 0 s with a version whose load broke off",
+            match="process 4242 is busy for over 0 s with a version whose load was aborted",
         ):
-            await engine._quiet(0.0)
+            await engine._end_session(0.0)
 
     asyncio.run(scene())
 
@@ -101,7 +101,7 @@ def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too()
         with pytest.raises(asyncio.CancelledError):
             await breaks_off(engine, asyncio.CancelledError())
         with pytest.raises(EngineDied, match="its weights were a mixture: Corrupted: block 7"):
-            await engine._quiet(5.0)
+            await engine._end_session(5.0)
 
     asyncio.run(scene())
     assert engine.killed == 1
@@ -113,14 +113,14 @@ def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too()
 def test_an_engine_of_which_nobody_knows_which_weights_it_has_is_ended(error):
     engine = Engine(error)
     with pytest.raises(type(error)):
-        asyncio.run(engine._flipped(5.0))
+        asyncio.run(engine._flip_staged(5.0))
     assert engine.killed == 1
 
 
 def test_a_flip_that_was_taken_back_ends_nothing():
     engine = Engine(FAILED)
     with pytest.raises(TransferError, match="block 7"):
-        asyncio.run(engine._flipped(5.0))
+        asyncio.run(engine._flip_staged(5.0))
     assert engine.killed == 0
 
 
@@ -146,7 +146,7 @@ class Worker:
             return [{"state": done if over else state, figure: self.took_s}]
 
         engine._worker = answer
-        asyncio.run(engine._settled(state, 600.0))
+        asyncio.run(engine._wait_while(state, 600.0))
         return self.now - began, asked
 
 
@@ -155,7 +155,7 @@ def test_a_version_that_is_staged_fast_is_noticed_fast_also_after_a_slow_one(mon
     worker.took_s = 40.0
     worker.wait(engine)
     worker.took_s = 0.2
-    assert worker.wait(engine)[0] <= staging.TRUST_S
+    assert worker.wait(engine)[0] <= staging.LONGEST_FIRST_POLL_S
     for _ in range(3):
         assert worker.wait(engine)[0] <= 1.25 * 0.2
 
@@ -171,7 +171,7 @@ def test_few_questions_are_asked_and_the_end_is_noticed_soon_also_of_ever_other_
     worker.took_s = 0.01
     worker.wait(engine, *state)
     worker.took_s = took_s
-    assert worker.wait(engine, *state)[0] <= 1.5 * took_s + staging.FIRST_LOOK_S
+    assert worker.wait(engine, *state)[0] <= 1.5 * took_s + staging.SHORTEST_POLL_S
     for _ in range(5):
         seconds, asked = worker.wait(engine, *state)
         assert seconds <= 1.25 * took_s and asked <= 20

@@ -1,6 +1,8 @@
 """What vLLM is started with."""
 
 import importlib.util
+import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from rose.config import ConfigError, Lora
 from rose.config.checks import engines
 from rose.engine import arguments
 from rose.engine.start import engine_args, environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -74,3 +78,18 @@ def test_vllms_sockets_have_room_for_their_names(monkeypatch, gpus):
         environment(gpus, 1)
     monkeypatch.setenv(name, "/short")
     assert name not in environment(gpus, 1)
+
+
+@pytest.mark.parametrize("allowed", ["", "mine", "mine,rose"])
+def test_plugins_that_a_user_allows_do_not_shut_roses_out(monkeypatch, allowed):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    environment(False, 1)
+    assert "VLLM_PLUGINS" not in os.environ, "then vLLM loads all"
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    for _ in range(2):
+        environment(False, 1)
+        found = os.environ["VLLM_PLUGINS"].split(",")
+    own = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert sorted(found) == sorted(
+        {*own["vllm.general_plugins"], *filter(None, allowed.split(","))}
+    )

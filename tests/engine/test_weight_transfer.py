@@ -70,7 +70,7 @@ def staged(engine) -> None:
 
 @pytest.mark.parametrize(
     "device, shares, wanted",
-    [("cuda", True, changes.LEAST), ("cuda", False, ALLOWED), ("cpu", True, None)],
+    [("cuda", True, changes.MIN_BYTES), ("cuda", False, ALLOWED), ("cpu", True, None)],
 )
 def test_on_a_device_that_engines_share_staging_takes_the_least(
     made, monkeypatch, device, shares, wanted

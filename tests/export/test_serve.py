@@ -6,11 +6,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from rose.export import serve
 from scripts.make_tiny_model import CHAT_TEMPLATE, demonstrations, make_tokenizer
 from tests.agent.conftest import SMOLLM2, TRL_TEMPLATES
 
+# A generation prompt that opens a thought, as R1's.
+OPENS = SMOLLM2.replace(
+    "<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 LORA = "+trainer/lora=linear"
 
 
@@ -29,9 +34,9 @@ def base(tmp_path_factory):
     return made
 
 
-def commands(config, folder, adapter=False) -> tuple[list[str], list[str], str]:
+def commands(config, folder, adapter=False, out="/a b/out") -> tuple[list[str], list[str], str]:
     """(words of the first command, of the second, both with their notes)."""
-    text = serve.commands(config, folder, Path("/a b/out"), adapter)
+    text = serve.commands(config, folder, Path(out), adapter)
     first, second, *_ = text.splitlines()
     return shlex.split(first), shlex.split(second.partition(": ")[2]), text
 
@@ -80,6 +85,29 @@ def test_the_tool_parser_is_the_form_that_the_template_writes(make_config, base)
         assert (serve.SHOWS_NO_TOOLS in text) == (template == SMOLLM2)
 
 
+@pytest.mark.parametrize(
+    "name, marks, parser",
+    [
+        ("qwen3", True, ["qwen3"]),
+        (OPENS, True, ["qwen3"]),
+        ("qwen3_instruct_2507", True, None),  # It writes thoughts, and asks for none.
+        ("qwen3", False, None),
+        ("qwen2_5", True, None),
+    ],
+)
+def test_thoughts_are_read_where_the_template_asks_for_them(make_config, base, name, marks, parser):
+    template = name if name == OPENS else (TRL_TEMPLATES / f"{name}.jinja").read_text()
+    folder = base(template)
+    if marks:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+        tokenizer.save_pretrained(folder)
+    words, _, _ = commands(make_config(), folder)
+    assert options(words).get("--reasoning-parser") == parser
+    named = make_config("model.reasoning_format=deepseek_r1")
+    assert options(commands(named, folder)[0])["--reasoning-parser"] == ["deepseek_r1"]
+
+
 def test_a_named_form_template_arguments_and_a_long_context_are_served(make_config, base):
     shape = "{layers: 36, hidden: 4096, intermediate: 12288, heads: 32, kv_heads: 8, head_dim: 128, vocab: 9, tied_embeddings: false}"
     config = make_config(
@@ -121,7 +149,9 @@ def test_vllm_knows_every_option(make_config, base):
 
     config = make_config(LORA, "model.chat_template_args={a: 1}", "model.reasoning_format=qwen3")
     for adapter in (False, True):
-        words, _, _ = commands(config, base(CHAT_TEMPLATE), adapter)
+        words, _, _ = commands(config, base(CHAT_TEMPLATE), adapter, "/runs/lr=1e-5,'ß' {0}")
         parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[4:])
         assert parsed.tool_call_parser == "hermes" and parsed.enable_auto_tool_choice
         assert parsed.default_chat_template_kwargs == {"a": 1}
+        places = [module.path for module in parsed.lora_modules] if adapter else [parsed.model]
+        assert places == ["/runs/lr=1e-5,'ß' {0}"]

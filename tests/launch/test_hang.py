@@ -46,7 +46,7 @@ def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, t
     assert [line.partition(": ")[0] for line in lines] == [
         f"rank {rank} (trainer {rank - 2}, pid 7 on n1) hangs" for rank in named
     ]
-    assert all(f"last told of {n or 0} " in found for n in named.values())
+    assert all(f"last reported {n or 0} " in found for n in named.values())
     assert job.lost is bool(named) and found.count(".log") == len(named)
 
 
@@ -75,8 +75,8 @@ def test_a_gpu_that_fails_is_a_lost_rank_and_one_that_is_too_small_is_not(
 
 
 def test_the_guard_ends_a_rank_that_stays_stopped(monkeypatch):
-    monkeypatch.setattr(guard, "LOOK_S", 0.01)
-    monkeypatch.setattr(guard, "STOPPED_LOOKS", 5)
+    monkeypatch.setattr(guard, "POLL_S", 0.01)
+    monkeypatch.setattr(guard, "STOPPED_POLLS", 5)
     rank = os.fork()
     if not rank:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -94,8 +94,8 @@ def test_the_guard_ends_a_rank_that_stays_stopped(monkeypatch):
 
 
 def test_a_rank_that_works_is_left_alone(monkeypatch):
-    monkeypatch.setattr(guard, "LOOK_S", 0.01)
-    monkeypatch.setattr(guard, "STOPPED_LOOKS", 5)
+    monkeypatch.setattr(guard, "POLL_S", 0.01)
+    monkeypatch.setattr(guard, "STOPPED_POLLS", 5)
     rank = os.fork()
     if not rank:
         time.sleep(0.3)

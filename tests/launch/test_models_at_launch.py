@@ -54,7 +54,8 @@ def sharded(folder, there):
     [
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: safetensors(f / "model.safetensors", kept=-1), "its header says"),
-        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), "its header says nothing"),
+        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
+        (lambda f: (f / "model.safetensors").write_text("<html>"), "its header says nothing"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "has 0 bytes"),
         (lambda f: sharded(f, (1, 0, 1)), "has no model-00002-of-00003.safetensors"),
         (lambda f: sharded(f, (1, 0, 0)), "has no model-00002-of-00003.safetensors and 1 more"),

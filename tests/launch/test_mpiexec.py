@@ -28,7 +28,7 @@ import json, os
 from mpi4py import MPI
 from rose.comm import mpi_process
 world = MPI.COMM_WORLD
-mpi_process.unname(world)  # ranks that are killed would leave shared memory
+mpi_process.unlink_shared(world)  # ranks that are killed would leave shared memory
 ranks = world.allgather(os.environ["KIND"])
 os.write(1, json.dumps([world.Get_rank(), ranks]).encode() + b"\\n")
 """

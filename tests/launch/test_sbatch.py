@@ -298,7 +298,10 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
             ("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"),
             ["cluster.slurm.trainer.nodes=2", "trainer.ranks=3"],
         ),
-        (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
+        (
+            ("rollout.workers=3", "cluster.slurm.rollout.nodes=2"),
+            ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"],
+        ),
         (
             ("cluster.slurm.trainer.sbatch=[exclusive]",),
             ["cluster.slurm.trainer.sbatch.0='exclusive'", "--exclusive"],
@@ -347,6 +350,13 @@ def test_a_time_that_yaml_has_read_as_a_number_is_refused(make_config, component
     number = yaml.safe_load("12:00:00")
     with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.time=43200: .*quotes"):
         make_config(*SEVEN_B, f"cluster.slurm.{component}.time={number}")
+
+
+@pytest.mark.parametrize("component", ["trainer", "rollout", "borrowed", "reward"])
+@pytest.mark.parametrize("mem", ["64", "'512'"])
+def test_memory_without_its_unit_is_refused(make_config, component, mem):
+    with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.mem=.*64G"):
+        make_config(*SEVEN_B, f"cluster.slurm.{component}.mem={mem}")
 
 
 def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):

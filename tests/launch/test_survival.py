@@ -147,7 +147,7 @@ def test_a_lease_of_a_dead_client_ends_the_wait_like_a_lock(job, stand_in, monke
 
 
 def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(job, monkeypatch):
-    monkeypatch.setattr(slurm, "LEFT_S", 0.1)
+    monkeypatch.setattr(slurm, "RELEASE_S", 0.1)
     with held(job.run_dir / "lock", 60.0):
         with pytest.raises(slurm.RunFailed, match="in use by another launch"):
             job()
@@ -198,7 +198,7 @@ def test_a_run_that_gets_on_is_requeued_without_end_and_one_that_does_not_so_man
 
 
 def test_steps_of_an_earlier_attempt_that_stay_requeue_the_job(job, stand_in, monkeypatch):
-    monkeypatch.setattr(slurm, "LEFT_S", 0.1)
+    monkeypatch.setattr(slurm, "RELEASE_S", 0.1)
     stand_in(squeue="echo 7.batch 7.0")
     assert job() == "requeued"
     assert stand_in.called("scancel")[0] == "--signal=KILL 7.0" and stand_in.called("srun") == []

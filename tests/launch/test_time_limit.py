@@ -45,7 +45,7 @@ def settings(make_config):
 def test_the_warning_comes_when_saving_needs_what_is_left_and_slurm_would_be_late(
     warned, settings, tmp_path, monkeypatch, took_s, left_s, comes
 ):
-    monkeypatch.setattr(slurm, "LOOK_S", 0.01)
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left_s)))
     resume.note_save(tmp_path, took_s)
     with slurm._warned_in_time(tmp_path, settings):
@@ -78,7 +78,7 @@ def at(seconds):
 def test_slurm_before_23_02_tells_squeue_alone_when_the_job_ends(
     warned, settings, squeue, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(slurm, "LOOK_S", 1.0)
+    monkeypatch.setattr(slurm, "POLL_S", 1.0)
     squeue(f"{at(time.time() + 9000)}\\n{at(time.time() + 150)}\\n")
     resume.note_save(tmp_path, 100.0)
     with slurm._warned_in_time(tmp_path, settings):

@@ -36,7 +36,7 @@ def body(me, run_dir, attempt):
         names = "\n".join(mpi_process.shared("self"))
         (run_dir / f"shared-{me.rank}").write_text(names)
     else:
-        mpi_process.unname(world)
+        mpi_process.unlink_shared(world)
     print(f"toy {me.role.value} {me.index} of {world.size} is up", flush=True)
     world.Barrier()
     if me.role is Role.ROLLOUT:  # as an engine does: a process of its own

@@ -146,5 +146,5 @@ def test_a_board_that_is_not_there_yet_is_found_later(tmp_path, monkeypatch):
     assert peer.read() is None and peer.gone()
     Writer(tmp_path / "board", Control).write()
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + board.LOOK_S + 0.1)
+    monkeypatch.setattr(time, "monotonic", lambda: now + board.OPEN_RETRY_S + 0.1)
     assert peer.read() is not None

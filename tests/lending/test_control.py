@@ -79,7 +79,7 @@ def test_a_start_does_not_overrule_a_standing_reason(tmp_path, serving):
 
 
 def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, monkeypatch):
-    monkeypatch.setattr(controls, "LOOK_S", 0.01)
+    monkeypatch.setattr(controls, "POLL_S", 0.01)
     made, said, reader = make(tmp_path, serving, stop_file=str(tmp_path / "sub" / "stop"))
 
     async def until(lend):

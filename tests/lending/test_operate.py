@@ -56,7 +56,7 @@ from rose.lending.operator import operate, server
 from tests.lending.test_server import Small
 from tests.lending.test_operate import LENDER
 home, profile, *overrides = sys.argv[1:]
-operate.OnlineServer, operate.BACK_OFF_S, server.LOOK_S = Small, (0.05, 0.1), 0.02
+operate.OnlineServer, operate.BACK_OFF_S, server.POLL_S = Small, (0.05, 0.1), 0.02
 operate.Operator.lender_command = lambda self: [sys.executable, "-c", LENDER, home]
 made = operate.Operator(Path(home) / "outputs" / "run", overrides, settings.of_server(overrides), eval(profile))
 print("boards", made.folder, flush=True)

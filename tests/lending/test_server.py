@@ -47,7 +47,7 @@ class Small(OnlineServer):
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "BACK_OFF_S", (0.05, 0.2))
-    monkeypatch.setattr(server, "LOOK_S", 0.02)
+    monkeypatch.setattr(server, "POLL_S", 0.02)
     monkeypatch.setattr(server, "STOP_S", 60.0)
 
     def make(*arguments, kind=Small):

@@ -146,7 +146,7 @@ def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_agai
     from rose.lending.rank import worker as workers
     from rose.lending.rules.gate import Reason
 
-    monkeypatch.setattr(workers, "REST_AFTER_S", 0.1)
+    monkeypatch.setattr(workers, "INACTIVE_AFTER_S", 0.1)
 
     async def scene():
         worker = workers.BorrowedWorker(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import signal
 
 import pytest
@@ -131,6 +132,17 @@ def test_an_exported_model_plays_the_environment_of_the_command_line(exported):
 def test_an_exported_model_needs_an_environment_that_there_is(exported, overrides, words):
     with pytest.raises(ConfigError, match=words):
         source.find(exported, overrides)
+
+
+def test_commands_in_refusals_take_any_path(folder, exported):
+    for place, overrides, words in (
+        (folder, ["env=calculator"], "rose export {} --out DIR"),
+        (exported, [], "rose play {} env=frozen_lake"),
+    ):
+        odd = place.rename(place.with_name("it's 1"))
+        with pytest.raises(ConfigError) as error:
+            source.find(odd, overrides)
+        assert words.format(shlex.quote(str(odd))) in str(error.value)
 
 
 def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):

@@ -300,6 +300,30 @@ def test_a_judge_that_is_not_there_and_a_task_without_the_key_are_no_score():
         scored(judge, episode(task={"answer": "4"}))
 
 
+def test_a_judge_outside_is_asked_through_the_sites_proxy_and_one_of_the_cluster_is_not(
+    monkeypatch,
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    one = episode(task={"answer": "4"})
+    assert JudgeServer(["Rating: 5"]).ask(one) == Score(reward=0.5)
+    heard = []
+
+    async def proxy(reader, writer):
+        heard.append(await reader.readline())
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        judge = scorers.build("judge", JUDGE | {"url": "https://judge.invalid/v1"})
+        async with server:
+            with pytest.raises(ScoringFailed, match="the judge at https://judge.invalid"):
+                await judge.score(one, 60.0)
+
+    asyncio.run(main())
+    assert heard[0].startswith(b"CONNECT judge.invalid:443 ")
+
+
 def test_parts_add_up_by_their_weights(file):
     parts = {
         "own": {"name": "environment", "weight": 2.0},

@@ -1,6 +1,6 @@
-"""Drives a batching policy alone, as the trainer and the environments would: groups end in any
-order, the filter refuses some, versions come out while groups run, and the run may end and resume
-at any step boundary."""
+"""Driver of a single batching policy, in place of the trainer and the environments: groups end in
+any order, the filter refuses some, versions are published while groups run, and the run may end and
+resume at any step boundary."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rose.scheduler.groups import group_index
 
 
 class Trainer:
-    """`admitted`: group -> version. `trained`: (version, groups) of each step. All that must hold
-    of any policy is asserted on the way."""
+    """Trainer and environments in one. Each action is checked against what must hold for every
+    policy. `admitted`: group -> version; `trained`: (version, groups) of each step."""
 
     def __init__(self, make: Callable, groups: int) -> None:
         self.make, self.groups = make, groups
@@ -22,13 +22,13 @@ class Trainer:
         self.version, self.step = 0, 0
         self.admitted: dict[str, int] = {}
         self.running: list[str] = []
-        self.held: list[str] = []  # finished and kept
+        self.held: list[str] = []  # finished groups that aren't trained or dropped
         self.trained: list[tuple[int, list[str]]] = []
         self.dropped: list[str] = []
-        self.fate: dict[int, str] = {}  # index of the stream -> out, trained, dropped or lost
+        self.fate: dict[int, str] = {}  # index of the stream -> open, trained, dropped or lost
         self.waits = False
-        self.promised: dict[str, None] = {}  # to the step that waits
-        self.early = 0  # groups that were promised before their step was complete
+        self.promised: dict[str, None] = {}  # groups reported as certain for the waiting step
+        self.early = 0  # number of groups reported before their batch was complete
         self.publish(0)
 
     def do(self, actions: list[ev.Action]) -> None:
@@ -40,7 +40,7 @@ class Trainer:
                         "no second try while the first counts"
                     )
                     assert group_index(group) == index
-                    self.admitted[group], self.fate[index] = self.version, "out"
+                    self.admitted[group], self.fate[index] = self.version, "open"
                     self.running.append(group)
                 case ev.DropGroup(group):
                     (self.running if group in self.running else self.held).remove(group)
@@ -49,7 +49,7 @@ class Trainer:
                 case ev.StartTraining(step, groups):
                     assert self.waits and step == self.step, "one batch per step"
                     assert len(groups) == self.groups and groups == sorted(groups, key=group_index)
-                    assert self.promised.keys() < set(groups), "a step breaks its word"
+                    assert self.promised.keys() < set(groups), "a certain group isn't trained"
                     self.early += len(self.promised)
                     self.promised.clear()
                     for group in groups:
@@ -86,19 +86,19 @@ class Trainer:
         self.publish(self.version + 1)
 
     def resume(self) -> None:
-        """The run ends at a step boundary; another attempt goes on."""
+        """End the run at a step boundary, and continue with another attempt."""
         state = json.loads(json.dumps(self.policy.snapshot()))
         for group in [*self.running, *self.held]:
             self.fate[group_index(group)] = "lost"
-            del self.admitted[group]  # it comes again under its name
+            del self.admitted[group]  # It is admitted again with the same name.
         self.running, self.held = [], []
         self.policy = self.make()
         self.policy.restore(state)
         self.publish(self.version)
 
     def run_step(self, random: Random, refuses: float = 0.0, slow: int = 0) -> None:
-        """Any order; indices divisible by `slow`, if it is not 0, end only when a step waits and no
-        other runs."""
+        """Run a step whose groups end in any order. Indices divisible by `slow`, if that isn't 0,
+        end only when a step waits and no other group runs."""
         self.begin()
         while self.waits:
             self.finish_one(random, refuses, slow)
@@ -115,7 +115,7 @@ class Trainer:
         return [group for group in self.running if not slow or group_index(group) % slow]
 
     def overdue(self, bound: int) -> list[str]:
-        """Groups that are out and could not be trained in time any more, however soon."""
+        """Return the open groups that are already too old for the next step."""
         return [
             group
             for group in (*self.running, *self.held)
@@ -128,14 +128,14 @@ class Trainer:
         ]
 
     def check_accounts(self) -> None:
-        """Every index up to the newest was trained, was dropped on purpose, is out, or will be
-        tried again."""
+        """Assert that every index up to the newest was trained, was dropped on purpose, is open, or
+        will be tried again."""
         state = self.policy.snapshot()
         again = {index for index, _ in state["again"]}
         assert sorted(self.fate) == list(range(len(self.fate)))
         for index, fate in self.fate.items():
-            assert fate != "lost" or index in again, f"prompt {index} was skipped in silence"
-            assert fate != "out" or index in again, (
+            assert fate != "lost" or index in again, f"prompt {index} was skipped silently"
+            assert fate != "open" or index in again, (
                 f"prompt {index} would be skipped if the run ended now"
             )
             assert fate != "trained" or index not in again, f"prompt {index} would be trained twice"

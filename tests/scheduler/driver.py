@@ -1,5 +1,5 @@
-"""An honest driver of a scheduler without time: engines, environments, a trainer and a queue of
-jobs that do as they are told in any order, and check that what they are told can be done."""
+"""Driver of a scheduler in place of engines, environments, a trainer and a job queue. It feeds
+events in any order, without time, and checks that each action is possible."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue
 from rose.scheduler.groups import group_index
 
-MEMBERS = 2  # of a group
-GROUPS = 2  # of a step
+MEMBERS = 2  # trajectories of a group
+GROUPS = 2  # groups of a step
 WHOLE_KV = 100
 KINDS = {
     "d0": ("dedicated", "H800"),
@@ -32,7 +32,7 @@ class Worker:
     kv: int = WHOLE_KV
     loading: bool = False
     draining: bool = False
-    gave_back: bool = False
+    awaits_capacity_report: bool = False
     held: dict[str, int] = field(default_factory=dict)  # turn -> KV tokens
 
     def can_take(self, need: int, queue_depth: float) -> bool:
@@ -57,37 +57,33 @@ class Turn:
 
 @dataclass
 class Group:
-    version: int  # at its admission
-    left: dict[str, int]  # unfinished trajectory -> turns
-    state: str = "running"  # then finished, trained or dropped
+    version: int  # version at its admission
+    left: dict[str, int]  # unfinished trajectory -> turns that it has left
+    state: str = "running"  # running, finished, trained or dropped
 
 
 class Driver:
     def __init__(self, scheduler, queue_depth, staleness, lengths):
-        self.s, self.queue_depth, self.staleness, self.lengths = (
-            scheduler,
-            queue_depth,
-            staleness,
-            lengths,
-        )
+        self.s, self.queue_depth = scheduler, queue_depth
+        self.staleness, self.lengths = staleness, lengths
         self.queue = ActionQueue(scheduler, self.carry_out, self)
         self.snapshot = msgspec.json.decode(msgspec.json.encode(scheduler.snapshot()))
         self.journal: list[Entry] = []
         self.at, self.version, self.step, self.serial, self.stalls = 0.0, 0, 0, 0, 0
-        self.held_out = 0  # picks divisible by it are of an evaluation, if it is not 0
-        self.trainer = "free"  # wants a batch, trains
-        self.early = []  # groups that the step takes in any case
-        self.over = False  # the scheduler gave up
+        self.held_out = 0  # turns whose pick is divisible by it are of an evaluation, if not 0
+        self.trainer = "free"  # free, wants a batch, or trains
+        self.early = []  # groups that the trainer of a streaming step has received
+        self.over = False  # True once the scheduler has stopped the run
         self.workers: dict[str, Worker] = {}
         self.turns: dict[str, Turn] = {}
         self.groups: dict[str, Group] = {}
         self.asked: dict[str, int] = {}  # turn to be requested -> its context
         self.requests: dict[str, bool] = {}
-        self.hosts: set[str] = set()  # of environments
-        self.saved: dict[str, str] = {}  # trajectory -> host
+        self.hosts: set[str] = set()  # environment hosts
+        self.saved: dict[str, str] = {}  # trajectory with a snapshot -> host
         self.feed(ev.VersionPublished, version=0)
 
-    # ----------------------------------------------------------------- what it hears
+    # ----------------------------------------------------------------- the scheduler's actions
 
     def feed(self, kind, /, **fields):
         self.queue.feed(kind(at=self.at, **fields))
@@ -100,7 +96,7 @@ class Driver:
 
     def do_AssignTurn(self, a):
         if a.turn not in self.turns:
-            return  # an action before this one has dropped its group
+            return  # An earlier action has dropped its group.
         turn, worker = self.turns[a.turn], self.workers[a.worker]
         assert turn.worker is None and a.attempt == turn.attempt + 1, (
             "a turn is with one worker at a time"
@@ -108,7 +104,7 @@ class Driver:
         assert worker.version == self.version and not worker.loading, (
             "turns run on the newest policy version"
         )
-        assert not (worker.draining or worker.resting or worker.gave_back)
+        assert not (worker.draining or worker.resting or worker.awaits_capacity_report)
         left = turn.new - turn.made
         assert 0 <= a.max_tokens < left
         need = turn.context + turn.made + (a.max_tokens or left)
@@ -119,7 +115,7 @@ class Driver:
 
     def do_AbortTurn(self, a):
         if a.turn not in self.turns:
-            return  # an action before this one has dropped its group
+            return  # An earlier action has dropped its group.
         assert self.turns[a.turn].worker == a.worker and self.turns[a.turn].attempt == a.attempt
         self.take(a.turn)
 
@@ -131,7 +127,7 @@ class Driver:
         worker.loading = True
 
     def do_AdmitGroup(self, a):
-        assert a.group not in self.groups, "names of groups are unique for ever"
+        assert a.group not in self.groups, "names of groups are never reused"
         assert group_index(a.group) == a.index
         members = [f"{a.group}.{i}" for i in range(MEMBERS)]
         self.groups[a.group] = Group(
@@ -142,7 +138,7 @@ class Driver:
 
     def do_DropGroup(self, a):
         group = self.groups[a.group]
-        assert group.state in ("running", "finished"), "what was trained or dropped is not dropped"
+        assert group.state in ("running", "finished"), "a trained or dropped group isn't dropped"
         group.state = "dropped"
         for trajectory in list(group.left):
             self.cancel(trajectory)
@@ -154,7 +150,7 @@ class Driver:
 
     def do_StartTraining(self, a):
         assert (self.trainer, a.step) == ("wants a batch", self.step) and len(a.groups) == GROUPS
-        assert set(self.early) <= set(a.groups), "what was trained ahead is trained"
+        assert set(self.early) <= set(a.groups), "groups trained early are in the batch"
         self.early = []
         for name in a.groups:
             group = self.groups[name]
@@ -180,14 +176,14 @@ class Driver:
         assert a.replicas >= 0 and a.forecast_s > 0
 
     def do_MoveTrajectory(self, a):
-        assert a.trajectory in self.saved, "only what has a snapshot moves"
+        assert a.trajectory in self.saved, "only a trajectory with a snapshot moves"
         assert a.host in self.hosts and a.host != self.saved[a.trajectory]
         self.saved[a.trajectory] = a.host
 
     def do_GiveUp(self, a):
         self.over = True
 
-    # ----------------------------------------------------------------- what happens
+    # ----------------------------------------------------------------- events
 
     def length(self, salt):
         self.serial += 1
@@ -237,7 +233,7 @@ class Driver:
                 worker.loading, worker.version = False, self.version if kv else worker.version
                 self.feed(ev.WorkerLoaded, worker=name, version=worker.version)
             case "capacity":
-                worker.kv, worker.sequences, worker.gave_back = kv, sequences, False
+                worker.kv, worker.sequences, worker.awaits_capacity_report = kv, sequences, False
                 self.feed(
                     ev.WorkerCapacity,
                     worker=name,
@@ -284,26 +280,26 @@ class Driver:
                 go_on = self.after(name)
                 self.feed(ev.TurnEnded, turn=name, tokens=turn.made)
                 go_on()
-            case "give back" if turn.made < turn.new:
+            case "return" if turn.made < turn.new:
                 worker = self.workers[turn.worker]
                 chunk = 0 < turn.chunk_ends == turn.made
-                worker.gave_back |= not chunk
+                worker.awaits_capacity_report |= not chunk
                 self.take(name)
                 self.feed(ev.TurnReturned, turn=name, attempt=turn.attempt, chunk=chunk)
-            case "late word":
+            case "late message":
                 self.feed(ev.TurnProgressed, turn=name, attempt=turn.attempt - 1, tokens=3)
                 self.feed(ev.TurnReturned, turn=name, attempt=turn.attempt - 1)
         return True
 
     def after(self, name):
-        """The turn is over; what its trajectory does then."""
+        """Remove the turn, and return a function that continues its trajectory."""
         turn = self.turns.pop(name)
         group = turn.trajectory.partition(".")[0]
 
         def go_on():
             left = self.groups[group].left
             if turn.trajectory not in left:
-                return  # cancelled meanwhile
+                return  # It was cancelled.
             left[turn.trajectory] -= 1
             number = int(name.rpartition(".t")[2])
             if left[turn.trajectory]:
@@ -336,7 +332,7 @@ class Driver:
         self.feed(ev.TrajectoryEnded, trajectory=trajectory)
 
     def at_host(self, pick, count):
-        """A host tells its load, saves a trajectory, or is gone."""
+        """Let a host report its load, save a trajectory, or die."""
         host, known = f"e{pick % 3}", sorted(self.s.cluster.group_of)
         if pick == 7:
             self.hosts.discard(host)
@@ -345,15 +341,15 @@ class Driver:
         elif pick % 2 and known:
             trajectory = known[count % len(known)]
             self.saved[trajectory] = host
-            said = {"trajectory": trajectory, "host": host, "turns": 1}
-            self.feed(ev.TrajectorySaved, **said, commands_s=float(count))
+            saved = {"trajectory": trajectory, "host": host, "turns": 1}
+            self.feed(ev.TrajectorySaved, **saved, commands_s=float(count))
         else:
             self.hosts.add(host)
             load = {"running": count % 9, "cores": 2.0, "cpu": count / 3, "memory": pick / 7}
             self.feed(ev.HostLoad, host=host, **load)
 
     def fail(self, pick):
-        """An environment fails; another trajectory takes the place of this one."""
+        """Let an environment fail, and replace its trajectory by another."""
         running = [(g, t) for g in self.groups.values() if g.state == "running" for t in g.left]
         if running:
             group, trajectory = running[pick % len(running)]
@@ -382,14 +378,14 @@ class Driver:
         return True
 
     def tick(self, seconds):
-        """No turn stalls of which all tokens are here."""
+        """End the turns that have all their tokens, then let time pass."""
         while complete := [i for i, turn in enumerate(self.held()) if turn.made == turn.new]:
             self.at_turn(complete[0], "end", 0)
         self.at += seconds
         self.feed(ev.Tick)
 
     def answer(self, pick, what):
-        """What the cluster's queue says about a request."""
+        """Grant, refuse or end a capacity request, if that is possible now."""
         if not self.requests:
             return
         name = list(self.requests)[pick % len(self.requests)]
@@ -410,10 +406,10 @@ class Driver:
         self.at_worker(f"{name}-worker", "lose")
         self.feed(ev.CapacityEnded, request=name)
 
-    # ----------------------------------------------------------------- to the end
+    # ----------------------------------------------------------------- progress to the end
 
     def restore(self):
-        """Every worker is there, whole, with the newest weights unless it rests."""
+        """Make every worker join, with its whole capacity and the newest weights."""
         for name in KINDS:
             if name not in self.workers or self.workers[name].draining:
                 self.join(name, self.version)
@@ -425,8 +421,8 @@ class Driver:
             self.at_worker(name, "load")
 
     def settle(self):
-        """Without newcomers every turn that waits gets a worker after no more ends of turns and
-        chunks than there are."""
+        """Assert that every waiting turn gets a worker if no further ones arrive. That takes at
+        most as many steps of `work` as turns and chunks can end."""
         waiting = [name for name, turn in self.turns.items() if turn.worker is None]
         for _ in range(sum(1 + turn.new for turn in self.turns.values())):
             self.load()
@@ -439,21 +435,21 @@ class Driver:
         assert not waiting, "a turn starves"
 
     def work(self):
-        """One more turn ends, or a chunk of it. While none can, trajectories whose tools have
-        returned go on, and time passes."""
+        """End one more turn, or a chunk of it. While no turn runs, trajectories whose tools have
+        returned request turns, and time passes."""
         for _ in range(100):
             held = self.held()
             if held:
-                return self.at_turn(0, "give back" if held[0].chunk_ends else "end", 1000)
+                return self.at_turn(0, "return" if held[0].chunk_ends else "end", 1000)
             self.request(0)
             self.tick(5.0)
             self.load()
         raise AssertionError(
-            f"all workers are there, and nobody takes any of {len(self.turns)} turns"
+            f"all workers are available, and none gets any of {len(self.turns)} turns"
         )
 
     def finish(self, steps):
-        """So many more steps are trained."""
+        """Run until `steps` more steps are in training."""
         goal = self.step + steps
         for _ in range(2000):
             if self.step >= goal and self.trainer == "trains":

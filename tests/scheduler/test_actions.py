@@ -1,4 +1,4 @@
-"""One queue for actions: in the scheduler's order, whatever carrying them out causes."""
+"""`ActionQueue` keeps the scheduler's order of actions when carrying them out causes events."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from rose.scheduler.actions import ActionQueue
 
 
 class Scripted:
-    """Answers each event with the actions that the script has for its time."""
+    """A scheduler that returns the script's actions for the event's time."""
 
     def __init__(self, script):
         self.script, self.handled = script, []
@@ -33,13 +33,13 @@ DROP, ASSIGN, ABORT, ADMIT = (
 )
 
 
-def test_events_that_an_action_causes_are_handled_after_the_actions_that_are_left():
+def test_events_that_an_action_causes_are_handled_after_the_remaining_actions():
     scheduler = Scripted({1.0: [DROP, ASSIGN], 2.0: [ABORT], 3.0: [ADMIT]})
     memory, done = Memory(), []
 
     def carry_out(action):
         done.append(action)
-        if action == DROP:  # its turns end
+        if action == DROP:  # Dropping the group ends its turns.
             queue.feed(ev.Tick(at=2.0))
             queue.feed(ev.Tick(at=3.0))
             assert done == [DROP], "no action is carried out within another"
@@ -50,7 +50,7 @@ def test_events_that_an_action_causes_are_handled_after_the_actions_that_are_lef
     assert memory.entries == [(1.0, [DROP, ASSIGN]), (2.0, [ABORT]), (3.0, [ADMIT])]
 
 
-def test_what_an_action_raises_reaches_the_caller_and_later_events_are_handled_in_order():
+def test_an_exception_of_an_action_reaches_the_caller_and_later_events_are_handled_in_order():
     scheduler = Scripted({1.0: [DROP, ASSIGN], 2.0: [ABORT], 4.0: [ADMIT]})
     done = []
 

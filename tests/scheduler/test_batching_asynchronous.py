@@ -1,4 +1,4 @@
-"""Policies that train while groups of several versions run: bounded_staleness, trajectory_async."""
+"""Batching policies whose groups have several versions: bounded_staleness, trajectory_async."""
 
 from random import Random
 
@@ -24,10 +24,8 @@ from tests.scheduler.batches import Trainer
 def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
     seed, groups, eta, running, refuses, slow, resumes
 ):
-    trainer, random = (
-        Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups),
-        Random(seed),
-    )
+    trainer = Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups)
+    random = Random(seed)
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
@@ -51,10 +49,8 @@ def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
 def test_trajectory_async_keeps_its_bound_and_its_accounts(
     seed, groups, alpha, retries, refuses, slow, resumes
 ):
-    trainer, random = (
-        Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups),
-        Random(seed),
-    )
+    trainer = Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups)
+    random = Random(seed)
     for _ in range(15):
         trainer.run_step(random, refuses, slow)
         if resumes and random.random() < 0.3:
@@ -68,7 +64,7 @@ def test_trajectory_async_keeps_its_bound_and_its_accounts(
 
 
 def test_the_admission_rule_is_the_papers():
-    """floor((N_r - 1) / B) <= i + eta, at any moment."""
+    """Assert floor((N_r - 1) / B) <= i + eta at any moment."""
     trainer, random = (
         Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 3),
         Random(4),
@@ -78,7 +74,7 @@ def test_the_admission_rule_is_the_papers():
         assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
         while trainer.waits:
             trainer.finish_one(random, 0.0, 0)
-        # the batch in the trainer still counts
+        # The batch in the trainer still counts.
         assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
         trainer.end_step()
 
@@ -115,9 +111,9 @@ def test_eta_0_is_synchronous():
         ) == {0}
 
 
-def test_a_step_takes_the_oldest_that_have_finished():
+def test_a_step_takes_the_oldest_finished_groups():
     trainer = Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 2)
-    trainer.begin()  # g0 to g5
+    trainer.begin()  # admits g0 to g5
     for group in ("g5", "g4"):
         trainer.finish(group)
     assert trainer.trained == [(0, ["g4", "g5"])]
@@ -130,22 +126,22 @@ def test_a_step_takes_the_oldest_that_have_finished():
 
 def test_a_batch_waits_for_groups_that_later_batches_could_not_take_in_time():
     trainer = Trainer(lambda: BoundedStaleness(eta=1, running=9.0, max_admitted=3.0), 2)
-    trainer.begin()  # g0 to g3
+    trainer.begin()  # admits g0 to g3
     trainer.finish("g2"), trainer.finish("g3")
-    trainer.end_step()  # version 1, g4 and g5
+    trainer.end_step()  # version 1; admits g4 and g5
     trainer.begin()
     trainer.finish("g4"), trainer.finish("g5"), trainer.finish("g0")
-    assert trainer.waits  # g1 would be two versions old at the next step
+    assert trainer.waits, "g1 would be two versions old at the next step"
     trainer.finish("g1")
     assert trainer.trained[-1] == (1, ["g0", "g1"])
 
 
-def test_refused_groups_are_used_when_too_many_were():
+def test_refused_groups_are_used_when_too_many_were_refused():
     trainer = Trainer(lambda: BoundedStaleness(eta=1, running=9.0, max_admitted=2.0), 2)
     trainer.begin()
     for group in ("g0", "g1"):
         trainer.finish(group, accepted=False)
-    assert trainer.running == ["g2", "g3", "g4", "g5"]  # replaced
+    assert trainer.running == ["g2", "g3", "g4", "g5"], "refused groups were replaced"
     for group in ("g2", "g3"):
         trainer.finish(group, accepted=False)
     assert trainer.trained == [(0, ["g2", "g3"])]
@@ -161,16 +157,16 @@ def test_as_many_groups_run_as_a_batch_has_until_the_buffer_is_full():
     trainer.finish("g1")
     assert trainer.running == ["g0", "g2"]
     trainer.finish("g2")
-    # while the trainer trains
+    # The trainer trains.
     assert trainer.trained == [(0, ["g1", "g2"])] and trainer.running == ["g0", "g3"]
     trainer.finish("g3"), trainer.finish("g4"), trainer.finish("g5")
-    assert trainer.running == ["g0"]  # with those in the buffer two batches are out
+    assert trainer.running == ["g0"], "with the buffer's groups two batches are admitted"
 
 
-def test_groups_that_got_too_old_are_aborted_and_begin_anew_as_often_as_allowed():
+def test_groups_that_are_too_old_are_aborted_and_start_again_as_often_as_allowed():
     trainer = Trainer(lambda: TrajectoryAsync(alpha=1, retries=1, max_admitted=3.0), 2)
     names = []
-    for _ in range(8):  # prompt 0's never ends
+    for _ in range(8):  # The group of prompt 0 never ends.
         trainer.begin()
         while trainer.waits:
             trainer.finish(next(g for g in trainer.running if not g.startswith("g0")))

@@ -58,7 +58,7 @@ def trained(actions):
 # --------------------------------------------------------------------------- dapo
 
 
-def test_dapo_takes_the_first_that_finish_and_drops_the_rest():
+def test_dapo_takes_the_groups_that_finish_first_and_drops_the_others():
     policy = Dapo(oversample=1.5, max_admitted=3.0)
     assert admitted(policy.begin(1, 4)) == ["g0", "g1", "g2", "g3", "g4", "g5"]
     for group in ("g5", "g1", "g3"):
@@ -67,13 +67,13 @@ def test_dapo_takes_the_first_that_finish_and_drops_the_rest():
     assert dropped(actions) == ["g0", "g2"] and trained(actions) == [["g1", "g3", "g4", "g5"]]
 
 
-def test_dapo_replaces_a_refused_group_at_once_where_synchronous_needs_it_too():
+def test_dapo_replaces_a_refused_group_at_once():
     policy = Dapo(oversample=1.5, max_admitted=3.0)
     policy.begin(1, 4)
-    assert admitted(policy.finished("g0", False)) == ["g6"]  # six stay accepted or running
+    assert admitted(policy.finished("g0", False)) == ["g6"], "six stay accepted or running"
 
 
-def test_dapo_fills_the_batch_with_refused_groups_when_it_may_sample_no_more():
+def test_dapo_fills_the_batch_with_refused_groups_at_its_limit_of_samples():
     policy = Dapo(oversample=1.0, max_admitted=2.0)
     policy.begin(1, 2)
     for group in ("g0", "g1", "g2"):
@@ -86,7 +86,7 @@ def test_dapo_fills_the_batch_with_refused_groups_when_it_may_sample_no_more():
 
 
 def short_round(policy, step, late):
-    """Four groups are wanted; `late` of the five don't make it."""
+    """Run a short round for four groups, in which `late` of the five started ones are cancelled."""
     groups = admitted(policy.begin(step, 4))
     assert len(groups) == 5
     for group in groups:
@@ -99,7 +99,7 @@ def test_cancelled_prompts_make_a_long_round_when_they_fill_a_batch():
     policy = TailBatching(speculation=1.25, spare=0.25, max_admitted=3.0)
     for step, late in enumerate(("g3", "g7", "g10", "g16"), 1):
         short_round(policy, step, late)
-    # and no more: nothing races
+    # A long round starts no spare trajectories.
     assert admitted(policy.begin(5, 4)) == ["g3r1", "g7r1", "g10r1", "g16r1"]
     for group in ("g16r1", "g10r1", "g3r1"):
         assert policy.finished(group, True) == []
@@ -130,7 +130,7 @@ def test_the_long_queue_outlives_the_run():
 
 def test_a_long_round_replaces_refused_groups_from_the_queue_first():
     policy = TailBatching(speculation=2.0, spare=0.0, max_admitted=3.0)
-    # g2 and g3 are late
+    # g2 and g3 are cancelled.
     (policy.begin(1, 2), policy.finished("g0", True), policy.finished("g1", True))
     policy.begin(2, 1)  # a long round of one
     assert admitted(policy.finished("g2r1", False)) == ["g3r1"]
@@ -144,7 +144,7 @@ def test_tail_batching_trains_every_prompt_however_slow(seed):
     for _ in range(60):
         trainer.run_step(random, slow=5)
     waiting = len(trainer.policy.snapshot()["again"])
-    assert waiting < 8 + 2  # a batch at most, and what the last round added
+    assert waiting < 8 + 2, "at most a batch, and the prompts of the last round"
     assert sum(fate != "trained" for fate in trainer.fate.values()) == waiting
 
 
@@ -157,7 +157,7 @@ def test_the_next_batch_is_admitted_when_this_one_trains_and_none_before_it_is_c
     policy.finished("g1", True)
     actions = policy.finished("g0", True)
     assert trained(actions) == [["g0", "g1"]] and admitted(actions) == ["g2", "g3"]
-    # the trainer is busy
+    # The trainer is busy.
     assert policy.finished("g2", True) == [] and policy.finished("g3", True) == []
     actions = policy.begin(2, 2)
     assert trained(actions) == [["g2", "g3"]] and admitted(actions) == ["g4", "g5"]

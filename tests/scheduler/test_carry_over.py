@@ -1,4 +1,4 @@
-"""carry_over: no group is dropped, none is trained too late, and nothing waits for ever."""
+"""carry_over: no group is dropped or trained too late, and no group waits forever."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +12,12 @@ G = 4
 
 
 class Trainer:
-    """Drives a policy as the coordinator does, with groups that finish in a given order."""
+    """Driver of a policy, in place of the coordinator, whose groups finish in a given order."""
 
     def __init__(self, policy):
         self.policy, self.version, self.step = policy, 0, 0
         self.admitted, self.running, self.trained, self.staleness = {}, [], [], []
-        self.waits = True  # the trainer is free
+        self.waits = True  # True while the trainer is free
         self.take(policy.published(0))
         self.begin()
 
@@ -59,7 +59,7 @@ class Trainer:
         st.tuples(st.integers(0, 50), st.booleans(), st.integers(0, 9)), min_size=50, max_size=300
     ),
 )
-def test_whatever_the_order_of_finish_the_bound_holds_and_the_run_goes_on(numbers, events):
+def test_for_any_order_of_finish_the_bound_holds_and_the_run_continues(numbers, events):
     staleness, carry = numbers
     run = Trainer(CarryOver(staleness, carry, 8.0))
     for which, train_is_over, refused in events:
@@ -71,7 +71,7 @@ def test_whatever_the_order_of_finish_the_bound_holds_and_the_run_goes_on(number
     assert all(0 <= s <= staleness for s in run.staleness)
     left = [g for g in run.admitted if g not in run.trained]
     assert len(left) <= G * (1 + carry) + sum(refused == 0 for _, _, refused in events)
-    while run.step < 3 + len(events) // G // 8:  # it still can
+    while run.step < 3 + len(events) // G // 8:  # The run can still continue.
         run.publish() if not run.waits else run.finish(0)
 
 
@@ -112,7 +112,7 @@ def test_without_staleness_it_is_synchronous():
     assert set(run.staleness) == {0}
 
 
-def test_groups_in_flight_begin_anew_under_their_names_after_a_restart():
+def test_groups_in_flight_start_again_with_their_names_after_a_restart():
     run = Trainer(CarryOver(1, 1.0, 8.0))
     for _ in range(G):
         run.finish(0)
@@ -131,7 +131,7 @@ def test_numbers_that_make_no_policy_are_refused(numbers):
         CarryOver(*numbers)
 
 
-def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come():
+def test_due_first_puts_groups_of_older_versions_first_at_any_order_of_arrival():
     from rose.policies.ours import DueFirst
     from rose.scheduler.state import Cluster, TurnState
 
@@ -152,8 +152,10 @@ def test_due_first_puts_groups_of_older_versions_first_whenever_their_turns_come
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150),
 )
-def test_with_all_of_its_bound_as_carry_it_has_as_many_groups_out_as_areals_rule(staleness, events):
-    """At every moment, the trainer's own batch aside: neither admits more than the other."""
+def test_with_carry_equal_to_the_bound_as_many_groups_are_admitted_as_by_areals_rule(
+    staleness, events
+):
+    """At every moment neither policy has admitted more groups, without the trainer's own batch."""
     runs = (
         Trainer(CarryOver(staleness, float(staleness), 8.0)),
         Trainer(BoundedStaleness(staleness, 99.0, 8.0)),
@@ -163,7 +165,7 @@ def test_with_all_of_its_bound_as_carry_it_has_as_many_groups_out_as_areals_rule
             if not run.waits and (train_is_over or not run.running):
                 run.publish()
         if not all(run.running for run in runs):
-            return  # the two wait for different groups from here on
+            return  # From here on the two policies wait for different groups.
         for run in runs:
             run.finish(which)
         assert (

@@ -1,4 +1,4 @@
-"""The indexed rounds decide as the plain rule does, which looks at every turn and every worker."""
+"""The indexed rounds decide like the plain rule, which checks every turn against every worker."""
 
 from copy import deepcopy
 
@@ -6,20 +6,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose.scheduler.state import FREE, TurnState
+from rose.scheduler.state import NOT_RESERVED, TurnState
 from rose.scheduler.turn_queue import BLOCK, TurnQueue
 from tests.scheduler.driver import KINDS, Driver
 from tests.scheduler.test_properties import STEPS, play, policy, scheduler
 
 
 def plain_round(cluster, queue_depth, routing, imbalance, last):
-    """[(turn, worker)] that a round should give, and the last worker of round robin."""
+    """Return the [(turn, worker)] that a round should assign, and round robin's last worker."""
     cluster = deepcopy(cluster)
     ready = sorted(
         (
             w
             for w in cluster.workers.values()
-            if w.takes
+            if w.accepts_turns
             and w.version == cluster.version
             and not (w.loading or w.draining or w.resting)
         ),
@@ -31,7 +31,7 @@ def plain_round(cluster, queue_depth, routing, imbalance, last):
     ):
         fitting = [w for w in ready if w.room(queue_depth) >= turn.kv_need]
         if not fitting:
-            ready = [w for w in ready if w.holds < turn.kv_need]
+            ready = [w for w in ready if w.largest_turn < turn.kv_need]
             continue
         fitting = [w for w in fitting if w.worker != turn.avoid] or fitting
         fitting = [w for w in fitting if not w.revoked] or fitting
@@ -88,7 +88,7 @@ def test_a_round_places_the_turns_that_the_plain_rule_places(routing, queue_dept
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 50)), max_size=60), st.data())
-def test_the_queue_finds_the_first_that_fits_and_the_smallest_before_it(turns, data):
+def test_the_queue_finds_the_first_turn_that_fits_and_the_smallest_before_it(turns, data):
     queue, entries = TurnQueue(), []
     for sequence, (key, need) in enumerate(turns):
         turn = TurnState(f"t{sequence}", "", "", 0, 0, sequence, 0.0, kv_need=need)
@@ -104,7 +104,10 @@ def test_the_queue_finds_the_first_that_fits_and_the_smallest_before_it(turns, d
     behind = entries[entries.index(after) + 1 :] if after else entries
     found = next((e for e in behind if e[2].kv_need <= room), None)
     before = behind[: behind.index(found)] if found else behind
-    assert queue.first(room, after) == (found, min((e[2].kv_need for e in before), default=FREE))
+    assert queue.first(room, after) == (
+        found,
+        min((e[2].kv_need for e in before), default=NOT_RESERVED),
+    )
     assert len(queue) == len(entries)
 
 
@@ -121,4 +124,4 @@ def test_a_long_queue_is_cut_and_loses_nothing():
     )
     for turn in turns:
         queue.remove(turn)
-    assert len(queue) == 0 and queue.first() == (None, FREE)
+    assert len(queue) == 0 and queue.first() == (None, NOT_RESERVED)

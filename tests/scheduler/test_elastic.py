@@ -1,4 +1,4 @@
-"""Which of the engines that share GPUs are awake, and when."""
+"""elastic: which of the engines that share GPUs are awake, and when."""
 
 import pytest
 
@@ -7,12 +7,13 @@ from rose.scheduler import events as ev
 from tests.scheduler import test_rival_provisioning as rivals
 
 ARGS = {**rivals.ROSE | {"n_serving": 0}, **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0}}
-# alone in a step a wide engine is three times as fast as a narrow one; eight in it slow it down
+# (degree, step_s, sequence_s): with one sequence a wide engine is faster than a narrow one, with
+# eight it is slower.
 NARROW, WIDE = (1, 0.006, 0.0), (4, 0.002, 0.002)
 
 
 def make(**changed):
-    """A group of eight trajectories of 1,000 tokens each has ended, so lengths are known."""
+    """Return a scheduler that has seen eight trajectories of 1,000 tokens end."""
     s = rivals.make("elastic", **ARGS | changed)
     for i in range(4):
         join(s, f"n{i}", i, *NARROW)
@@ -47,14 +48,14 @@ def awake(s):
     return "".join(sorted(n for n, w in s.cluster.workers.items() if not w.resting))
 
 
-def test_engines_that_share_gpus_are_never_awake_at_once_and_the_first_are():
+def test_of_engines_that_share_gpus_only_those_that_joined_first_are_awake():
     s = make()
     assert awake(s) == "n0n1n2n3"
     s.handle(ev.Tick(at=2.0))
-    assert awake(s) == "n0n1n2n3"  # nothing is to be done
+    assert awake(s) == "n0n1n2n3", "there are no turns"
 
 
-def test_the_tail_goes_to_the_wide_engine_with_its_turns_and_a_full_step_back():
+def test_the_tail_moves_to_the_wide_engine_and_a_full_step_back_to_the_narrow_ones():
     s = make()
     ask(s, 8)
     s.handle(ev.Tick(at=2.0))
@@ -63,7 +64,7 @@ def test_the_tail_goes_to_the_wide_engine_with_its_turns_and_a_full_step_back():
         s.handle(ev.TurnEnded(at=3.0, turn=f"g.{i}.t0", tokens=10))
     actions = s.handle(ev.Tick(at=4.0))
     assert awake(s) == "w"
-    # the turn is taken back from the engine that goes to sleep, and sent to the other
+    # The turn is aborted on the engine that goes to sleep, and sent to the wide one.
     assert [(a.turn, a.worker) for a in actions if isinstance(a, ev.AssignTurn)] == [
         ("g.7.t0", "w")
     ]
@@ -76,14 +77,14 @@ def test_the_tail_goes_to_the_wide_engine_with_its_turns_and_a_full_step_back():
 
 
 @pytest.mark.parametrize("changed", [{"switch_s": 60.0}, {"gain": 0.9}])
-def test_nothing_changes_for_less_than_it_costs(changed):
+def test_no_degree_changes_for_less_than_it_costs(changed):
     s = make(**changed)
     ask(s, 1)
     s.handle(ev.Tick(at=2.0))
     assert awake(s) == "n0n1n2n3"
 
 
-def test_a_trajectory_longer_than_all_before_it_has_nothing_left_that_is_known():
+def test_for_a_trajectory_longer_than_all_others_no_remaining_tokens_are_predicted():
     s = make()
     ask(s, 1)
     s.handle(ev.TurnEnded(at=2.0, turn="g.0.t0", tokens=2000))
@@ -114,13 +115,13 @@ def test_a_lost_wide_engine_leaves_its_gpus_to_the_narrow_ones_which_wake():
     s.handle(ev.Tick(at=4.0))
     assert awake(s) == "n0n1n2n3"
     join(s, "w", 0, *WIDE)
-    assert awake(s) == "n0n1n2n3"  # whose GPUs are theirs now
+    assert awake(s) == "n0n1n2n3", "the narrow engines keep the GPUs"
 
 
 def test_an_engine_that_shares_no_gpu_never_sleeps():
     s = make()
     join(s, "own", 4, *NARROW)
-    join(s, "x", 5, *WIDE)  # across where a second widest engine would begin
+    join(s, "x", 5, *WIDE)  # across the boundary where a second wide engine would begin
     ask(s, 1)
     for at in (2.0, 3.0):
         s.handle(ev.Tick(at=at))
@@ -141,6 +142,6 @@ def test_engines_that_overlap_in_part_are_never_awake_at_once():
         assert len(gpus) == len(set(gpus))
 
 
-def test_it_does_not_take_numbers_below_zero():
+def test_negative_arguments_are_refused():
     with pytest.raises(ConfigError, match="switch_s=-1"):
         make(switch_s=-1.0)

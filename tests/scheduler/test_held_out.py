@@ -1,4 +1,4 @@
-"""Turns of evaluations: behind all of training, on borrowed workers first, and never in its way."""
+"""Evaluation turns: they follow all training turns, prefer borrowed workers, and are preempted."""
 
 import pytest
 
@@ -18,7 +18,7 @@ ARGS = {
 
 
 def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
-    """With these workers: d... dedicated, s... spot."""
+    """Return a scheduler with these workers: d... are dedicated, s... spot."""
     s = make(**kwargs)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     for name in workers:
@@ -50,7 +50,7 @@ def placed(actions):
     return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}
 
 
-def test_they_go_to_a_borrowed_worker_with_room_and_else_to_a_dedicated_one():
+def test_evaluation_turns_prefer_a_borrowed_worker_with_room_to_a_dedicated_one():
     s = scheduler("d0", "s0", "s1", sequences=1)
     assert [placed(ask(s, f"e0-{i}.0.t0")) for i in range(4)] == [
         {"e0-0.0.t0": "s0"},
@@ -70,14 +70,14 @@ def test_the_next_turn_of_a_trajectory_goes_where_its_prefix_is_cached():
     assert placed(ask(s, "e0-0.0.t1")) == {"e0-0.0.t1": "s0"}, "s1 is empty"
 
 
-def test_training_turns_that_wait_come_first_whoever_came_first():
+def test_waiting_training_turns_precede_evaluation_turns_that_arrived_earlier():
     s = scheduler("d0", sequences=1)
     ask(s, "g0.0.t0"), ask(s, "e0-0.0.t0"), ask(s, "g1.0.t0")
     assert placed(end(s, "g0.0.t0")) == {"g1.0.t0": "d0"}
     assert placed(end(s, "g1.0.t0")) == {"e0-0.0.t0": "d0"}
 
 
-def test_a_training_turn_without_room_takes_the_place_of_the_newest():
+def test_a_training_turn_without_room_preempts_the_newest_evaluation_turn():
     s = scheduler("d0")
     ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
     assert ask(s, "g0.0.t0") == [
@@ -85,12 +85,12 @@ def test_a_training_turn_without_room_takes_the_place_of_the_newest():
         ev.AssignTurn("g0.0.t0", "d0", 1),
     ]
     assert placed(ask(s, "g1.0.t0")) == {"g1.0.t0": "d0"}
-    assert ask(s, "g2.0.t0") == [] and s.waiting == 3, "training waits for training as ever"
+    assert ask(s, "g2.0.t0") == [] and s.waiting == 3, "training turns aren't preempted"
     assert placed(end(s, "g0.0.t0")) == {"g2.0.t0": "d0"}
     assert placed(end(s, "g1.0.t0")) == {"e0-0.0.t0": "d0"}
 
 
-def test_as_many_give_way_as_it_needs_kv_memory_and_none_where_that_does_not_help():
+def test_as_few_turns_are_preempted_as_make_room_and_none_if_that_does_not_help():
     s = scheduler("d0", sequences=8, kv=100)
     for i in range(4):
         ask(s, f"e0-{i}.0.t0")  # 20 tokens each
@@ -103,7 +103,7 @@ def test_as_many_give_way_as_it_needs_kv_memory_and_none_where_that_does_not_hel
     assert {"e0-0.0.t0", "e0-1.0.t0"} <= s.cluster.workers["d0"].turns.keys()
 
 
-def test_those_of_a_worker_that_loads_or_drains_stay():
+def test_evaluation_turns_of_a_draining_worker_are_not_preempted():
     s = scheduler("d0", "d1", sequences=1)
     ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
     s.handle(ev.WorkerDraining(at=0.0, worker="d0"))
@@ -120,7 +120,7 @@ class Unwilling:
         return fleet.least(turn) if turn.held_out else None
 
 
-def test_what_a_policy_keeps_waiting_for_reasons_of_its_own_makes_them_go_once():
+def test_a_training_turn_that_the_policy_lets_wait_preempts_only_once():
     s = scheduler("d0")
     s._queue._choose = Unwilling().choose
     ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
@@ -131,28 +131,26 @@ def test_what_a_policy_keeps_waiting_for_reasons_of_its_own_makes_them_go_once()
 
 
 @pytest.mark.parametrize("routing", POLICIES["routing"])
-def test_no_routing_lets_trajectories_of_evaluations_keep_training_from_beginning(
-    routing, monkeypatch
-):
-    monkeypatch.setattr(thunder, "BUFFER", 0)  # of real engines, a thousand times as large
+def test_for_every_routing_evaluation_trajectories_let_training_ones_start(routing, monkeypatch):
+    monkeypatch.setattr(thunder, "BUFFER", 0)  # It suits engines a thousand times as large.
     s = scheduler("d0", sequences=8, kv=100, routing=routing, routing_args=ARGS.get(routing))
     s.handle(ev.StepBegun(at=0.0, step=1, groups=4))
     ask(s, "g9.0.t0")
     s.handle(ev.TurnEnded(at=0.0, turn="g9.0.t0", tokens=10))
     s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g9.0", tokens=10))
     for i in range(5):
-        ask(s, f"e0-{i}.0.t0")  # 20 tokens each: the whole engine
+        ask(s, f"e0-{i}.0.t0")  # 20 tokens each, so the engine is full
     for i in range(2, 5):
-        end(s, f"e0-{i}.0.t0")  # their tools run
+        end(s, f"e0-{i}.0.t0")  # Now the trajectory's tools run.
     assert placed(ask(s, "g0.0.t0")) == {"g0.0.t0": "d0"}
     for i in range(1, 4):
         assert placed(ask(s, f"g{i}.0.t0"))[f"g{i}.0.t0"] == "d0"
     for i in range(4):
         end(s, f"g{i}.0.t0")
-    assert s.waiting == 0, "they go on when training leaves them room"
+    assert s.waiting == 0, "evaluations continue when training leaves them room"
 
 
-def test_a_large_turn_that_they_cannot_help_holds_up_none_that_they_can():
+def test_a_large_turn_that_preemption_cannot_help_does_not_delay_smaller_ones():
     s = scheduler("d0", "s0", sequences=8, kv=100)
     lent = {"kv_tokens": 50, "max_sequences": 8, "expected_s": 0.0, "revoked": False}
     s.handle(ev.WorkerCapacity(at=0.0, worker="s0", **lent))
@@ -161,11 +159,11 @@ def test_a_large_turn_that_they_cannot_help_holds_up_none_that_they_can():
     assert ask(s, "g2.0.t0", new=30) == [
         ev.AbortTurn("e0-0.0.t0", "s0", 1, "training"),
         ev.AssignTurn("g2.0.t0", "s0", 1),
-    ], "s0 can't hold g1, whatever makes way"
+    ], "s0 is too small for g1 even when empty"
     assert ask(s, "g3.0.t0", new=30) == []
 
 
-def test_a_turn_that_they_made_way_for_in_vain_holds_up_none_of_smaller_need():
+def test_a_turn_for_which_preemption_failed_does_not_delay_smaller_ones():
     s = scheduler("d0", sequences=2)
     choose = s._queue._choose
     s._queue._choose = lambda turn, *state: None if turn.group == "g0" else choose(turn, *state)

@@ -1,5 +1,5 @@
-"""Libra's planner where dedicated workers have replicas: how many train, which rest for it, and that
-it forgets neither what it tried nor what a restart needs."""
+"""Libra's planner for dedicated workers with replicas: how many train, which workers rest, and what
+it remembers, also after a restart."""
 
 import json
 
@@ -24,7 +24,7 @@ def planner(beside=("d0", "d1"), workers=("d0", "d1", "d2"), **args):
 
 
 def begin(s, step, at, trainers=1):
-    """The plan, if one is made."""
+    """Begin a step, and return its plan in a list, [] if there is none."""
     actions = s.handle(ev.StepBegun(at=at, step=step, groups=1, trainers=trainers))
     return [a for a in actions if isinstance(a, ev.PlanReplicas)]
 
@@ -40,8 +40,8 @@ def resting(s):
 
 
 def step(s, number, at, training_s, rollout_s=10.0, lost=None):
-    """Six turns for so long, on all workers alike, then training; (its plan, who rested). `lost`: a
-    replica that dies as training begins, and comes again."""
+    """Run a step, six turns of `rollout_s` and then training, and return its plan and the workers
+    that rested. The replica `lost` dies when training begins, and is ready again at once."""
     plan = begin(s, number, at)
     work(s, TURNS, at, f"g{number}.x")
     for second in range(int(rollout_s)):
@@ -63,7 +63,7 @@ def step(s, number, at, training_s, rollout_s=10.0, lost=None):
 
 
 def steps(s, first, count, training_s, at=None):
-    """(plans, who rested in each) of so many steps of as many seconds as they take."""
+    """Run `count` steps, and return (plans, the workers that rested in each step)."""
     found = []
     for number in range(first, first + count):
         begins = at + (number - first) * (10.0 + training_s)
@@ -71,13 +71,13 @@ def steps(s, first, count, training_s, at=None):
     return [p for plans, _ in found for p in plans], [rested for _, rested in found]
 
 
-def test_as_many_replicas_train_as_make_the_longer_side_shortest():
+def test_as_many_replicas_train_as_minimize_the_longer_side():
     s = planner()
     plans, rested = steps(s, 0, PERIOD, 80.0, at=0.0)
     assert plans == [] and rested == [[], []], "nothing is planned before the period is over"
     [plan], rested = steps(s, PERIOD, PERIOD, 80.0, at=180.0)
-    # Rollout: 600 tokens in 10 s by three workers. Training by 1 + n: 80, 40, 26.7 s, and three
-    # workers make good what n miss meanwhile: 10, 23.3, 27.8 s.
+    # Rollout: three workers generate 600 tokens in 10 s. Training by 1 + n takes 80, 40, 26.7 s.
+    # Rollout with the time that n workers miss: 10, 23.3, 27.8 s.
     assert rested == [["d0", "d1"]] * 2
     assert (plan.step, plan.before, plan.replicas, plan.expected_s) == (2, 0, 2, 0.0)
     assert (plan.step_s, plan.rollout_s, plan.training_s) == pytest.approx((90.0, 10.0, 80.0))
@@ -93,7 +93,7 @@ def test_as_many_replicas_train_as_make_the_longer_side_shortest():
         (80.0, {"beside": ("d0",), "workers": ("d0",)}),  # the only engine has to go on
     ],
 )
-def test_a_split_is_left_alone_that_gains_too_little(training_s, args):
+def test_a_split_that_gains_too_little_is_not_taken(training_s, args):
     s = planner(**args)
     steps(s, 0, PERIOD, training_s, at=0.0)
     [plan], rested = steps(s, PERIOD, 1, training_s, at=PERIOD * (10.0 + training_s))
@@ -102,8 +102,8 @@ def test_a_split_is_left_alone_that_gains_too_little(training_s, args):
 
 
 @pytest.mark.parametrize(("training_s", "wanted"), [(90.0, 0), (70.0, 2)])
-def test_a_split_that_was_tried_is_judged_by_what_it_took(training_s, wanted):
-    """Two replicas were to take 26.7 s instead of 80; they take longer, or hardly less."""
+def test_a_split_that_was_tried_is_rated_by_its_measured_time(training_s, wanted):
+    """The prediction for two replicas is 26.7 s instead of 80 s. They take longer, or hardly less."""
     s = planner()
     steps(s, 0, PERIOD, 80.0, at=0.0)
     [first], rested = steps(s, PERIOD, PERIOD, training_s, at=180.0)
@@ -111,11 +111,11 @@ def test_a_split_that_was_tried_is_judged_by_what_it_took(training_s, wanted):
     [then], rested = steps(s, 2 * PERIOD, 1, training_s, at=180.0 + PERIOD * (10.0 + training_s))
     assert (then.before, then.replicas, then.expected_s) == (2, wanted, first.forecast_s)
     assert len(rested[0]) == wanted
-    # one of them alone was not tried: by 1 + 1 instead of 1 + 2
+    # A single replica was not tried.
     assert s._provisioning._token_s == pytest.approx({0: 80 / 600, 2: training_s / 600})
 
 
-def test_those_with_the_fewest_turns_rest_whose_turns_go_on_elsewhere_and_one_worker_stays():
+def test_workers_with_the_fewest_turns_rest_their_turns_continue_elsewhere_and_one_worker_stays():
     s = planner(beside=("d0", "d1", "d2"), replicas=3)
     begin(s, 0, 0.0)
     work(s, 4, 1.0, "g0.x")
@@ -129,12 +129,12 @@ def test_those_with_the_fewest_turns_rest_whose_turns_go_on_elsewhere_and_one_wo
     assigned = [(a.turn, a.worker) for a in actions if isinstance(a, ev.AssignTurn)]
     assert sorted(aborted) == [(turn, "rest") for turn in sorted(moved)]
     assert sorted(assigned) == [(turn, stays) for turn in sorted(moved)]
-    # they take the new version alone, as they are used again
+    # Each worker loads the new version once, also those that rested.
     loads = [a for a in published(s, 1, 9.0) if isinstance(a, ev.LoadWeights)]
     assert sorted(a.worker for a in loads) == ["d0", "d1", "d2"] and resting(s) == []
 
 
-def test_a_worker_without_a_replica_or_that_leaves_does_not_rest():
+def test_a_worker_that_has_no_replica_or_drains_does_not_rest():
     s = planner(beside=("d0", "d1", "d2"), replicas=2)
     s.handle(ev.ReplicaLost(at=0.5, worker="d0"))
     s.handle(ev.WorkerDraining(at=0.5, worker="d1"))
@@ -150,7 +150,7 @@ def test_a_worker_without_a_replica_or_that_leaves_does_not_rest():
     assert resting(s) == ["d2"]
 
 
-def test_a_replica_that_is_down_at_a_plan_is_counted_on_again():
+def test_a_replica_that_is_down_at_a_plan_is_used_again_when_it_is_back():
     s = planner(replicas=2, gain=1.0)
     steps(s, 0, PERIOD, 80.0, at=0.0)
     s.handle(ev.ReplicaLost(at=180.0, worker="d1"))
@@ -161,9 +161,9 @@ def test_a_replica_that_is_down_at_a_plan_is_counted_on_again():
 
 
 @pytest.mark.parametrize(("lost", "took_s"), [("d0", 30.0), ("d2", 215.0)])
-def test_a_training_that_lost_a_replica_at_work_judges_no_split(lost, took_s):
-    """The ranks wait for it and compute its rows: that says nothing of training with it. One that
-    had no part was missed by nobody."""
+def test_a_training_that_lost_a_participating_replica_is_not_measured(lost, took_s):
+    """The ranks waited for the lost replica and computed its rows, so the time isn't that of the
+    split. The loss of a replica that took no part changes nothing."""
     s = planner(beside=("d0", "d1", "d2"))
     steps(s, 0, PERIOD, 80.0, at=0.0)
     assert steps(s, PERIOD, PERIOD - 1, 30.0, at=180.0)[1] == [["d0", "d1"]]
@@ -180,7 +180,7 @@ def test_a_period_whose_trainings_all_lost_a_replica_plans_nothing():
     assert begin(s, 1, 410.0) == [] and s._provisioning.replicas == 2
 
 
-def test_what_other_trainer_ranks_took_judges_no_split_after_a_restart():
+def test_times_with_another_number_of_trainer_ranks_are_forgotten_after_a_restart():
     s = planner()
     steps(s, 0, PERIOD, 80.0, at=0.0)
     begin(s, PERIOD, 180.0)
@@ -191,15 +191,15 @@ def test_what_other_trainer_ranks_took_judges_no_split_after_a_restart():
         assert again._provisioning._token_s == known and again._provisioning.replicas == 2
 
 
-def test_a_batch_that_was_there_before_its_step_trains_by_the_plan_before():
+def test_a_batch_that_is_complete_before_its_step_trains_by_the_previous_plan():
     s = planner(period_steps=1)
     steps(s, 0, 1, 80.0, at=0.0)
-    s.cluster.training = True  # as by a policy that had the batch when the step began
+    s.cluster.training = True  # A policy may have the batch when the step begins.
     [plan] = begin(s, 1, 90.0)
     assert plan.step == 2 and plan.replicas == 2
 
 
-def test_a_restart_goes_on_with_the_plan():
+def test_a_restart_continues_with_the_plan():
     s = planner()
     assert "provisioning" not in s.snapshot()
     steps(s, 0, PERIOD, 80.0, at=0.0)
@@ -217,6 +217,6 @@ def test_a_restart_goes_on_with_the_plan():
     assert "provisioning" not in other.snapshot()
 
 
-def test_a_number_of_replicas_below_none_is_refused():
+def test_a_negative_number_of_replicas_is_refused():
     with pytest.raises(ConfigError, match="replicas=-1: of the dedicated workers, 0 or more"):
         planner(replicas=-1)

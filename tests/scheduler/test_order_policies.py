@@ -1,4 +1,4 @@
-"""Which waiting turn goes first: longest_first, mlfq."""
+"""Order policies, which choose the waiting turn that goes first: longest_first, mlfq."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ ORDERS = {
 
 
 class Rollout:
-    """One worker that takes `sequences` turns at once; names are group.member.turn."""
+    """A scheduler with one worker for `sequences` turns. Turns are named group.member.turn."""
 
     def __init__(self, order, sequences=1):
         self.scheduler = Scheduler(Fixed(), LeastLoaded(), order, Synchronous(4.0), 0.0, 1e9)
@@ -73,7 +73,7 @@ class Rollout:
         self.feed(ev.TrajectoryEnded(at=0.0, trajectory=turn.rpartition(".")[0]))
 
     def queue(self):
-        """The turns that wait, in the order in which they would start."""
+        """Return the waiting turns in the order in which they would start."""
         turns = self.scheduler.cluster.turns
         before = len(self.started)
         while any(turn.worker is None for turn in turns.values()):
@@ -83,19 +83,19 @@ class Rollout:
 
 def busy(order):
     rollout = Rollout(order)
-    rollout.request("g99.0.0")  # the worker has no more room
+    rollout.request("g99.0.0")  # fills the worker
     return rollout
 
 
-# --------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------- all policies
 
 
 @pytest.mark.parametrize("name", ORDERS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_every_turn_starts_once_whatever_ends_is_cancelled_or_loses_its_worker(name, seed):
+def test_every_turn_starts_once_if_others_end_are_cancelled_or_lose_their_worker(name, seed):
     random, rollout, asked = Random(seed), Rollout(ORDERS[name](), sequences=3), []
-    # trajectory -> turns left
+    # Trajectory -> number of turns left
     turns = {f"g{i % 5}.{i // 5}": random.randint(1, 4) for i in range(25)}
     for trajectory in turns:
         asked.append(f"{trajectory}.0")
@@ -136,7 +136,7 @@ def test_the_group_whose_finished_trajectory_was_longest_goes_first():
     rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
     for turn in ("g0.1.0", "g1.1.0", "g2.1.0", "g2.2.0"):
         rollout.request(turn)
-    # of g2 nothing is known: as the longest
+    # No trajectory of g2 has finished, so it counts as the longest.
     assert rollout.queue() == ["g2.1.0", "g2.2.0", "g1.1.0", "g0.1.0"]
 
 
@@ -144,13 +144,13 @@ def test_turns_that_wait_move_when_a_trajectory_of_their_group_ends():
     rollout = Rollout(LongestFirst(), sequences=2)
     for turn in ("g0.0.0", "g1.0.0", "g0.1.0", "g1.1.0"):
         rollout.request(turn)
-    rollout.request("g7.0.0"), rollout.request("g8.0.0")  # probes: they go first
+    rollout.request("g7.0.0"), rollout.request("g8.0.0")  # probes, which go first
     rollout.end("g0.0.0", 50, last=True), rollout.end("g1.0.0", 60, last=True)
     assert rollout.started[-2:] == ["g7.0.0", "g8.0.0"]
     assert rollout.queue() == ["g1.1.0", "g0.1.0"]
 
 
-def test_among_probes_the_one_that_has_made_least_goes_first():
+def test_among_probes_the_one_with_the_fewest_tokens_goes_first():
     rollout = Rollout(LongestFirst(), sequences=2)
     rollout.request("g0.0.0"), rollout.request("g1.0.0")
     rollout.end("g0.0.0", 300), rollout.end("g1.0.0", 20)
@@ -169,7 +169,7 @@ def test_another_trajectory_becomes_the_probe_when_the_first_is_cancelled():
     assert rollout.queue() == ["g0.1.0", "g0.2.0", "g1.1.0"]
 
 
-def test_groups_that_are_over_are_forgotten():
+def test_finished_and_dropped_groups_are_forgotten():
     order = LongestFirst()
     rollout = Rollout(order, sequences=4)
     for turn in ("g0.0.0", "g1.0.0"):
@@ -185,8 +185,8 @@ def test_groups_that_are_over_are_forgotten():
 
 
 def learn(rollout, outcome, lengths):
-    """Trajectories whose tool returned `outcome` after 10 tokens and that went on for so many
-    more."""
+    """Finish trajectories whose tool returned `outcome` after 10 tokens, and that then generated
+    the given tokens."""
     for i, length in enumerate(lengths):
         name = f"g{1000 + i}.{outcome}"
         rollout.request(f"{name}.0"), rollout.end(f"{name}.0", 10)
@@ -194,7 +194,7 @@ def learn(rollout, outcome, lengths):
 
 
 def queue_after(order, *outcomes):
-    """The order of trajectories in which each had a turn of 10 tokens and then this outcome."""
+    """Return the order of trajectories that each had a turn of 10 tokens and then its outcome."""
     rollout = Rollout(order, sequences=8)
     learn(rollout, "ok", [5] * 20)
     learn(rollout, "failed", [500] * 20)
@@ -215,12 +215,12 @@ def test_long_first_is_the_reverse():
     assert queue_after(Mlfq([100], "long", 1000), "ok", "failed", "ok", "failed") == [1, 3, 0, 2]
 
 
-def test_a_level_yields_to_so_many_arrivals_only():
+def test_a_level_yields_only_to_as_many_arrivals_as_patience_allows():
     assert queue_after(Mlfq([100], "short", 2), "failed", "ok", "ok", "ok") == [1, 0, 2, 3]
     assert queue_after(Mlfq([100], "short", 0), "failed", "ok", "ok", "ok") == [0, 1, 2, 3]
 
 
-def test_without_evidence_a_trajectory_sinks_when_it_has_made_more_than_its_level_allows():
+def test_without_evidence_a_trajectory_above_its_levels_limit_sinks():
     rollout = Rollout(Mlfq([100], "short", 1000), sequences=2)
     rollout.request("g0.0.0"), rollout.request("g1.0.0")
     rollout.end("g0.0.0", 150), rollout.end("g1.0.0", 50)
@@ -246,7 +246,7 @@ def test_levels_that_make_no_sense_are_refused(args, message):
 # --------------------------------------------------------------------------- the tree of outcomes
 
 
-def test_a_node_has_the_mean_and_the_90th_percentile_of_what_was_left():
+def test_a_node_has_the_mean_and_the_90th_percentile_of_the_tokens_left():
     tree = CausalTree()
     for left in range(1, 11):
         tree.add(["failed"], [7], 7 + 10 * left)
@@ -254,7 +254,7 @@ def test_a_node_has_the_mean_and_the_90th_percentile_of_what_was_left():
     assert tree.left([]) == (62.0, 107)
 
 
-def test_an_unknown_sequence_is_judged_by_its_longest_known_beginning():
+def test_an_unknown_sequence_is_looked_up_by_its_longest_known_prefix():
     tree = CausalTree()
     assert tree.left(["ok"]) is None
     tree.add(["ok", "ok"], [10, 20], 50)
@@ -273,9 +273,9 @@ def test_a_node_forgets_what_is_older_than_its_window(lengths):
     assert p90 == recent[min(len(recent) - 1, len(recent) * 9 // 10)]
 
 
-def test_what_an_early_policy_did_is_forgotten_after_two_generations():
+def test_lengths_under_an_early_policy_are_forgotten_after_two_generations():
     tree = CausalTree()
     tree.add(["failed"], [0], 900)
     for _ in range(2 * GENERATION):
         tree.add(["ok"], [0], 5)
-    assert tree.left(["failed"]) == (5.0, 5)  # the root's
+    assert tree.left(["failed"]) == (5.0, 5), "the root's values"

@@ -1,4 +1,4 @@
-"""Which trajectories are moved to less loaded environment hosts, and that none goes to and fro."""
+"""rebalance: which trajectories move to less loaded environment hosts, without flapping."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def scheduler(**args):
 
 
 class World:
-    """Hosts with a load that stays, and trajectories that are with one of them."""
+    """Hosts with constant loads, and trajectories with snapshots on one of them."""
 
     def __init__(self, **args):
         self.s, self.at, self.moves = scheduler(**args), 0.0, []
@@ -52,7 +52,7 @@ class World:
         )
 
     def run(self, seconds):
-        """Loads and a tick each second; the moves of that time."""
+        """Report all loads and tick once per second; return the moves (time, trajectory, host)."""
         found = []
         for _ in range(seconds):
             self.at += 1.0
@@ -71,18 +71,18 @@ def crowded(**args):
     return world
 
 
-def test_a_host_that_stays_crowded_is_relieved_of_those_that_spent_most():
+def test_trajectories_that_spent_most_leave_a_host_that_stays_crowded():
     world = crowded()
     for at in range(4):
         world.saved(f"g0.{at}", "a", commands_s=10.0 + at)
     moves = world.run(11)
     assert moves == [(11.0, "g0.3", "b"), (11.0, "g0.2", "b")]
     assert world.s.cluster.saved["g0.3"].host == "b"
-    assert not world.run(9)  # its load has to be told anew first
+    assert not world.run(9), "its load must be reported again first"
     assert [name for _, name, _ in world.run(2)] == ["g0.1", "g0.0"]
 
 
-def test_a_peak_moves_nothing():
+def test_a_short_peak_moves_no_trajectory():
     world = crowded()
     world.saved("g0.0", "a")
     for _ in range(5):
@@ -92,7 +92,7 @@ def test_a_peak_moves_nothing():
         assert not world.run(1)
 
 
-def test_only_what_has_a_snapshot_moves():
+def test_only_trajectories_with_a_snapshot_move():
     world = crowded()
     assert not world.run(30)
     world.saved("g0.0", "a")
@@ -100,7 +100,7 @@ def test_only_what_has_a_snapshot_moves():
     assert not world.run(30)
 
 
-def test_a_snapshot_of_what_has_ended_is_forgotten():
+def test_the_snapshot_of_an_ended_trajectory_is_forgotten():
     world = crowded()
     world.saved("g0.0", "a")
     world.s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=1))
@@ -109,8 +109,8 @@ def test_a_snapshot_of_what_has_ended_is_forgotten():
     assert world.s.cluster.saved == {}
 
 
-def test_a_move_must_be_worth_its_price():
-    """From 4 times to once: three quarters of what it has spent, twice the price of a move."""
+def test_a_move_must_save_twice_its_cost():
+    """A move from slowdown 4 to 1 saves 3/4 of the time spent, which must be twice its cost, 1 s."""
     for spent, moves in ((2.5, 0), (2.8, 1)):
         world = crowded()
         world.saved("g0.0", "a", commands_s=spent)
@@ -120,19 +120,19 @@ def test_a_move_must_be_worth_its_price():
 @pytest.mark.parametrize(
     "other",
     [
-        dict(cpu=38.0),  # as crowded
-        dict(cpu=2.0, memory=0.95),  # no room
-        dict(cpu=28.0),  # less crowded than the first by 1.25 now, not after the move
+        dict(cpu=38.0),  # about as crowded
+        dict(cpu=2.0, memory=0.95),  # no memory
+        dict(cpu=28.0),  # less crowded by the margin of 1.25 before the move, not after it
     ],
 )
-def test_it_stays_where_no_other_host_is_better(other):
+def test_a_trajectory_stays_if_no_other_host_is_better(other):
     world = crowded()
     world.host("b", **other)
     world.saved("g0.0", "a")
     assert not world.run(40)
 
 
-def test_the_least_loaded_host_takes_them():
+def test_the_least_loaded_host_takes_the_trajectories():
     world = crowded()
     world.host("c", cpu=30.0, cores=100.0)
     world.host("b", cpu=9.0)
@@ -162,8 +162,8 @@ def test_a_host_that_is_gone_or_silent_takes_no_part():
     assert world.s.cluster.saved == {} and list(world.s.cluster.hosts) == []
 
 
-def test_equal_hosts_with_noisy_loads_move_nothing_to_and_fro():
-    """Two hosts whose shares of 40 tasks follow their trajectories: the moves end, and nobody moves
+def test_between_equal_hosts_with_noisy_loads_no_trajectory_moves_twice():
+    """Two hosts share 40 tasks like their trajectories. The moves end, and no trajectory moves
     twice."""
     world, place = World(at_once=4), {f"g0.{i}": "a" if i < 30 else "b" for i in range(40)}
     moves = []

@@ -1,9 +1,8 @@
-"""Whatever workers, environments, trainer and cluster do, in whatever order: what every combination
-of policies keeps.
+"""Properties that every combination of policies has, for any order of events from workers,
+environments, trainer and cluster.
 
-The driver checks each action as it comes: a turn is with one worker at a time, on the newest
-version, within the worker's caps; a group is trained once or dropped once, and no staler than its
-policy allows.
+The driver checks each action: a turn is on one worker at a time, on the newest version, within the
+worker's caps. A group is trained once or dropped once, and no staler than its policy allows.
 """
 
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.scheduler.driver import KINDS, WHOLE_KV, Driver
 
 CONF = Path(__file__).parents[2] / "conf" / "scheduler"
 TIMEOUT_S = 60.0
-STALENESS = {  # the bound that a policy promises, in versions; 0: it trains on the newest only
+STALENESS = {  # a policy's bound in versions, or the argument with it; 0: only the newest version
     "bounded_staleness": "eta",
     "carry_over": "staleness",
     "trajectory_async": "alpha",
@@ -36,7 +35,7 @@ EVERY = [(kind, name) for kind, known in POLICIES.items() for name in sorted(kno
 def policy(kind, name):
     found = (CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")
     read = yaml.safe_load(found)
-    if (kind, name) == ("provisioning", "libra"):  # plans as often and as easily as it can
+    if (kind, name) == ("provisioning", "libra"):  # Plan after every step, for any gain.
         read["args"] |= {"period_steps": 1, "gain": 0.0, "cost_s": 0.0, "replicas": 2}
     return Policy(**read)
 
@@ -51,8 +50,8 @@ STEPS = st.tuples(
         ["request"] * 5
         + ["progress"] * 2
         + ["end"] * 5
-        + ["give back"] * 2
-        + ["late word", "join", "lose"]
+        + ["return"] * 2
+        + ["late message", "join", "lose"]
         + ["capacity"] * 2
         + ["drain"]
         + ["host"] * 2
@@ -72,14 +71,14 @@ def play(driver, what, worker, pick, count):
     match what:
         case "request":
             driver.request(pick)
-        case "progress" | "end" | "give back" | "late word":
+        case "progress" | "end" | "return" | "late message":
             driver.at_turn(pick, what, count)
         case "join":
             driver.join(worker, driver.version - pick % 2)
         case "lose" | "drain":
             driver.at_worker(worker, what)
         case "load":
-            driver.at_worker(worker, what, kv=pick)  # 0: it could not, and keeps the old
+            driver.at_worker(worker, what, kv=pick)  # 0: loading failed, the old version stays
         case "capacity":
             driver.at_worker(worker, what, kv=pick * WHOLE_KV // 7, sequences=count % 4)
         case "train":
@@ -90,7 +89,7 @@ def play(driver, what, worker, pick, count):
             driver.fail(pick)
         case "tick":
             driver.tick(count)
-        case "stall" if driver.stalls < 4:  # the fifth would end the run
+        case "stall" if driver.stalls < 4:  # The fifth stall would stop the run.
             driver.stalls += 1
             driver.tick(TIMEOUT_S + 1)
         case "answer":
@@ -109,7 +108,7 @@ def staleness(names):
 @pytest.mark.parametrize("kind, name", EVERY)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_no_trajectory_is_lost_or_counted_twice_and_every_decision_comes_again_in_a_replay(
+def test_no_trajectory_is_lost_or_counted_twice_and_a_replay_repeats_every_decision(
     kind, name, data
 ):
     names = {

@@ -1,4 +1,4 @@
-"""When on_demand asks for capacity and when it gives it back."""
+"""on_demand: when it requests capacity, and when it releases it."""
 
 import pytest
 
@@ -24,12 +24,12 @@ def make(**args):
 
 
 def tick(s, *seconds):
-    """What is decided at each of these, as (second, action)."""
+    """Return the decisions at these seconds, as (second, action)."""
     return [(at, action) for at in seconds for action in s.handle(ev.Tick(at=float(at)))]
 
 
 def wait(s, at=0.0):
-    """A turn that no worker can take."""
+    """Request a turn that no worker can take."""
     s.handle(
         ev.TurnRequested(
             at=at, turn="g.0.t0", trajectory="g.0", group="g", context_tokens=1, max_new_tokens=1
@@ -45,7 +45,7 @@ def granted(s, name, at):
     s.handle(ev.CapacityGranted(at=at, request=name))
 
 
-def test_it_asks_when_turns_have_waited_and_again_after_the_cool_down_up_to_max():
+def test_it_requests_when_turns_have_waited_and_again_after_the_cool_down_up_to_max():
     s = make()
     wait(s)
     assert tick(s, *range(40)) == [
@@ -54,7 +54,7 @@ def test_it_asks_when_turns_have_waited_and_again_after_the_cool_down_up_to_max(
     ]
 
 
-def test_a_short_wait_is_none():
+def test_a_short_wait_requests_nothing():
     s = make()
     wait(s)
     assert tick(s, 0, 4) == []
@@ -65,7 +65,7 @@ def test_a_short_wait_is_none():
     assert tick(s, 10) == [(10, ev.RequestCapacity("lend-1"))]
 
 
-def test_the_minimum_is_asked_for_at_once_and_asked_for_again_when_it_ends():
+def test_the_minimum_is_requested_at_once_and_again_when_it_ends():
     s = make(min=2)
     assert tick(s, 0, 1, 2) == [
         (0, ev.RequestCapacity("lend-1")),
@@ -76,7 +76,7 @@ def test_the_minimum_is_asked_for_at_once_and_asked_for_again_when_it_ends():
     assert tick(s, 3) == [(3, ev.RequestCapacity("lend-3"))]
 
 
-def test_what_is_idle_is_given_back_the_last_first_and_never_the_minimum():
+def test_idle_capacity_is_released_the_last_first_and_never_the_minimum():
     s = make(min=1)
     wait(s)
     assert len(tick(s, 0, 10)) == 2
@@ -96,7 +96,7 @@ def test_each_refusal_in_a_row_doubles_the_pause_until_a_job_has_run():
                 granted(s, action.request, at)
                 s.handle(ev.CapacityEnded(at=at, request=action.request))
             else:
-                queued(s, action.request, at)  # taken, but never started
+                queued(s, action.request, at)  # queued, but never started
                 s.handle(
                     ev.CapacityRefused(at=at, request=action.request, reason="pending for 1 s")
                 )

@@ -49,7 +49,7 @@ def begin(s, step, at):
 
 
 def finish(s, step, at, tokens=1000):
-    """The step's only group ends: training begins."""
+    """End the step's only group, so that training begins; return the actions."""
     s.handle(ev.TrajectoryEnded(at=at, trajectory=f"g{step}.0", tokens=tokens))
     actions = s.handle(ev.GroupFinished(at=at, group=f"g{step}", accepted=True))
     assert any(isinstance(a, ev.StartTraining) for a in actions)
@@ -104,11 +104,11 @@ def test_rose_uses_at_most_its_cap_and_those_with_the_least_kv_use_first():
     assert used(s) == ["w", "z"]
 
 
-def test_rose_counts_recent_use_not_that_of_the_moment():
+def test_rose_ranks_by_recent_use_not_by_current_use():
     s = rose()
     begin(s, 0, 100.0)
     lend(s, "x", 1000, at=199.0)  # idle for one second
-    lend(s, "z", 690, at=150.0)  # busier than y, but not by more than the hysteresis
+    lend(s, "z", 690, at=150.0)  # busier than y, but by less than the hysteresis
     begin(s, 1, 200.0)
     assert used(s) == ["w", "z"]
     lend(s, "z", 100, at=201.0)
@@ -121,11 +121,11 @@ def test_rose_replaces_a_lost_worker_only_while_enough_of_the_step_is_left():
     begin(s, 0, 0.0), work(s, 20)
     s.handle(ev.WorkerLost(at=1.0, worker="w", reason="gone"))
     s.handle(ev.Tick(at=1.0))
-    assert used(s) == ["y", "z"]  # nothing is known of steps yet
+    assert used(s) == ["y", "z"], "the length of a step isn't known yet"
     finish(s, 0, 90.0), publish(s, 1, 95.0), begin(s, 1, 100.0)
     s.handle(ev.WorkerLost(at=150.0, worker="z", reason="gone"))
     s.handle(ev.Tick(at=150.0))
-    assert used(s) == ["x", "y"]  # 50 s left / 3 > 5 s
+    assert used(s) == ["x", "y"], "50 s left / 3 > 5 s"
     (
         join(s, "w", "cooperative", at=190.0),
         s.handle(ev.WorkerLost(at=190.0, worker="y", reason="gone")),
@@ -134,7 +134,7 @@ def test_rose_replaces_a_lost_worker_only_while_enough_of_the_step_is_left():
     assert used(s) == ["x"]
 
 
-def test_rose_gives_idle_workers_back_in_the_tail_and_takes_them_again_for_the_next_step():
+def test_rose_releases_idle_workers_in_the_tail_and_uses_them_again_in_the_next_step():
     s = rose()
     begin(s, 0, 0.0)
     work(s, 20)
@@ -171,7 +171,7 @@ def rlboost(spot=1, **args):
 
 
 def step(s, number, at, rollout_s, train_s, tokens=1000):
-    """Ticks every second; returns when the hybrid worker rested, from the step's begin."""
+    """Run a step with a tick per second; return the second at which the hybrid worker rested."""
     begin(s, number, at)
     load(s, s.cluster.version, at)
     work(s, 4, at, f"g{number}")
@@ -188,7 +188,7 @@ def step(s, number, at, rollout_s, train_s, tokens=1000):
     return rested
 
 
-def test_rlboost_seeds_for_a_window_and_then_the_turns_move_to_spot():
+def test_rlboost_uses_hybrid_workers_for_a_window_then_their_turns_move_to_spot_workers():
     s = rlboost()
     begin(s, 0, 0.0), work(s, 4)
     moved = list(s.cluster.workers["h"].turns)
@@ -206,13 +206,13 @@ def test_rlboost_does_not_end_the_window_without_spot_workers():
 
 def test_rlboost_balances_the_waits_by_a_third_of_their_difference():
     s = rlboost()
-    assert step(s, 0, 0.0, 90, 30) == 30  # the trainer waits 60 s, the rollouts 30 s
+    assert step(s, 0, 0.0, 90, 30) == 30, "the trainer waits 60 s, the rollouts 30 s"
     assert step(s, 1, 120.0, 90, 30) == 40
     s.handle(ev.StepBegun(at=240.0, step=2, groups=1))
     assert s._provisioning.window_s == pytest.approx(40 + (50 - 30) / 3)
 
 
-def test_rlboost_comes_back_to_the_window_that_was_best_for_so_many_spot_workers():
+def test_rlboost_returns_to_the_best_window_for_this_number_of_spot_workers():
     s = rlboost()
     step(s, 0, 0.0, 90, 30), step(s, 1, 120.0, 90, 30, tokens=2000)
     join(s, "s1", "spot", at=240.0)
@@ -233,7 +233,7 @@ def serverless(**args):
     )
 
 
-def test_serverless_asks_at_once_for_what_the_turns_need_up_to_its_maximum():
+def test_serverless_requests_at_once_what_the_turns_need_up_to_its_maximum():
     s = serverless()
     work(s, 5)
     assert s.handle(ev.Tick(at=1.0)) == [ev.RequestCapacity("lend-1"), ev.RequestCapacity("lend-2")]
@@ -264,8 +264,8 @@ def test_serverless_backs_off_after_a_refusal():
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_refusals_of_what_was_asked_for_at_once_count_once_and_pauses_stay_below_minutes(queued):
-    """A partition that is drained refuses all of them, at once or after they have waited."""
+def test_refusals_of_requests_made_together_count_once_and_pauses_are_bounded(queued):
+    """A drained partition refuses all requests, at once or after they have waited."""
     s, at, pauses = serverless(max=7), 0.0, []
     work(s, 28)
     for _ in range(6):
@@ -293,7 +293,7 @@ LIBRA = {"period_steps": 2, "gain": 0.05, "cost_s": 15.0, "training_workers": 0}
 
 
 def libra(**args):
-    """A dedicated worker, and three hybrid ones."""
+    """Return a scheduler with a dedicated worker and three hybrid ones."""
     s = make("libra", **LIBRA | args)
     join(s, "d", "dedicated")
     for i in range(3):
@@ -302,7 +302,7 @@ def libra(**args):
 
 
 def wave(s, number, turns, at, until, tokens):
-    """Turns that run from `at` until `until`, on as many workers as they need."""
+    """Run turns from `at` until `until`, on as many workers as they need."""
     work(s, turns, at, f"g{number}.{at:g}")
     for second in range(int(at), int(until)):
         s.handle(ev.Tick(at=float(second)))
@@ -327,15 +327,11 @@ def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, pe
 @pytest.mark.parametrize(
     ("waves", "training_s", "wanted"),
     [
-        (
-            3,
-            10.0,
-            ["h0"],
-            # rollout 60 s by 1, training 10 s by 3: max(60 / 2, 30 / 2) is smallest with 1, of what
-            # saves most
-        ),
-        (1, 60.0, []),  # training is what takes long: all of them train already
-        (1, 10.0, []),  # rollout 20 s by 1: 5 s could be saved, less than a change costs
+        # Rollout takes 60 s with 1 worker, training 10 s with 3: max(60 / 2, 30 / 2) is smallest
+        # with one hybrid worker, the fewest of those that save most.
+        (3, 10.0, ["h0"]),
+        (1, 60.0, []),  # Training is the longer side, and all hybrid workers train already.
+        (1, 10.0, []),  # Rollout takes 20 s; 5 s could be saved, less than a change costs.
     ],
 )
 def test_libra_moves_as_many_hybrid_workers_to_rollout_as_the_longer_side_needs(
@@ -355,7 +351,7 @@ def test_libra_moves_them_back_when_training_has_become_the_longer_side():
     for number in range(2):
         libra_step(s, number, number * 100.0, 3, 20.0, 10.0)
     for number in range(2, 4):
-        # by two of them: 53 s by three
+        # Two hybrid workers train in 80 s, three would in 53 s.
         libra_step(s, number, number * 100.0, 1, 10.0, 80.0, turns=16)
         assert used(s, "hybrid") == ["h0"]
     begin(s, 4, 400.0)
@@ -363,10 +359,10 @@ def test_libra_moves_them_back_when_training_has_become_the_longer_side():
 
 
 @pytest.mark.parametrize("args", [{"cost_s": 31.0}, {"gain": 0.51}])
-def test_libra_leaves_a_split_alone_that_saves_less_than_it_costs(args):
+def test_libra_takes_no_split_that_saves_less_than_it_costs(args):
     s = libra(**args)
     for number in range(2):
-        libra_step(s, number, number * 100.0, 3, 20.0, 10.0)  # 60 s could be 30
+        libra_step(s, number, number * 100.0, 3, 20.0, 10.0)  # 60 s that could be 30 s
     begin(s, 2, 200.0)
     assert used(s, "hybrid") == []
 
@@ -391,7 +387,7 @@ def test_libras_cut_is_the_best_of_all_cuts_of_neighbours(seed):
 
 
 def cuts(lengths, most):
-    """All of them, into at most so many parts."""
+    """Yield all cuts of `lengths` into at most `most` contiguous parts."""
     for count in range(min(most, len(lengths))):
         for at in itertools.combinations(range(1, len(lengths)), count):
             yield [
@@ -421,7 +417,7 @@ def test_all_idle_uses_the_trainers_gpus_until_the_batch_is_complete():
     } == set(moved)
 
 
-def test_all_idle_leaves_a_trainer_alone_that_hardly_waits():
+def test_all_idle_leaves_its_gpus_to_a_trainer_that_hardly_waits():
     s = all_idle()
     begin(s, 0, 0.0), work(s, 8), finish(s, 0, 5.0), publish(s, 1, 30.0)
     begin(s, 1, 30.0)
@@ -456,7 +452,7 @@ def test_all_idle_moves_the_tail_to_other_workers_before_the_batch_is_complete()
     assert [type(a) for a in actions if not isinstance(a, ev.AssignTurn)] == [ev.StartTraining]
 
 
-def test_the_tail_is_of_trajectories_that_are_admitted_and_of_no_evaluation():
+def test_admitted_trajectories_count_to_the_tail_and_evaluations_do_not():
     s = all_idle(hybrid_tail=2.0)
     s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=4))
     work(s, 4, prefix="g0"), work(s, 2, prefix="g1"), work(s, 9, prefix="eval-0")
@@ -498,7 +494,7 @@ def test_a_trainer_that_waited_for_its_gpus_has_them_earlier_in_the_next_steps()
     ]
 
 
-def test_after_many_steps_without_a_wait_a_later_rest_is_tried_and_none_later_than_at_first():
+def test_after_many_steps_without_a_wait_the_tail_is_halved_down_to_its_configured_value():
     s, tails = all_idle(hybrid_tail=1.5), []
     for step, delay in enumerate([0.5, 0.5] + [0.02] * 2 * CALM):
         s.handle(ev.StepBegun(at=float(step), step=step, groups=1, hybrid_delay=delay))
@@ -511,7 +507,7 @@ def test_after_many_steps_without_a_wait_a_later_rest_is_tried_and_none_later_th
     assert tails[-CALM - 1 :] == [1.0] * CALM + [0.0]
 
 
-def test_a_trajectory_that_fails_leaves_the_tail_as_long_as_it_was():
+def test_a_failed_trajectory_does_not_shorten_the_tail():
     s = all_idle(hybrid_tail=2.0)
     s.handle(ev.StepBegun(at=0.0, step=0, groups=2, group_size=4))
     work(s, 4, prefix="g0"), work(s, 4, prefix="g1")
@@ -519,8 +515,8 @@ def test_a_trajectory_that_fails_leaves_the_tail_as_long_as_it_was():
         end(s, f"g0.{i}", 10.0)
     s.handle(ev.GroupFinished(at=10.0, group="g0", accepted=True))
     s.handle(ev.TurnEnded(at=11.0, turn="g1.0.t0"))
-    s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g1.0"))  # in, though it made nothing
-    for i in (1, 2):  # others begin in their places
+    s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g1.0"))  # ended, with no tokens
+    for i in (1, 2):  # Others take the places of failed trajectories.
         s.handle(ev.TurnEnded(at=12.0, turn=f"g1.{i}.t0"))
         s.handle(ev.TrajectoryEnded(at=12.0, trajectory=f"g1.{i}", failed=True))
     assert used(s, "hybrid") == ["h"], "three are left, and the dedicated worker gets two"

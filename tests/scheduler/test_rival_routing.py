@@ -1,4 +1,4 @@
-"""Where ROSE, Seer, Libra, RollArt and earliest_finish send turns."""
+"""Routing by ROSE, Seer, Libra, RollArt and earliest_finish: which worker gets a turn."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def lend(s, name, kv, revoked=False, sequences=8):
 
 
 def request(s, turn, need=100, at=0.0, **kwargs):
-    """Where the turn goes; "" if it waits."""
+    """Request a turn, and return its worker; "" if it waits."""
     group, member, _ = turn.split(".")
     actions = s.handle(
         ev.TurnRequested(
@@ -85,11 +85,11 @@ def test_rose_keeps_a_trajectory_where_its_prefix_is_cached_while_that_has_room(
     assert request(s, "g0.1.t0") == "b"
     assert request(s, "g0.2.t0", need=300) == "a"
     end(s, "g0.0.t0")
-    assert request(s, "g0.0.t1") == "a"  # though b has less to do
+    assert request(s, "g0.0.t1") == "a", "though b has the smaller load"
 
 
 def crowd(s, most=8, worker="a", each=1.0):
-    """Turns of 100 tokens on the only worker: `each` seconds for each that is there at once."""
+    """Run 1 to `most` turns of 100 tokens at once on the only worker, `each` seconds per turn."""
     for n in range(1, most + 1):
         for i in range(n):
             assert request(s, f"x{n}.{i}.t0", at=10.0 * n) == worker
@@ -109,7 +109,7 @@ def test_rose_leaves_a_prefix_for_a_worker_where_the_turn_ends_sooner():
 
 
 def teach_both(s, lent=20.0):
-    """a makes 100 tokens in a second, c, which is lent, in `lent`."""
+    """Teach the fit that a generates 100 tokens in a second, and the lent c in `lent` seconds."""
     join(s, "a", sequences=1), join(s, "c", "cooperative")
     for n in range(10):
         assert request(s, f"x{n}.0.t0", at=0.0) in "ac" and request(s, f"x{n}.1.t0", at=0.0) in "ac"
@@ -126,7 +126,7 @@ def test_rose_lets_a_turn_wait_rather_than_send_it_to_a_lent_worker_where_it_wou
     assert [request(s, f"g0.{i}.t0", at=30.0) for i in range(4)] == ["a", "b", "b", ""]
     s.handle(ev.WorkerLost(at=30.0, worker="b", reason="gone"))
     lost = s.handle(ev.WorkerLost(at=30.0, worker="a", reason="gone"))
-    assert set(where(lost).values()) == {"c"} and s.waiting == 0  # nobody else will have a place
+    assert set(where(lost).values()) == {"c"} and s.waiting == 0, "no other worker is left"
 
 
 def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_one_that_came_later():
@@ -137,9 +137,9 @@ def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_o
     assert places.keys() == {"a", "c", ""} and places[""] == "g0.2.t0"
     slow = places["c"]
     s.handle(ev.TurnProgressed(at=34.0, turn=slow, attempt=1, tokens=20))
-    assert s.handle(ev.Tick(at=34.0)) == []  # nowhere to go
-    said = s.handle(ev.TurnEnded(at=34.0, turn=places["a"], tokens=400))
-    assert said == [
+    assert s.handle(ev.Tick(at=34.0)) == [], "no other worker has room"
+    answers = s.handle(ev.TurnEnded(at=34.0, turn=places["a"], tokens=400))
+    assert answers == [
         ev.AbortTurn(slow, "c", 1, "slow"),
         ev.AssignTurn(slow, "a", 2),
         ev.AssignTurn("g0.2.t0", "c", 1),
@@ -153,7 +153,7 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     places = {request(s, f"g0.{i}.t0", at=30.0, need=600): f"g0.{i}" for i in range(2)}
     slow, other = places["c"], places["a"]
     s.handle(ev.TurnProgressed(at=40.0, turn=f"{slow}.t0", attempt=1, tokens=10))
-    # its tools run, and its prefix stays on a
+    # The tools of `other` run, and its prefix stays on a.
     assert end(s, f"{other}.t0", at=40.0, tokens=100) == {}
     assert s.handle(ev.Tick(at=40.0)) == []
     end(s, f"{slow}.t0", at=300.0, tokens=100)
@@ -163,7 +163,7 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     assert where(s.handle(ev.Tick(at=310.0))) == {f"{slow}.t1": "a"}
 
 
-def test_rose_moves_no_turn_that_runs_into_the_queue_of_an_engine():
+def test_rose_moves_no_running_turn_into_the_queue_of_an_engine():
     s = make("rose", queue_depth=1.0)
     teach_both(s, lent=1.0)
     places = {}
@@ -171,11 +171,11 @@ def test_rose_moves_no_turn_that_runs_into_the_queue_of_an_engine():
         places.setdefault(request(s, f"g0.{i}.t0", at=30.0), []).append(f"g0.{i}.t0")
     slow, (first, second) = places["c"][0], places["a"]
     s.handle(ev.TurnProgressed(at=40.0, turn=slow, attempt=1, tokens=10))
-    assert end(s, first, at=40.0, tokens=100) == {}  # the second took its place
+    assert end(s, first, at=40.0, tokens=100) == {}, "the second took its place"
     assert end(s, second, at=40.0, tokens=100) == {slow: "a"}
 
 
-def test_rose_moves_a_long_turn_though_the_fit_overestimates_what_is_far_from_all_that_it_has_seen():
+def test_rose_moves_a_long_turn_though_the_fit_overestimates_contexts_beyond_its_data():
     s = make("rose")
     join(s, "a", kv=10_000), crowd(s)
     s.handle(ev.WorkerLost(at=100.0, worker="a", reason="gone"))
@@ -183,7 +183,7 @@ def test_rose_moves_a_long_turn_though_the_fit_overestimates_what_is_far_from_al
     join(s, "a", kv=10_000, sequences=1)
     assert request(s, "g0.0.t0", at=100.0) == "a"
     assert request(s, "g1.0.t0", at=100.0, need=3000) == "c"
-    # the fit says 40 s, by the context
+    # The fit predicts 40 s because of the long context.
     s.handle(ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100))
     assert end(s, "g0.0.t0", at=101.5, tokens=100) == {"g1.0.t0": "a"}
 
@@ -202,10 +202,10 @@ def test_rose_leaves_a_turn_where_moving_does_not_pay():
     assert s.handle(ev.Tick(at=31.5)) == []
 
 
-def test_rose_tries_a_lent_worker_of_which_nothing_is_known_with_few_turns_and_few_tokens():
+def test_rose_tries_an_unmeasured_lent_worker_with_few_turns_and_few_tokens():
     s = make("rose")
     join(s, "a", sequences=6), join(s, "c", "cooperative")
-    said = [
+    answers = [
         s.handle(
             ev.TurnRequested(
                 at=0.0,
@@ -218,7 +218,7 @@ def test_rose_tries_a_lent_worker_of_which_nothing_is_known_with_few_turns_and_f
         )
         for i in range(6)
     ]
-    sent = [action for actions in said for action in actions]
+    sent = [action for actions in answers for action in actions]
     assert [(a.worker, a.max_tokens) for a in sent if a.worker == "c"] == [("c", 128)] * 2
     assert len(sent) == 6
 
@@ -253,11 +253,11 @@ def test_rose_skips_a_cooperative_worker_that_is_lent_too_little():
     assert request(s, "g0.0.t0", need=100) == "a"
 
 
-def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_begun_ones_go_on():
+def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_started_ones_continue():
     s = make("rose")
     join(s, "a", kv=250)
     assert [request(s, f"g0.{i}.t0") for i in range(2)] == ["a", "a"]
-    end(s, "g0.0.t0"), end(s, "g0.1.t0")  # both run tools; their prefixes stay
+    end(s, "g0.0.t0"), end(s, "g0.1.t0")  # The tools of both run, and their prefixes stay.
     assert request(s, "g0.2.t0") == ""
     assert request(s, "g0.0.t1") == "a"
     s.handle(ev.TurnEnded(at=0.0, turn="g0.0.t1", tokens=5))
@@ -310,8 +310,8 @@ def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
 
 
 def live(s, trajectory, outcome, tokens):
-    """A trajectory of a first turn of 10 tokens and, after a tool call, one of `tokens`: where the
-    second one went."""
+    """Run a trajectory with a turn of 10 tokens, a tool call, and a turn of `tokens`. Return the
+    worker of the second turn."""
     request(s, f"{trajectory}.t0", domain="env")
     s.handle(ev.TurnEnded(at=1.0, turn=f"{trajectory}.t0", tokens=10))
     went = request(s, f"{trajectory}.t1", domain="env", outcome=outcome)
@@ -320,16 +320,16 @@ def live(s, trajectory, outcome, tokens):
     return went
 
 
-def test_libra_moves_a_trajectory_to_the_bucket_of_what_those_with_the_same_outcomes_had_left():
+def test_libra_moves_a_trajectory_to_the_bucket_that_its_outcomes_predict():
     s = make("libra", limits=[50, 200], shares=[1, 1, 1])
     for name in "abc":
         join(s, name)
-    # nothing is known yet, and its own bucket is the first
+    # No trajectory has ended yet, so it stays in the first bucket.
     assert live(s, "g0.0", "failed", 300) == "a"
     assert live(s, "g1.0", "failed", 300) == "c"
-    assert live(s, "g2.0", "ok", 20) == "c"  # no such outcome is known, but what all had left
+    assert live(s, "g2.0", "ok", 20) == "c", "an unknown outcome: the lengths of all count"
     assert live(s, "g3.0", "ok", 60) == "a"
-    # the mean of 20 and 60 says the first bucket, the 90th percentile not: it stays
+    # The mean of 20 and 60 is in the first bucket, the 90th percentile isn't: it stays.
     assert live(s, "g4.0", "ok", 60) == "a"
     assert live(s, "g5.0", "ok", 400) == "a"
     assert live(s, "g6.0", "failed", 10) == "c"
@@ -343,7 +343,7 @@ def test_libra_uses_longer_buckets_and_then_shorter_ones_when_its_own_is_full():
     assert end(s, "g0.0.t0") == {"g0.3.t0": "a"}
 
 
-def test_libra_gives_workers_out_by_shares():
+def test_libra_distributes_workers_to_buckets_by_shares():
     s = make("libra", limits=[50, 200], shares=[0.5, 0.25, 0.25])
     for i in range(8):
         join(s, f"w{i}")
@@ -355,7 +355,7 @@ def test_libra_gives_workers_out_by_shares():
     ]
 
 
-def test_libra_gives_the_long_ones_the_engines_of_a_large_degree_where_there_are_several():
+def test_libra_gives_long_trajectories_the_engines_of_a_large_degree():
     s = make("libra", limits=[50, 200], shares=[1, 1, 1], degrees=[1, 2])
     for name, degree in (("a", 4), ("b", 1), ("c", 2), ("d", 1)):
         shape = ev.Shape(0, degree, 0.01, 0.0, 0.0, 0.0)
@@ -372,14 +372,14 @@ def test_libra_gives_the_long_ones_the_engines_of_a_large_degree_where_there_are
 def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
     s = make("libra", limits=[50], shares=[1, 1])
     for i in range(100):
-        join(s, f"w{i:02}", sequences=2)  # even ones into the first bucket
+        join(s, f"w{i:02}", sequences=2)  # Even numbers join the first bucket.
     for i in range(100):
-        # all have one turn before the first has two
+        # Every worker gets one turn before the first gets two.
         assert request(s, f"g{i}.0.t0") == f"w{2 * i % 100:02}"
     assert request(s, "g100.0.t0") == "w01"
 
 
-def test_libra_labels_a_worker_that_came_back_anew():
+def test_libra_labels_a_worker_that_joins_again():
     s = make("libra", limits=[50], shares=[1, 1])
     for name in "abc":
         join(s, name, sequences=1)
@@ -387,7 +387,7 @@ def test_libra_labels_a_worker_that_came_back_anew():
     s.handle(ev.WorkerLost(at=0.0, worker="c", reason="gone"))
     join(s, "a", sequences=1)
     s.handle(ev.WorkerLost(at=0.0, worker="b", reason="gone"))
-    join(s, "b", sequences=1)  # the first bucket has a
+    join(s, "b", sequences=1)  # The first bucket has worker a.
     assert [request(s, f"g0.{i}.t0") for i in range(3)] == ["a", "b", ""]
 
 
@@ -401,7 +401,7 @@ def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is
     assert request(s, "g1.0.t0", domain="maths") == "h"
     assert request(s, "g2.0.t0", domain="frozen_lake") == "h"
     end(s, "g2.0.t0"), end(s, "g0.0.t0")
-    # back to its own, though h has its prefix
+    # The next turn returns to the domain's hardware, although h has its prefix.
     assert request(s, "g2.0.t1", domain="frozen_lake") == "a"
 
 
@@ -409,7 +409,7 @@ def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is
 
 
 def teach(s, worker, seconds, turns=40):
-    """Turns of 100 tokens take so long on this worker; the others are busy."""
+    """Run turns of 100 tokens that take `seconds[worker]` on the worker that gets them."""
     for i in range(turns):
         name = f"{worker}{i}.0.t0"
         group, member, _ = name.split(".")
@@ -448,20 +448,20 @@ def test_earliest_finish_takes_the_worker_that_stalled_only_if_no_other_has_room
     teach(s, "x", {"a": 1.0, "c": 50.0})
     assert request(s, "g0.0.t0", at=60.0) == "a"
     stalled = s.handle(ev.Tick(at=1000.0))
-    assert where(stalled) == {"g0.0.t0": "c"}  # slow, but not the one that stalled
+    assert where(stalled) == {"g0.0.t0": "c"}, "c is slow, but a stalled"
     assert where(s.handle(ev.Tick(at=2000.0))) == {"g0.0.t0": "a"}
 
 
-def test_least_squares_finds_the_coefficients_and_survives_what_never_varies():
+def test_least_squares_finds_the_coefficients_and_survives_features_that_never_vary():
     from rose.policies.speeds import LeastSquares
 
     fit = LeastSquares(0.995)
     for i in range(5000):
         x = (1 + i % 7, (1 + i % 5) * (1 + i % 7), 0.0)
-        fit.put(x, 2 * x[0] + 0.5 * x[1])
-    assert fit.of((10.0, 20.0, 0.0)) == pytest.approx(30.0, rel=1e-3)
-    fit.put((1.0, 1.0, 1.0), 2.5 + 3.0)
-    assert fit.of((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
+        fit.update(x, 2 * x[0] + 0.5 * x[1])
+    assert fit.predict((10.0, 20.0, 0.0)) == pytest.approx(30.0, rel=1e-3)
+    fit.update((1.0, 1.0, 1.0), 2.5 + 3.0)
+    assert fit.predict((0.0, 0.0, 1.0)) == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -479,10 +479,10 @@ def test_numbers_that_make_no_policy_are_refused(routing, args):
         make(routing, **args)
 
 
-def test_earliest_finish_begins_no_more_trajectories_than_prefixes_can_stay_and_lets_begun_ones_go_on():
+def test_earliest_finish_starts_only_trajectories_whose_prefixes_can_stay_and_lets_started_ones_continue():
     s = make("earliest_finish", chunk_tokens=1000)
     join(s, "a", kv=1000)
-    teach(s, "x", {"a": 1.0}, turns=1)  # 150 tokens of context at its end
+    teach(s, "x", {"a": 1.0}, turns=1)  # It ends with 150 tokens of context.
     places = [request(s, f"g{i}.0.t0", need=100, at=2.0) for i in range(8)]
     assert places == ["a"] * 6 + ["", ""]
     end(s, "g0.0.t0", at=3.0)

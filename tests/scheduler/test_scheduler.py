@@ -107,7 +107,7 @@ def test_kv_need_bounds_what_a_worker_holds_but_one_turn_always_runs():
     assert assigned(request(s, "g0.0.t0", context=500)) == [("g0.0.t0", "a", 1)]
     assert request(s, "g0.1.t0", context=50, new=10) == []
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "a", 1)]
-    assert request(s, "g0.2.t0", context=50, new=10) == []  # 60 + 60 > 100
+    assert request(s, "g0.2.t0", context=50, new=10) == [], "60 + 60 > 100"
 
 
 def test_queue_depth_sends_a_few_turns_ahead():
@@ -126,7 +126,7 @@ def test_turns_of_a_lost_worker_go_elsewhere_in_their_old_order():
     assert assigned(actions) == [("g0.0.t0", "b", 2), ("g0.2.t0", "b", 2)]
 
 
-def test_words_of_an_earlier_attempt_do_not_count():
+def test_progress_of_an_earlier_attempt_does_not_count():
     s = two_workers()
     request(s, "g0.0.t0")
     s.handle(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
@@ -145,18 +145,18 @@ def test_a_turn_without_a_token_until_the_deadline_moves_to_another_worker():
         ev.AssignTurn("g0.0.t0", "b", 2),
     ]
     s.handle(ev.TurnProgressed(at=TIMEOUT_S * 2, turn="g0.0.t0", attempt=2, tokens=1))
-    assert s.handle(ev.Tick(at=TIMEOUT_S * 2.5)) == []  # progress counts
+    assert s.handle(ev.Tick(at=TIMEOUT_S * 2.5)) == [], "progress counts"
 
 
 def test_a_turn_that_stalls_everywhere_ends_the_run():
     s = two_workers()
     request(s, "g0.0.t0")
-    said = [s.handle(ev.Tick(at=(TIMEOUT_S + 1) * k)) for k in range(1, 8)]
-    last = [a for actions in said for a in actions if isinstance(a, ev.GiveUp)][0]
+    answers = [s.handle(ev.Tick(at=(TIMEOUT_S + 1) * k)) for k in range(1, 8)]
+    last = [a for actions in answers for a in actions if isinstance(a, ev.GiveUp)][0]
     assert "g0.0.t0 stalled 5 times" in last.reason and "rollout.turn_timeout_s" in last.reason
 
 
-def give_back(s, turn, attempt, at=0.0):
+def return_turn(s, turn, attempt, at=0.0):
     return s.handle(ev.TurnReturned(at=at, turn=turn, attempt=attempt))
 
 
@@ -174,73 +174,74 @@ def capacity(s, worker, kv=10_000, sequences=4, revoked=False, expected=0.0, at=
 
 
 @ROUTING
-def test_a_turn_that_was_given_back_goes_to_another_worker_before_those_that_came_later(
-    routing, args
-):
+def test_a_returned_turn_goes_to_another_worker_before_later_turns(routing, args):
     s = make(routing=routing, routing_args=args)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", sequences=1)
     request(s, "g0.0.t0"), request(s, "g0.1.t0")
-    join(s, "b", sequences=2)  # takes the second
-    request(s, "g0.2.t0"), request(s, "g0.3.t0")  # the last waits
-    assert give_back(s, "g0.0.t0", 1) == []  # nothing for a before it has said what it can take
+    join(s, "b", sequences=2)  # gets the second turn
+    request(s, "g0.2.t0"), request(s, "g0.3.t0")  # The last turn waits.
+    assert return_turn(s, "g0.0.t0", 1) == [], "a gets nothing before it reports its capacity"
     assert assigned(end(s, "g0.1.t0")) == [("g0.0.t0", "b", 2)]
 
 
-def test_a_worker_that_gave_a_turn_back_gets_no_other_before_it_has_said_what_it_can_take():
+def test_a_worker_that_returned_a_turn_gets_no_other_before_it_reports_its_capacity():
     s = two_workers()
     join(s, "a", sequences=2), join(s, "b", sequences=1)
     for i in range(4):
         request(s, f"g0.{i}.t0")
     back = next(t for t, state in s.cluster.turns.items() if state.worker == "a")
-    assert give_back(s, back, 1) == [] and s.waiting == 2
+    assert return_turn(s, back, 1) == [] and s.waiting == 2
     assert [worker for _, worker, _ in assigned(capacity(s, "a", sequences=3))] == ["a", "a"]
 
 
-def test_the_last_worker_gets_a_turn_that_it_gave_back_only_after_it_has_said_what_it_can_take():
+def test_the_last_worker_gets_a_turn_that_it_returned_only_after_it_reports_its_capacity():
     s = make()
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a")
     request(s, "g0.0.t0")
-    assert give_back(s, "g0.0.t0", 1) == [] and s.handle(ev.Tick(at=1.0)) == [] and s.waiting == 1
+    assert return_turn(s, "g0.0.t0", 1) == [] and s.handle(ev.Tick(at=1.0)) == [] and s.waiting == 1
     assert capacity(s, "a", kv=0, sequences=0) == []
     assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", 2)]
 
 
-def test_a_new_engine_may_take_what_the_old_one_gave_back():
+def test_a_new_engine_may_take_a_turn_that_the_old_one_returned():
     s = make()
     s.handle(ev.VersionPublished(at=0.0, version=0))
-    join(s, "a"), request(s, "g0.0.t0"), give_back(s, "g0.0.t0", 1)
+    join(s, "a"), request(s, "g0.0.t0"), return_turn(s, "g0.0.t0", 1)
     s.handle(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
     assert assigned(join(s, "a")) == [("g0.0.t0", "a", 2)]
 
 
-def test_a_late_word_that_a_turn_was_given_back_is_ignored():
+def test_a_late_return_of_a_turn_is_ignored():
     s = two_workers()
-    request(s, "g0.0.t0"), give_back(s, "g0.0.t0", 1)
-    assert give_back(s, "g0.0.t0", 1) == [] and s.cluster.turns["g0.0.t0"].worker == "b"
+    request(s, "g0.0.t0"), return_turn(s, "g0.0.t0", 1)
+    assert return_turn(s, "g0.0.t0", 1) == [] and s.cluster.turns["g0.0.t0"].worker == "b"
     end(s, "g0.0.t0")
-    assert give_back(s, "g0.0.t0", 2) == []
+    assert return_turn(s, "g0.0.t0", 2) == []
 
 
-def test_turns_that_are_given_back_are_no_stalls_however_often():
+def test_returned_turns_never_count_as_stalls():
     s = make()
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a"), request(s, "g0.0.t0")
     for attempt in range(1, 20):
-        give_back(s, "g0.0.t0", attempt)
+        return_turn(s, "g0.0.t0", attempt)
         assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", attempt + 1)]
-    said = s.handle(ev.Tick(at=TIMEOUT_S + 1))
-    assert said == [ev.AbortTurn("g0.0.t0", "a", 20, "stalled"), ev.AssignTurn("g0.0.t0", "a", 21)]
+    answers = s.handle(ev.Tick(at=TIMEOUT_S + 1))
+    assert answers == [
+        ev.AbortTurn("g0.0.t0", "a", 20, "stalled"),
+        ev.AssignTurn("g0.0.t0", "a", 21),
+    ]
 
 
-def test_a_trajectory_whose_turn_was_given_back_has_no_home_there_any_more():
+def test_a_worker_that_returns_a_turn_is_no_longer_home_of_its_trajectory():
     s = two_workers(routing="cache_affine", routing_args={"imbalance": 1.0})
-    request(s, "g0.0.t0"), give_back(s, "g0.0.t0", 1), end(s, "g0.0.t0")
+    request(s, "g0.0.t0"), return_turn(s, "g0.0.t0", 1), end(s, "g0.0.t0")
     assert s.cluster.home == {"g0.0": "b"}
 
 
-def test_a_worker_that_takes_nothing_gets_nothing_and_has_no_share_of_its_capacity_left():
+def test_a_worker_without_capacity_gets_no_turns_and_has_an_infinite_load():
     s = two_workers()
     capacity(s, "a", kv=0, sequences=0), capacity(s, "b", kv=5_000, sequences=0)
     assert request(s, "g0.0.t0") == [] and len(s.fleet) == 0
@@ -248,12 +249,12 @@ def test_a_worker_that_takes_nothing_gets_nothing_and_has_no_share_of_its_capaci
     assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", 1)]
 
 
-def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger_than_the_rest():
+def test_an_idle_worker_that_lends_only_a_part_takes_no_turn_larger_than_that_part():
     s = make()
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", kv=100), capacity(s, "a", kv=50, expected=-1.0)
     assert request(s, "g0.0.t0", context=60) == []
-    # nobody waits for what can't come
+    # The worker isn't reserved for a turn that it can't hold.
     assert assigned(request(s, "g0.1.t0", context=40)) == [("g0.1.t0", "a", 1)]
     assert end(s, "g0.1.t0") == []
     assert assigned(capacity(s, "a", kv=100)) == [("g0.0.t0", "a", 1)]
@@ -262,35 +263,35 @@ def test_an_idle_worker_of_which_a_part_is_not_lent_takes_no_turn_that_is_larger
 def test_a_large_turn_that_waits_for_a_whole_worker_is_not_starved_by_small_ones_behind_it():
     s = two_workers()
     join(s, "a", kv=100), join(s, "b", kv=100), capacity(s, "b", kv=50)
-    # a is full, b can't take the second
+    # a is full, b can't hold the second turn.
     (request(s, "g0.0.t0", context=80), request(s, "g0.1.t0", context=80))
     assert assigned(request(s, "g0.2.t0")) == [("g0.2.t0", "b", 1)]
-    assert request(s, "g0.3.t0", context=30) == []  # b has no room now
+    assert request(s, "g0.3.t0", context=30) == [], "b has no room now"
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "a", 1)]
 
 
 @ROUTING
-def test_workers_from_which_memory_was_taken_back_come_last(routing, args):
+def test_workers_whose_memory_was_revoked_come_last(routing, args):
     s = two_workers(routing=routing, routing_args=args)
     capacity(s, "a", revoked=True, kv=100)
     assert [assigned(request(s, f"g0.{i}.t0"))[0][1] for i in range(6)] == ["b"] * 4 + ["a"] * 2
 
 
 class Resting:
-    """Cooperative workers join resting; what a tick is to say is in `next`."""
+    """A policy under which cooperative workers join resting, and ticks return the actions `next`."""
 
     def __init__(self):
-        self.next, self.words = [], []
+        self.next, self.received = [], []
 
     def joins_resting(self, kind):
         return kind == "cooperative"
 
     def decide(self, at, cluster):
-        said, self.next = self.next, []
-        return said
+        answers, self.next = self.next, []
+        return answers
 
     def on_event(self, event, cluster):
-        self.words.append(type(event).__name__)
+        self.received.append(type(event).__name__)
 
 
 def resting():
@@ -336,16 +337,16 @@ def test_the_turns_of_a_worker_that_is_to_rest_go_elsewhere_without_a_stall():
     assert say(s, policy, ev.UseWorker("a")) == [ev.UseWorker("a")] and len(s.fleet) == 2
 
 
-def test_policies_hear_of_what_is_true_only():
+def test_policies_receive_only_events_that_are_current():
     s, policy = resting()
     (
         end(s, "g0.9.t0"),
-        give_back(s, "g0.9.t0", 1),
+        return_turn(s, "g0.9.t0", 1),
         s.handle(ev.WorkerLost(at=0.0, worker="x", reason="late")),
     )
-    assert policy.words == ["VersionPublished", "WorkerJoined"]
+    assert policy.received == ["VersionPublished", "WorkerJoined"]
     request(s, "g0.0.t0"), end(s, "g0.0.t0"), end(s, "g0.0.t0")
-    assert policy.words[2:] == ["TurnEnded"]
+    assert policy.received[2:] == ["TurnEnded"]
 
 
 class Chunks(LeastLoaded):
@@ -356,7 +357,7 @@ class Chunks(LeastLoaded):
         return turn.context_tokens + min(turn.max_new_tokens, turn.made_tokens + 4)
 
 
-def test_a_turn_in_chunks_needs_room_for_the_next_one_only_and_comes_back_to_where_it_was():
+def test_a_turn_in_chunks_needs_room_for_one_chunk_and_returns_to_its_worker():
     s = Scheduler(Fixed(), Chunks(), Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", kv=20)
@@ -372,7 +373,7 @@ def test_a_turn_in_chunks_needs_room_for_the_next_one_only_and_comes_back_to_whe
 
 
 class ByHardware:
-    """A domain has its hardware and waits for it."""
+    """Routing to the hardware that has the name of the turn's domain."""
 
     def choose(self, turn, fleet, cluster):
         return fleet.least(turn, hardware=turn.domain)
@@ -384,7 +385,7 @@ class ByHardwareInLanes(ByHardware):
 
 
 @pytest.mark.parametrize("routing", [ByHardware(), ByHardwareInLanes()])
-def test_turns_that_wait_for_one_hardware_leave_the_other_to_those_behind_them(routing):
+def test_turns_that_wait_for_one_hardware_do_not_block_turns_for_another(routing):
     s = Scheduler(Fixed(), routing, Fifo(), Synchronous(4.0), 0.0, TIMEOUT_S)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     for hardware in ("H20", "H800"):
@@ -400,7 +401,7 @@ def test_turns_that_wait_for_one_hardware_leave_the_other_to_those_behind_them(r
             )
         )
     for i, domain in enumerate(["H800", "H800", "H800", "H20"]):
-        said = s.handle(
+        answers = s.handle(
             ev.TurnRequested(
                 at=0.0,
                 turn=f"g0.{i}.t0",
@@ -411,12 +412,12 @@ def test_turns_that_wait_for_one_hardware_leave_the_other_to_those_behind_them(r
                 domain=domain,
             )
         )
-    assert assigned(said) == [("g0.3.t0", "H20", 1)] and s.waiting == 2
+    assert assigned(answers) == [("g0.3.t0", "H20", 1)] and s.waiting == 2
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "H800", 1)]
 
 
 class Youngest:
-    """Last come, first served, until a version is out: then by arrival."""
+    """Last come, first served, until the next step begins; then by arrival."""
 
     def __init__(self):
         self.sign, self.queued = -1, []
@@ -465,7 +466,7 @@ def test_least_loaded_weighs_by_capacity():
 def test_cache_affine_keeps_a_trajectory_on_its_worker_and_a_group_together():
     s = two_workers(routing="cache_affine", routing_args={"imbalance": 0.3})
     assert assigned(request(s, "g0.0.t0"))[0][1] == "a"
-    assert assigned(request(s, "g0.1.t0"))[0][1] == "a"  # the group's prompt is cached there
+    assert assigned(request(s, "g0.1.t0"))[0][1] == "a", "the group's prompt is cached there"
     assert assigned(request(s, "g1.0.t0"))[0][1] == "b"
     end(s, "g0.0.t0")
     assert assigned(request(s, "g0.0.t1"))[0][1] == "a"
@@ -513,22 +514,22 @@ def test_a_refused_group_is_replaced_by_the_next_prompt():
 def test_resampling_is_bounded_then_refused_groups_fill_the_batch():
     s = make(max_admitted=2.0)
     begin(s, 2)
-    said = [finish(s, f"g{i}", accepted=False) for i in range(4)]
+    answers = [finish(s, f"g{i}", accepted=False) for i in range(4)]
     assert (
-        said[0] == [ev.AdmitGroup(2, "g2")]
-        and said[1] == [ev.AdmitGroup(3, "g3")]
-        and said[2] == []
+        answers[0] == [ev.AdmitGroup(2, "g2")]
+        and answers[1] == [ev.AdmitGroup(3, "g3")]
+        and answers[2] == []
     )
-    assert said[3] == [ev.DropGroup("g2"), ev.DropGroup("g3"), ev.StartTraining(1, ["g0", "g1"])]
+    assert answers[3] == [ev.DropGroup("g2"), ev.DropGroup("g3"), ev.StartTraining(1, ["g0", "g1"])]
 
 
-def test_the_stream_goes_on_after_a_restore():
+def test_the_stream_continues_after_a_restore():
     s = make()
     begin(s, 2), finish(s, "g0"), finish(s, "g1")
     begin(s, 1, step=2)
     fresh = make()
     fresh.restore(msgspec.json.decode(msgspec.json.encode(s.snapshot())))
-    assert begin(fresh, 2, step=2) == ["g2", "g3"]  # g2 was lost with its processes
+    assert begin(fresh, 2, step=2) == ["g2", "g3"], "g2 was lost with its processes"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is learnt of workers' speeds."""
+"""Fits of the workers' speeds."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from rose.policies.speeds import LeastSquares, project
 def test_a_fit_has_no_negative_coefficients():
     fit = LeastSquares(0.995)
     draw = np.random.default_rng(1)
-    for _ in range(200):  # shorter turns are in fuller engines: the seconds fall with the output
+    for _ in range(200):  # Shorter turns run in fuller engines, so seconds fall with the output.
         output = draw.uniform(0.1, 1.0)
-        fit.put((output, output * 2, 0.5), 2.0 - output)
+        fit.update((output, output * 2, 0.5), 2.0 - output)
         assert min(fit.weights) >= 0
-    assert fit.of((1.0, 2.0, 0.5)) > 0
+    assert fit.predict((1.0, 2.0, 0.5)) > 0
 
 
-def test_a_negative_coefficient_is_dropped_and_the_others_fit_anew():
+def test_a_negative_coefficient_is_dropped_and_the_others_are_fitted_again():
     draw = np.random.default_rng(2)
     x = draw.uniform(0.0, 1.0, (50, 3))
     y = x @ [2.0, -0.5, 1.0]

@@ -1,5 +1,5 @@
-"""Groups that a step trains in any case are known before its batch is complete: every batching
-policy keeps its word, and says it as early as it can."""
+"""`certain`: every batching policy names groups that a step will train before its batch is complete,
+as early as possible, and trains all of them."""
 
 from random import Random
 
@@ -37,17 +37,17 @@ MADE = {
     slow=st.sampled_from([0, 3]),
     resumes=st.booleans(),
 )
-def test_what_is_promised_to_a_step_is_in_its_batch(name, seed, refuses, slow, resumes):
+def test_groups_reported_as_certain_are_in_the_batch(name, seed, refuses, slow, resumes):
     trainer, random = Trainer(MADE[name], 5), Random(seed)
     for _ in range(10):
-        trainer.run_step(random, refuses, slow)  # `Trainer` asserts it
+        trainer.run_step(random, refuses, slow)  # `Trainer` has the assertions.
         if resumes and random.random() < 0.3:
             trainer.resume()
     assert refuses or trainer.early
 
 
 def train(name: str, finishes: list[tuple[str, bool]], stream: bool = True) -> list:
-    """What the scheduler says of training when groups finish in this order; three make a batch."""
+    """Return the actions about training if groups finish in this order; three make a batch."""
     names = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
     made = scheduler(names | {"batching": name, "placement": "stay"}, 1.0)
     made.handle(ev.VersionPublished(at=0.0, version=0))
@@ -65,22 +65,22 @@ def test_a_synchronous_step_takes_every_accepted_group_at_once():
     assert train("synchronous", finishes, stream=False) == [whole]
 
 
-def test_an_asynchronous_step_takes_those_that_no_older_group_can_displace():
-    """Until g0 is refused, g3 may have to wait behind g0, g1 and g2."""
+def test_an_asynchronous_step_streams_groups_that_no_older_group_can_displace():
+    """g3 becomes certain when g0 is refused, because g0, g1 and g2 precede it."""
     finishes = [("g1", True), ("g3", True), ("g0", False), ("g2", True)]
-    said = train("bounded_staleness", finishes)
-    assert said[:2] == [ev.TrainGroup(1, "g1"), ev.TrainGroup(1, "g3")]
-    assert said[2:] == [ev.StartTraining(1, ["g1", "g2", "g3"])]
+    answers = train("bounded_staleness", finishes)
+    assert answers[:2] == [ev.TrainGroup(1, "g1"), ev.TrainGroup(1, "g3")]
+    assert answers[2:] == [ev.StartTraining(1, ["g1", "g2", "g3"])]
 
 
-def test_one_step_off_streams_what_was_finished_while_the_trainer_was_busy():
+def test_one_step_off_streams_groups_that_finished_while_the_trainer_was_busy():
     policy = OneStepOff(3.0)
     trainer = Trainer(lambda: policy, 3)
     trainer.begin()
     for group in ("g0", "g1", "g2"):
         trainer.finish(group)
     trainer.finish("g4")
-    assert policy.certain() == []  # the trainer has the batch before
+    assert policy.certain() == [], "the trainer still has the last batch"
     trainer.end_step()
     trainer.begin()
     assert policy.certain() == ["g4"]

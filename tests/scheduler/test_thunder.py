@@ -1,4 +1,4 @@
-"""ThunderAgent's programs: whose KV counts, who is paused, who comes back where."""
+"""ThunderAgent's programs: which KV counts, which are paused, and where they are restored."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from rose.policies import build
 from rose.scheduler import events as ev
 from tests.scheduler.test_rival_routing import end, join, lend, make, where
 
-BUFFER = 100  # of an active program
+BUFFER = 100  # KV tokens reserved for each active program
 
 
 def thunder(*workers, kv=1000, **args):
@@ -19,7 +19,7 @@ def thunder(*workers, kv=1000, **args):
 
 
 def request(s, turn, context, at=0.0, **kwargs):
-    """Where the turn goes; "" if it waits."""
+    """Request a turn, and return its worker; "" if it waits."""
     event = ev.TurnRequested(
         at=at,
         turn=turn,
@@ -37,21 +37,21 @@ def tick(s, at):
 
 
 def acts(s, trajectory, context, at=0.0):
-    """A turn of it after which its context is so long; its tools run."""
+    """End a turn of the trajectory with this context, so that its tools run; return its worker."""
     worker = request(s, f"{trajectory}.t0", context - 10, at)
     end(s, f"{trajectory}.t0", at)
     return worker
 
 
-def test_a_context_counts_while_tools_run_and_its_trajectory_comes_back_to_it():
+def test_a_context_counts_while_tools_run_and_its_trajectory_returns_to_it():
     s = thunder("a")
     assert acts(s, "g0.0", 500) == "a"
-    assert request(s, "g1.0.t0", 300 + 1) == ""  # 500 + 301 and twice BUFFER are more than 1,000
+    assert request(s, "g1.0.t0", 300 + 1) == "", "500 + 301 + 2 * BUFFER > 1,000"
     assert request(s, "g2.0.t0", 300) == "a"
     assert request(s, "g0.0.t1", 550) == "a"
 
 
-def test_its_room_is_free_once_it_has_ended():
+def test_an_ended_trajectory_frees_its_room():
     s = thunder("a")
     acts(s, "g0.0", 800)
     assert request(s, "g1.0.t0", 600) == ""
@@ -60,25 +60,26 @@ def test_its_room_is_free_once_it_has_ended():
     }
 
 
-def test_of_long_tools_the_room_is_given_to_others_by_half_lives():
+def test_the_room_of_long_tools_decays_by_half_lives():
     s = thunder("a", half_life_s=10.0)
     acts(s, "g0.0", 800)
     assert request(s, "g1.0.t0", 400 + 1, at=1.0) == ""
-    assert tick(s, 5.0) == {}  # it still counts with 566
-    assert tick(s, 9.9) == {} == tick(s, 10.0 - 1e-3), "looks are 5 s apart"
-    assert tick(s, 10.1) == {"g1.0.t0": "a"}  # with 397
+    assert tick(s, 5.0) == {}, "g0.0 still counts 566 tokens"
+    assert tick(s, 9.9) == {} == tick(s, 10.0 - 1e-3), "contexts are counted every 5 s"
+    assert tick(s, 10.1) == {"g1.0.t0": "a"}, "g0.0 counts 397 tokens"
 
 
-def test_what_exceeds_a_workers_memory_is_paused_tools_first_and_small_contexts_first():
+def test_programs_beyond_a_workers_memory_are_paused_tools_first_and_small_contexts_first():
     s = thunder("a", "b", half_life_s=0.01)
     assert [acts(s, f"g{i}.0", 300) for i in range(4)] == ["a", "b", "a", "b"]
-    tick(s, 5.0)  # no tools count any more
+    tick(s, 5.0)  # Programs whose tools run don't count any more.
     assert request(s, "g4.0.t0", 700, at=5.0) == "a"
     assert request(s, "g5.0.t0", 650, at=5.0) == "b"
-    # a: 300, 300 and 700, each with BUFFER: both whose tools run are paused
+    # Worker a has 300, 300 and 700 tokens, plus BUFFER each. Both programs whose tools run are
+    # paused.
     tick(s, 10.0)
     assert request(s, "g1.0.t1", 310, at=10.0) == "" == request(s, "g2.0.t1", 320, at=10.0)
-    # a paused one goes where there is room, not where it was
+    # A paused program is restored where there is room, not where it was.
     assert end(s, "g5.0.t0", at=11.0) == {}
     assert where(s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g5.0", tokens=10))) == {
         "g1.0.t1": "b",
@@ -86,7 +87,7 @@ def test_what_exceeds_a_workers_memory_is_paused_tools_first_and_small_contexts_
     }
 
 
-def test_where_those_that_generate_are_too_much_the_smallest_is_paused_at_its_turns_end():
+def test_if_generating_programs_exceed_the_memory_the_smallest_is_paused_after_its_turn():
     s = thunder("a", kv=1000)
     request(s, "g0.0.t0", 300), request(s, "g1.0.t0", 400)
     s.handle(ev.TurnProgressed(at=1.0, turn="g1.0.t0", attempt=1, tokens=9))
@@ -95,13 +96,13 @@ def test_where_those_that_generate_are_too_much_the_smallest_is_paused_at_its_tu
             at=2.0, worker="a", kv_tokens=800, max_sequences=8, expected_s=0.0, revoked=False
         )
     )
-    tick(s, 5.0)  # 400 and 509 of 800
+    tick(s, 5.0)  # 400 and 509 tokens exceed 800.
     end(s, "g0.0.t0", at=6.0), end(s, "g1.0.t0", at=6.0)
     assert request(s, "g0.0.t1", 310, at=7.0) == "", "the smaller one was paused"
     assert request(s, "g1.0.t1", 420, at=7.0) == "a"
 
 
-def test_one_that_no_worker_can_hold_runs_alone():
+def test_a_program_larger_than_any_worker_runs_alone():
     s = thunder("a")
     assert request(s, "g0.0.t0", 5000) == "a"
     assert request(s, "g1.0.t0", 10) == ""
@@ -114,7 +115,7 @@ def test_one_that_no_worker_can_hold_runs_alone():
     "event",
     [ev.WorkerLost(at=1.0, worker="a", reason="gone"), ev.WorkerDraining(at=1.0, worker="a")],
 )
-def test_programs_of_a_worker_that_goes_come_back_elsewhere(event):
+def test_programs_of_a_lost_worker_return_elsewhere(event):
     s = thunder("a")
     acts(s, "g0.0", 500)
     s.handle(event)
@@ -131,7 +132,7 @@ def test_a_program_leaves_a_worker_that_lends_less_than_its_turn_needs():
     assert s.cluster.turns["g0.0.t1"].worker == "b"
 
 
-def test_a_turn_that_its_worker_gave_back_goes_elsewhere_with_its_program():
+def test_a_returned_turn_goes_elsewhere_with_its_program():
     s = thunder("a", "b")
     assert request(s, "g0.0.t0", 100) == "a"
     given = where(s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1)))
@@ -147,7 +148,7 @@ def test_evaluations_are_no_programs():
     assert request(s, "e0.0.t0", 300, held_out=True) == "a"
 
 
-def test_shortest_first_restores_those_that_have_begun_then_the_smallest():
+def test_shortest_first_restores_started_trajectories_first_smallest_first():
     s = build(
         SchedulerConfig(
             provisioning=Policy(name="fixed", args={}),

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests import processes
-from tests.slurm.conftest import PORTS
+from tests.ports import cluster_ports
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,6 @@ def test_hangs(cluster):
     Path("folder").write_text(str(cluster))
     time.sleep(7000)
 """
-PORT = 18_700  # behind the ports of the cluster that all other tests share
 
 
 def of_cluster(folder: str) -> list[psutil.Process]:
@@ -56,7 +55,7 @@ def start(tmp_path):
 
     def start(*words: str) -> subprocess.Popen:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        environ |= {PORTS: str(PORT), "NODES": "1", "PYTHONPATH": str(REPOSITORY)}
+        environ |= {"NODES": "1", "PYTHONPATH": str(REPOSITORY)}
         with (tmp_path / "output").open("w") as output:
             started.append(
                 subprocess.Popen(
@@ -106,7 +105,7 @@ def test_an_interrupted_test_run_leaves_no_cluster(start, tmp_path, options, num
 def test_an_owner_that_ends_while_the_cluster_starts_takes_it_along(start, tmp_path):
     owner = start("sleep", "7000")
     folder = tmp_path / "c"
-    settings = {"FOLDER": str(folder), "PORT": str(PORT), "NODES": "1", "GPUS": "0"}
+    settings = {"FOLDER": str(folder), "PORT": str(cluster_ports()), "NODES": "1", "GPUS": "0"}
     script = REPOSITORY / "slurm" / "dev_cluster.sh"
     starts = start(
         "env",

@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -17,11 +18,11 @@ import pytest
 
 from rose.launch import state
 from rose.observe.metrics import read_metrics, rows_of
+from tests import ports
 from tests.job.job import SMALL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
-PORTS = "ROSE_TESTS_SLURM_PORT"
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +45,19 @@ def in_the_cluster(cluster):
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """Settings of slurm/dev_cluster.sh. The variable `PORTS` moves a second cluster elsewhere."""
+    """Settings of slurm/dev_cluster.sh."""
     owners = [os.getpid()] + [os.getppid()] * ("PYTEST_XDIST_WORKER" in os.environ)
     return {
         "FOLDER": str(folder),
-        "PORT": os.environ.get(PORTS, "18500"),
+        "PORT": str(_first_port()),
         "GPUS": "0",
         "OWNERS": " ".join(map(str, owners)),
     }
+
+
+@functools.cache
+def _first_port() -> int:
+    return ports.cluster_ports()
 
 
 def dev_cluster(folder: Path, *words: str) -> None:

@@ -54,7 +54,7 @@ class Driver:
 
 @pytest.fixture
 def driver(cluster, tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(provisioner, "LOOK_S", 0.5)
+    monkeypatch.setattr(provisioner, "POLL_S", 0.5)
 
     def make(*overrides):
         return Driver(

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from rose.transfer import TransferError
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, whole
 from rose.transfer.source import Folder
@@ -130,7 +130,7 @@ def load(
 
 def committed(store: Path) -> set[Step]:
     return {
-        step for step in present(Folder(store)) if (store / edge_name(*step) / MANIFEST).exists()
+        step for step in list_edges(Folder(store)) if (store / edge_name(*step) / MANIFEST).exists()
     }
 
 
@@ -186,7 +186,7 @@ def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
     source = Folder(store)
     plan, digest = read_plan(source)
     edges = committed(store)
-    tally.counts["folders left without a manifest"] += len(present(source) - edges)
+    tally.counts["folders left without a manifest"] += len(list_edges(source) - edges)
     for version, base in edges:
         live = history.live(base)
         try:

@@ -48,7 +48,7 @@ DAMAGE_S, STOP_S = 2.0, 1.5  # for how long a board is damaged; until a switch h
 HANG_UP = 0.05  # of the clients
 STEADY_S = 45.0  # after a start nothing is measured
 # a heap grows by AHEAD at once
-GROWTH, GROWTH_BYTES, GROWTH_FILES = (1.1, (64 << 20) + heap.AHEAD, 8)
+GROWTH, GROWTH_BYTES, GROWTH_FILES = (1.1, (64 << 20) + heap.ENGINE_TOP_PAD, 8)
 END_S = 60.0  # of a run without new faults
 SETTLED_S = 10.0  # after the last process: other programs' names come and go
 FAILURES = 3  # in a row, then no other fault is tried

@@ -26,7 +26,7 @@ from rose.transfer.errors import TransferError
 
 case, folder = sys.argv[1], Path(sys.argv[2])
 world = MPI.COMM_WORLD
-mpi_process.unname(world)
+mpi_process.unlink_shared(world)
 box = Mailbox(world)
 ours = world.Split(world.Get_rank() > 0)
 VERSIONS = 4

@@ -11,7 +11,7 @@ import torch
 
 from rose.transfer import digests
 from rose.transfer.blocks import Rectangle
-from rose.transfer.digests import here
+from rose.transfer.digests import host_digest
 from rose.transfer.live import Live, Place
 from tests.foreign import python_of
 
@@ -75,7 +75,9 @@ def test_without_triton_blocks_are_read_back_which_is_said_once(monkeypatch, cap
     live.on_gpu = True
     places = {n: Place("x", [Rectangle(n, 2048 + n, 0, 1)]) for n in range(3)}
     for _ in range(2):
-        assert digests.digests(live, places, 2) == {n: here(live, p) for n, p in places.items()}
+        assert digests.digests(live, places, 2) == {
+            n: host_digest(live, p) for n, p in places.items()
+        }
     (said,) = [record.message for record in caplog.records]
     assert "Triton fails on cpu: ModuleNotFoundError" in said
-    assert not digests.hashes_there(live)
+    assert not digests.hashes_on_device(live)

@@ -103,7 +103,7 @@ def test_a_mirror_that_was_given_up_says_so_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(mirrors, "BEGINS_S", 60.0)
     mirror = Mirror(tmp_path / "m", 2, 1000)
     fill(mirror)
-    mirror.give_up("no piece came")
+    mirror.abandon("no piece came")
     assert wait(mirror, NEXT) == "no piece came" and files(mirror.path) == ["refused"]
 
 

@@ -416,7 +416,7 @@ def test_a_flip_whose_payloads_were_removed_is_taken_back_before_a_value_is_writ
     before = {name: tensor.clone() for name, tensor in reader.live.items()}
     for version in (2, 3):
         history.publish(version)
-    with pytest.raises(TransferError, match="broke off, and was taken back: .*No such file"):
+    with pytest.raises(TransferError, match="the flip failed, and was undone: .*No such file"):
         staged.flip()
     assert same(reader.live, before)
     reader.load(3)

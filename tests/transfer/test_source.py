@@ -121,7 +121,7 @@ def test_a_file_that_was_written_anew_is_not_taken_for_the_one_that_was_looked_a
     (store / "new").write_bytes(bytes(200))
     os.replace(store / "new", store / path)
     assert source.stat(path).size == before.size
-    with pytest.raises(Changed, match="written anew"):
+    with pytest.raises(Changed, match="rewritten since"):
         source.read(path, 0, 1, tag=before.tag)
 
 

@@ -112,7 +112,7 @@ def test_a_flip_that_breaks_off_in_a_dense_block_is_taken_back_and_can_be_tried_
     store, zero, one = two
     live = copy(zero)
     made = staged(store, [(1, 0)], Breaking(live, at))
-    with pytest.raises(TransferError, match="broke off, and was taken back: device lost"):
+    with pytest.raises(TransferError, match="the flip failed, and was undone: device lost"):
         made.flip()
     assert same(live, zero)
     made.flip()
@@ -126,7 +126,7 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
     made = staged(store, [(1, 0)], Live(live))
     largest = max(made.changes.pieces, key=lambda piece: len(piece.new))
     largest.new = largest.new[:-1]  # fewer values than places: torch refuses
-    with pytest.raises(TransferError, match="was taken back"):
+    with pytest.raises(TransferError, match="was undone"):
         made.flip()
     assert same(live, zero)
 
@@ -224,8 +224,10 @@ def test_the_device_gives_no_more_than_its_budget_and_the_result_is_the_same(
         made.check()
         made.changes.put("old")
         assert same(live, zero)
-    assert peak.most <= max(room, changes.WORK) + 16  # sums of what differs are single numbers
-    assert made.changes.device_bytes <= max(room, changes.WORK)
+    assert (
+        peak.most <= max(room, changes.VALUE_BYTES) + 16
+    )  # sums of what differs are single numbers
+    assert made.changes.device_bytes <= max(room, changes.VALUE_BYTES)
     resident = sum(piece.resident for piece in made.changes.pieces)
     assert resident == (len(made.changes.pieces) if room == 10**6 else 0 if room == 1 else resident)
     made.release()
@@ -254,14 +256,14 @@ def test_a_device_that_has_less_than_it_said_gives_smaller_pieces(tmp_path, monk
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(size, **options)
 
-    monkeypatch.setattr(changes, "LEAST", 4000)
+    monkeypatch.setattr(changes, "MIN_BYTES", 4000)
     monkeypatch.setattr(torch, "empty", scarce)
     made = staged(store, [(1, 0)], Live(live), device_bytes=10**6)
     assert max(asked) > 3500 and made.changes.device_bytes <= 4000
     made.flip()
     made.check()
     assert same(live, one)
-    monkeypatch.setattr(changes, "LEAST", 10**6)
+    monkeypatch.setattr(changes, "MIN_BYTES", 10**6)
     with pytest.raises(
         TransferError, match="staging a version needs .* MiB of cpu, which has not even those"
     ):
@@ -273,10 +275,10 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     assert changes.budget(live, None) is None and changes.budget(live, 77) == 77
     live.device = torch.device("cuda")
     for free, most, wanted in (
-        (10 * 2**30, None, 10 * 2**30 - changes.RESERVE),
+        (10 * 2**30, None, 10 * 2**30 - changes.RESERVE_BYTES),
         (10 * 2**30, 2**30, 2**30),
-        (2**28, 2**30, changes.LEAST),
-        (2**28, None, changes.LEAST),
+        (2**28, 2**30, changes.MIN_BYTES),
+        (2**28, None, changes.MIN_BYTES),
     ):
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30)
@@ -506,8 +508,8 @@ def test_a_thread_of_a_rank_on_another_device_never_returns_to_the_first_one(mon
     """What torch does there: a thread's device is 0 until it is set, and a stream's context goes
     back to what it was."""
     live, calls = Live(zeros()), []
-    live.device, live._aside = torch.device("cuda", 1), "a stream of it"
+    live.device, live._side_stream = torch.device("cuda", 1), "a stream of it"
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(stream))
-    live.aside()
+    live.side_stream()
     assert calls == [torch.device("cuda", 1), "a stream of it"]

@@ -17,7 +17,7 @@ import xxhash
 
 from rose.transfer import Corrupted, Missing, TransferError, codec, publish
 from rose.transfer.blocks import Tensor, cut
-from rose.transfer.edge import Edge, present, read_plan
+from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.live import Live
 from rose.transfer.publish import Publisher, collect
 from rose.transfer.receive import Receiver, materialise, whole
@@ -342,7 +342,7 @@ def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
 
 def names(store) -> list[str]:
     """Of the edges that are committed."""
-    found = [edge_name(*step) for step in present(Folder(store))]
+    found = [edge_name(*step) for step in list_edges(Folder(store))]
     return sorted(name for name in found if (store / name / MANIFEST).exists())
 
 
@@ -401,7 +401,7 @@ def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_o
         else:
             patch.setattr(publish, "collect", raises(OSError(errno.ESTALE, "Stale file handle")))
         assert world.tidy() == []
-    assert "left out" in capfd.readouterr().out
+    assert "store upkeep failed" in capfd.readouterr().out
     assert edge_name(2, FULL) in names(world.store)
     assert (edge_name(2, INITIAL) in names(world.store)) == (trouble == "disk that can't be listed")
     for version in (3, 4):
@@ -425,7 +425,9 @@ def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
         refuse = raises(TransferError("rank-00000.h5: not written: No space left on device"))
         patch.setattr(EdgeWriter, "finish", refuse)
         world.tidy()
-    assert "left out" in capfd.readouterr().out and edge_name(2, FULL) not in names(world.store)
+    assert "store upkeep failed" in capfd.readouterr().out and edge_name(2, FULL) not in names(
+        world.store
+    )
     world.step()
     world.publish(3)
     assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
@@ -530,9 +532,9 @@ def test_files_go_a_call_after_their_manifest_so_that_who_reads_them_can_end(tmp
         opened(world.store, 1, 0)
     with pytest.raises(Missing, match="v000001/from-000000/manifest.json"):
         edge.require()
-    assert len(edge.table(0)) and {version for version, _ in present(source)} == {0, 1, 2}
+    assert len(edge.table(0)) and {version for version, _ in list_edges(source)} == {0, 1, 2}
     assert collect(world.store, 1) == []
-    assert {version for version, _ in present(source)} == {2}
+    assert {version for version, _ in list_edges(source)} == {2}
 
 
 def test_a_collector_finds_nothing_in_an_empty_store(tmp_path):

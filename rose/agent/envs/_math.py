@@ -9,6 +9,7 @@ process with a limit: SymPy can compute for ever. Package: math-verify (Kydlíč
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from math_verify import parse, verify
 
@@ -20,8 +21,12 @@ STYLE = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
 SPACING = re.compile(r"\\[,;:! ]|\\(?:quad|qquad|left|right)(?![A-Za-z])|[\s$~]+|&nbsp;")
-# of a multiple-choice question, with the option's text or not
-CHOICE = re.compile(r"[(\[]?([A-J])(?:[)\].:]+(?:\s.*)?)?", re.S)
+# of a multiple-choice question, with the option's text or not; (B) or (C) is no choice
+CHOICE = re.compile(
+    r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?[(\[]?([A-J])"
+    r"(?![)\].:]*\s*(?:or|and|,|/)\s*[(\[]?[A-J]\b)(?:[)\].:]+(?:\s.*)?)?",
+    re.S,
+)
 WORDS = re.compile(r"[^\W\d_]+(?:[\s,;'’.-]+[^\W\d_]+)*[.!]?")
 VARIABLES = re.compile(r"[a-df-hjkmnp-z]{2}")  # two letters that are a product, as ab and xy
 NAMES = re.compile(r"\\?(?:infty|inf|infinity|pi|oo)")  # words that SymPy has a value for
@@ -40,8 +45,22 @@ SCIENTIFIC, POWER = (
     re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"),
     r"\1 \\times 10^{\2}",
 )
+# 12\,000 and 12 000, which math-verify takes for a product
+THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 FORMULA = re.compile(r"(?<!\\)\$.+?(?<!\\)\$", re.S)
-SAID = re.compile(r"(?:answer|result)(?:\s+is|\s*:)\s*(.+)", re.I)
+SAID = re.compile(r"(?:answer|result|option|choice)(?:\s+is\b|\s*:)[\s:]*", re.I)
+# words that are no unit of the number before them
+FUNCTIONS = "sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt|max|min|gcd|lcm|and|or"
+# the number of $18, 18 dollars, 18 cm^2, 60\% and 18.
+QUANTITY = re.compile(
+    r"(?:US|USD)?\s*\\?[$£€¥₹]?\s*(?P<number>(?:\\[dt]?frac|[^A-Za-z\\$£€¥₹%])*[\d}])\s*"
+    rf"(?P<unit>[£€¥₹°]|\\?\s?%|(?:(?:\s|\s*/\s*)(?!(?:{FUNCTIONS})\b)"
+    r"(?:[A-Za-z]{3,}|cm|mm|km|kg|mg|ml|mL|ft|lb|oz|hr|mi|yd|of|(?<=/)[hs])"
+    r"(?:\s*\^\s*\{?\d\}?)?)*)\s*\.?"
+)
+SCALES = {"%": -2, "percent": -2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALE = re.compile("|".join(SCALES))
+BASE = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")  # 101_2, of which math-verify drops the base
 
 
 def reward(text: str, row: dict) -> float:
@@ -49,19 +68,54 @@ def reward(text: str, row: dict) -> float:
     else 0. It stands in \boxed{}, or behind ####, or is else the last formula or number."""
     said, gold = outside_thoughts(text), str(row["answer"]).strip()
     boxed = _marked(gold)
-    right = SCIENTIFIC.sub(POWER, (gold if boxed is None else boxed).strip().removesuffix("."))
-    answer = None if (marked := _marked(said)) is None else SCIENTIFIC.sub(POWER, marked)
+    right = _numbers((gold if boxed is None else boxed).strip().removesuffix("."))
+    answer = None if (marked := _marked(said)) is None else _numbers(marked)
     if _textual(right):
-        given = _last_sentence(said) if answer is None else answer
-        return float(_normal(given) == _normal(right))
-    if answer is not None and _textual(answer):
+        given = [answer] if answer is not None else _last_said(said)
+        return float(_normal(right) in map(_normal, given))
+    formula = parse(gold) if boxed is None and FORMULA.search(gold) else None
+    if answer is None:
+        return float(_equal(right, said, formula))
+    if _textual(answer) or _other_base(right, answer):
         return 0.0
-    given = parse(said if answer is None else rf"\boxed{{{answer}}}")
-    if boxed is None and FORMULA.search(gold):
-        right = parse(gold)
-    else:  # bare LaTeX is no formula to `parse`, which takes a number out of it: 2 of 2\sqrt{3}
-        right = parse(rf"\boxed{{{right}}}") or parse(right) or [right]
-    return float(bool(given) and verify(right, given))
+    pairs = [(right, answer), *_quantities(right, answer)]
+    return float(any(_equal(gold, rf"\boxed{{{given}}}", formula) for gold, given in pairs))
+
+
+def _equal(gold: str, given: str, formula: list[Any] | None) -> bool:
+    """True if math-verify reads `given` as `gold`, or as `formula` where that is not None."""
+    if not (found := parse(given)):
+        return False
+    # Bare LaTeX is no formula to `parse`, which takes a number out of it: 2 of 2\sqrt{3}.
+    return verify(formula or parse(rf"\boxed{{{gold}}}") or parse(gold) or [gold], found)
+
+
+def _numbers(text: str) -> str:
+    """Write numbers as math-verify reads them."""
+    text = text.replace(r"\varnothing", r"\emptyset")
+    return SCIENTIFIC.sub(POWER, THOUSANDS.sub("", text))
+
+
+def _quantities(right: str, answer: str) -> list[tuple[str, str]]:
+    """Return the numbers of both without their units, if they have some. Where the units have
+    different scales, as 60\\% and 0.6 or 5 million and 5, the values are returned, too."""
+    texts = right, answer
+    found = [QUANTITY.fullmatch(_plain(text.replace(r"\$", ""))) for text in texts]
+    numbers = [m["number"] if m else text for m, text in zip(found, texts, strict=True)]
+    if numbers == [*texts]:
+        return []
+    powers = [m and SCALE.search(m["unit"]) for m in found]
+    powers = [SCALES[m[0]] if m else 0 for m in powers]
+    if powers[0] == powers[1]:
+        return [(numbers[0], numbers[1])]
+    gold, given = (rf"{n} \times 10^{{{p}}}" for n, p in zip(numbers, powers, strict=True))
+    return [(gold, given)] if all(powers) else [(gold, given), (numbers[0], numbers[1])]
+
+
+def _other_base(right: str, answer: str) -> bool:
+    """True for two numbers that name two bases."""
+    bases = [BASE.fullmatch(re.sub(r"\s", "", _plain(text))) for text in (right, answer)]
+    return all(bases) and bases[0][2] != bases[1][2]
 
 
 def _marked(text: str) -> str | None:
@@ -69,7 +123,7 @@ def _marked(text: str) -> str | None:
     if (boxed := last_boxed(text)) is not None:
         return boxed
     _, mark, rest = text.rpartition("####")
-    return rest.strip().split("\n")[0].strip() or None if mark else None
+    return rest.strip().split("\n")[0].strip(" \t\r*") or None if mark else None
 
 
 def _plain(text: str) -> str:
@@ -100,8 +154,11 @@ def _normal(text: str) -> str:
     return re.sub(r"[\s,;.!]+", " ", plain).strip(" '\"")
 
 
-def _last_sentence(text: str) -> str:
-    """Return what follows "the answer is" last, else the last line."""
-    lines = text.strip().splitlines() or [""]
-    found = SAID.findall(text)
-    return (found[-1] if found else lines[-1]).strip().strip("*").removesuffix(".")
+def _last_said(text: str) -> list[str]:
+    """Return what follows "the answer is" last, else the last line: whole, and its first
+    sentence."""
+    text = re.sub(r"[*`]+", "", text).strip()
+    lines = text.splitlines() or [""]
+    marks = [mark for mark in SAID.finditer(text) if text[mark.end() :].strip()]
+    said = text[marks[-1].end() :].partition("\n")[0] if marks else lines[-1]
+    return [said, re.split(r"[.!](?:\s|$)", said)[0]]

@@ -21,7 +21,7 @@ from rose import inputs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Start
 from rose.config import ConfigError
-from rose.files import text_lines
+from rose.files import LFS_ADVICE, is_lfs_pointer, json_lines, user_text
 from rose.reward.episode import Episode, Said, Score, score_of
 
 MATH = "rose.agent.envs._math:reward"
@@ -250,6 +250,8 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
     try:
         if path.is_dir():
             return _saved(place, path, split)
+        if is_lfs_pointer(path):
+            raise ConfigError(f"{place}: {LFS_ADVICE}")
         if path.suffix == ".parquet":
             from pyarrow import parquet
 
@@ -259,24 +261,22 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
 
         raise missing(place, error) from error
     if path.suffix == ".json":
+        whole = user_text(path)
         try:
-            rows = json.loads(path.read_text("utf-8-sig"))
+            rows = json.loads(whole)
         except ValueError as error:
             raise ConfigError(
-                f"{place}: can't be read: {error}; a file with a row on each line is a .jsonl file"
+                f"{place}: it is no JSON ({error}); a file with a row on each line is named .jsonl"
             ) from None
         if not isinstance(rows, list):
             raise ConfigError(f"{place}: must be a list of rows, and is a {type(rows).__name__}")
         return rows
     if path.suffix != ".jsonl":
         raise ConfigError(f"{place}: must be {FORMATS}")
-    rows = []
-    for number, line in enumerate(text_lines(path), 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ConfigError(f"{place}: line {number} is no JSON ({error})") from None
-    return rows
+    try:
+        return json_lines(path)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def _saved(place: str, path: Path, split: str) -> list[Any]:
@@ -310,10 +310,11 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
 def _check_answers(key: str, place: str, field: str, prompt_field: str, here: str) -> None:
     for number, row in enumerate(_rows(key, place, prompt_field, here), 1):
         value = row.get(field)
-        if isinstance(value, str | int | float):
+        empty = isinstance(value, str) and not value.strip() or value != value  # NaN
+        if isinstance(value, str | int | float) and not empty:
             continue
         what = f"has no answer there; it has {', '.join(row)}"
-        if value is not None:
+        if value is not None and not empty:
             what = (
                 f"has a {type(value).__name__} there, {value!r:.80}; env.args.reward=math compares "
                 "with a text or a number: write the answer as one, or give a reward function"

@@ -22,6 +22,7 @@ import xxhash
 
 from rose import inputs
 from rose.config import ConfigError
+from rose.files import user_text
 from rose.sandbox import SandboxError, Spec
 
 SPLITS = ("train", "held_out")
@@ -116,8 +117,8 @@ def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
 def _text(path: Path) -> str:
     """Empty if there is no such file."""
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
-    except UnicodeDecodeError as error:
+        return user_text(path) if path.is_file() else ""
+    except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
 
 
@@ -127,6 +128,11 @@ def _task(folder: Path, name: str) -> Task:
         raise ValueError("no instruction.md, or an empty one")
     if not (folder / "tests/test.sh").is_file():
         raise ValueError("no tests/test.sh")
+    if b"\r\n" in (folder / "tests/test.sh").read_bytes():
+        raise ValueError(
+            r"tests/test.sh has Windows line ends (\r\n), and bash takes \r for a part of each "
+            r"command; remove them with sed -i 's/\r$//'"
+        )
     try:
         read: dict[str, Any] = tomllib.loads(_text(folder / "task.toml"))
     except tomllib.TOMLDecodeError as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rose import inputs, processes
 from rose.config import ConfigError
-from rose.files import text_lines
+from rose.files import json_lines
 
 
 class Agent:
@@ -127,7 +127,7 @@ def _in_both(path: str) -> int:
 def _lines(path: str) -> list[Any]:
     inputs.verify(path)
     try:
-        tasks = [json.loads(line) for line in text_lines(path) if line.strip()]
+        tasks = json_lines(path)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"env.args.tasks={path!r}: {error}") from None
     if len(tasks) < 2:

@@ -25,12 +25,13 @@ FIELDS = {
     "max_tokens": fields.USED,
     "stop_sequences": "used: at most 16 strings",
     "stream": "used: the turn comes in one piece when it is complete",
-    "output_config": "`format`: only `text`",
+    "output_config": f"`format`: only `text`; `effort`: {fields.EFFORT}",
+    "chat_template_kwargs": fields.TEMPLATE,
     "output_format": "only `text`",
     "temperature": fields.SAMPLING,
     "top_p": fields.SAMPLING,
     "top_k": fields.SAMPLING,
-    "thinking": fields.APART,
+    "thinking": f"`disabled` is an effort of `none`; else {fields.APART}",
     "context_management": fields.APART,
     "metadata": fields.IGNORED,
     "service_tier": fields.IGNORED,
@@ -51,7 +52,8 @@ def read(body: dict[str, Any]) -> Query:
 def read_prompt(body: dict[str, Any]) -> Query:
     """Read a body that may lack `max_tokens`. Raises `ApiError`."""
     fields.refuse(body, FIELDS)
-    fields.free_text(take(body, "output_config", dict, {}).get("format"), "output_config.format")
+    output = take(body, "output_config", dict, {})
+    fields.free_text(output.get("format"), "output_config.format")
     fields.free_text(body.get("output_format"), "output_format")
     messages: list[Message] = []
     if given := body.get("system"):
@@ -61,6 +63,8 @@ def read_prompt(body: dict[str, Any]) -> Query:
         messages += _messages(each, f"messages[{i}]")
     fields.ends_with_question(messages)
     choice = take(body, "tool_choice", dict, {})
+    disabled = take(body, "thinking", dict, {}).get("type") == "disabled"
+    effort = "none" if disabled else take(output, "effort", str, None)
     tools = fields.items(take(body, "tools", list, []), "tools")
     return Query(
         tuple(messages),
@@ -70,6 +74,7 @@ def read_prompt(body: dict[str, Any]) -> Query:
         fields.rest(body, FIELDS),
         calls_tools=choice.get("type") != "none",
         parallel=not take(choice, "disable_parallel_tool_use", bool, False),
+        template_args=fields.template_args(body, effort),
     )
 
 
@@ -78,7 +83,7 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
     if role == "system":
-        return [Message(role, text)] if (text := _system(content, where)) else []
+        return [Message(role, text)] if (text := _system(_parts(content), where)) else []
     if isinstance(content, str):
         return [Message(role, content)]
     blocks = fields.items(content, f"{where}.content")
@@ -89,8 +94,17 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     return results + ([Message.of(role, said)] if said else [])
 
 
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _system(content: Any, where: str) -> str:
-    return "".join(fields.system_texts(fields.texts(content, TEXT, where)))
+    """Return the system's text. As in vLLM, a block that begins with Claude Code's line goes
+    whole."""
+    texts = fields.texts(content, TEXT, where)
+    if isinstance(content, str):
+        return "".join(fields.system_texts(texts))
+    return "".join(text for text in texts if not text.startswith(fields.BILLING))
 
 
 def _said(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
@@ -107,6 +121,8 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
                 calls.append(Call(take(block, "id", str, ""), take(block, "name", str), given))
             case "thinking":
                 thought.append(take(block, "thinking", str))
+            case "redacted_thinking":
+                continue  # Nothing of it can be written. vLLM leaves it out, too.
             case _:
                 said.append(block)
     parts = _said(said, f"{where}.content")
@@ -127,7 +143,7 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
     return fields.function(raw | {"parameters": schema}, "tools")
 
 
-def write(answer: Answer, model: str) -> dict[str, Any]:
+def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
     return _head(answer, model) | {
         "content": _blocks(answer),
         "stop_reason": _reason(answer),

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from rose.agent.gateway.session import ApiError
-from rose.agent.template import served_tool
+from rose.agent.template import CONVERSATION, served_tool
 
 # What becomes of a field of a request. A field that an API's `FIELDS` does not name is as `APART`.
 USED = "used"
@@ -19,6 +19,15 @@ SAMPLING = "the run's own is used; a call that differs in it is no retry"
 CHOICE = (
     "`none`: a tool call in the answer is returned as text; every other value, also `required`, is "
     "`auto`"
+)
+TEMPLATE = "used: arguments of the chat template, before the run's own"
+EFFORT = (
+    "used: as the template's arguments `reasoning_effort` and `enable_thinking`, which is false "
+    "for `none`"
+)
+# vLLM's ways to another prompt than the template's for a next turn.
+PROMPTS = dict.fromkeys(
+    ("chat_template", "documents", "continue_final_message", "truncate_prompt_tokens"), REFUSED
 )
 BILLING = "x-anthropic-billing-header"
 SEED = "does not seed the sampling; a call repeated with another `seed` gets a new answer"
@@ -93,9 +102,10 @@ def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def system_texts(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a system message's texts without the line that Claude Code writes differently in each
-    call; vLLM drops it, too."""
-    return tuple(text for text in parts if not text.startswith(BILLING))
+    """Return a system message's texts without the first line that Claude Code writes differently
+    in each call; vLLM drops it, too."""
+    kept = (t.partition("\n")[2] if t.startswith(BILLING) else t for t in parts)
+    return tuple(text for text, given in zip(kept, parts, strict=True) if text or not given)
 
 
 def arguments(written: Any, where: str) -> dict[str, Any]:
@@ -131,6 +141,18 @@ def free_text(form: Any, name: str) -> None:
         raise bad(f"{name}: {json.dumps(kind)[:80]}; only text is supported")
 
 
+def template_args(body: dict[str, Any], effort: str | None) -> dict[str, Any]:
+    """Return the template's arguments of a request, as `vllm serve` takes them. `effort`: that of
+    thinking."""
+    found = dict(take(body, "chat_template_kwargs", dict, {}))
+    if reserved := sorted(found.keys() & CONVERSATION):
+        raise bad(f"chat_template_kwargs: {reserved[0]} is the conversation's own")
+    if effort is not None:
+        found.setdefault("enable_thinking", effort != "none")
+        found["reasoning_effort"] = effort
+    return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
 def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
     """Raises `ApiError` for a field that is `REFUSED`, unless it is null, false, empty or 0."""
     for name, becomes in known.items():
@@ -143,7 +165,7 @@ def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in body.items()
-        if known.get(name, APART) in (APART, SAMPLING, SEED) and value is not None
+        if known.get(name, APART).endswith((APART, SAMPLING, SEED)) and value is not None
     }
 
 

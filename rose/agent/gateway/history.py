@@ -121,18 +121,24 @@ class History:
         self._roots: list[Node] = []
         self._after: dict[bytes, Node] = {}  # digest of a conversation that ends with an answer
 
-    def place(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Place:
-        """Raises `CannotExtend` when the template refuses the messages."""
-        known = digests(messages, tools)
+    def place(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]],
+        template_args: dict[str, Any] | None = None,
+    ) -> Place:
+        """Raises `CannotExtend` when the template refuses the messages or the arguments."""
+        chat = self._chat.with_args(template_args or {})
+        known = digests(messages, tools, chat.template_args)
         for length in range(len(messages) - 1, 0, -1):
             node = self._after.get(known[length])
             if node is not None and messages[length - 1].role == "assistant":
                 system = any(m.role in ("system", "developer") for m in messages[:length])
-                new = self._appended(messages[length:], node, bool(tools), system)
+                new = _appended(chat, messages[length:], node, bool(tools), system)
                 if new is not None:
                     return Place(node, new)
-        rendered = [message.rendered(self._chat) for message in messages]
-        return Place(None, self._chat.start(rendered, tools))
+        rendered = [message.rendered(chat) for message in messages]
+        return Place(None, chat.start(rendered, tools))
 
     def place_tokens(self, tokens: Sequence[int]) -> Place:
         """A call by token ids: after the longest recorded node whose tokens they begin with."""
@@ -144,18 +150,6 @@ class History:
                 best = node
         known = len(best.tokens) // 4 if best else 0
         return Place(best, list(tokens[known:]))
-
-    def _appended(
-        self, new: Sequence[Message], node: Node, tools: bool, system: bool
-    ) -> list[int] | None:
-        """Tokens of messages behind a node's answer; None if they can't stand there."""
-        if any(message.role not in ("user", "tool") for message in new):
-            return None
-        try:
-            said = [message.rendered(self._chat) for message in new]
-            return self._chat.observations(said, node.closed, tools, system)
-        except CannotExtend:
-            return None
 
     def record(self, place: Place, result: TurnResult, limit: str = "") -> Node:
         """Add what the policy made at `place`, in a turn whose name ends with t and its number.
@@ -176,11 +170,17 @@ class History:
         return node
 
     def answered(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]], answer: Message, node: Node
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]],
+        answer: Message,
+        node: Node,
+        template_args: dict[str, Any] | None = None,
     ) -> None:
         """`node` is what a conversation goes on from that has `answer` behind `messages`."""
         node.conversation = (*messages, answer)
-        self._after.setdefault(digests([*messages, answer], tools)[-1], node)
+        given = self._chat.with_args(template_args or {}).template_args
+        self._after.setdefault(digests([*messages, answer], tools, given)[-1], node)
 
     def leaves(self) -> list[Node]:
         """The longest first. An answer that the agent never got, and nothing goes on from, is
@@ -205,6 +205,19 @@ class History:
         return found
 
 
+def _appended(
+    chat: ChatFormat, new: Sequence[Message], node: Node, tools: bool, system: bool
+) -> list[int] | None:
+    """Tokens of messages behind a node's answer; None if they can't stand there."""
+    if any(message.role not in ("user", "tool") for message in new):
+        return None
+    try:
+        said = [message.rendered(chat) for message in new]
+        return chat.observations(said, node.closed, tools, system)
+    except CannotExtend:
+        return None
+
+
 def _branch(leaf: Node, seen: set[int]) -> Branch:
     """`seen`: ids of the nodes that earlier leaves have trained; grows."""
     node, shared = leaf, 0
@@ -226,9 +239,11 @@ def _branch(leaf: Node, seen: set[int]) -> Branch:
     )
 
 
-def digests(messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[bytes]:
-    """[i]: of the tools and the first i messages."""
-    found = [hashlib.sha256(_canonical(tools)).digest()]
+def digests(
+    messages: Sequence[Message], tools: list[dict[str, Any]], template_args: dict[str, Any]
+) -> list[bytes]:
+    """[i]: of the template's arguments, the tools and the first i messages."""
+    found = [hashlib.sha256(_canonical([tools, template_args])).digest()]
     for message in messages:
         found.append(hashlib.sha256(found[-1] + _canonical(message.key())).digest())
     return found

@@ -34,12 +34,15 @@ FIELDS = {
     "presence_penalty": fields.SAMPLING,
     "logit_bias": fields.SAMPLING,
     "seed": fields.SEED,
-    "reasoning_effort": fields.APART,
+    "reasoning_effort": fields.EFFORT,
+    "chat_template_kwargs": fields.TEMPLATE,
     "verbosity": fields.APART,
     "prediction": fields.IGNORED,
     **fields.ABOUT,
     "logprobs": fields.REFUSED,
     **fields.CONSTRAINTS,
+    **fields.PROMPTS,
+    "add_generation_prompt": "only true",
     "top_logprobs": fields.REFUSED,
     "functions": fields.REFUSED,
     "function_call": fields.REFUSED,
@@ -60,6 +63,8 @@ def read(body: dict[str, Any]) -> Query:
     if others := [kind for kind in take(body, "modalities", list, []) if kind != "text"]:
         raise bad(f"modalities: {json.dumps(others)[:80]}; only text is supported")
     fields.refuse(body, FIELDS)
+    if not take(body, "add_generation_prompt", bool, True):
+        raise bad("add_generation_prompt: false; the policy's turn follows each prompt")
     listed = fields.items(take(body, "messages", list), "messages")
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(listed)]
     fields.ends_with_question(messages)
@@ -72,6 +77,7 @@ def read(body: dict[str, Any]) -> Query:
         fields.rest(body, FIELDS),
         calls_tools=choice != "none",
         parallel=take(body, "parallel_tool_calls", bool, True),
+        template_args=fields.template_args(body, take(body, "reasoning_effort", str, None)),
     )
 
 
@@ -104,7 +110,7 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
     return fields.function(take(raw, "function", dict), "tools")
 
 
-def write(answer: Answer, model: str) -> dict[str, Any]:
+def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
     message = {"role": "assistant", "content": _content(answer), "refusal": None}
     if answer.message.thought:
         message["reasoning_content"] = answer.message.thought

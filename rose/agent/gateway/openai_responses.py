@@ -31,7 +31,8 @@ FIELDS = {
     "text": "`format`: only `text`",
     "temperature": fields.SAMPLING,
     "top_p": fields.SAMPLING,
-    "reasoning": fields.APART,
+    "reasoning": f"`effort`: {fields.EFFORT}; else {fields.APART}",
+    "chat_template_kwargs": fields.TEMPLATE,
     "truncation": fields.APART,
     "max_tool_calls": fields.APART,
     "include": fields.IGNORED,
@@ -54,7 +55,7 @@ def read(body: dict[str, Any]) -> Query:
     fields.refuse(body, FIELDS)
     messages: list[Message] = []
     if instructions := take(body, "instructions", str, ""):
-        messages.append(Message("system", instructions))
+        messages.append(Message("system", "".join(fields.system_texts((instructions,)))))
     given = take(body, "input", (str, list))
     if isinstance(given, str):
         messages.append(Message("user", given))
@@ -62,6 +63,7 @@ def read(body: dict[str, Any]) -> Query:
         messages += _merged(fields.items(given, "input"))
     fields.ends_with_question(messages)
     tools = fields.items(take(body, "tools", list, []), "tools")
+    reasoning = take(body, "reasoning", dict, {})
     return Query(
         tuple(messages),
         [_tool(tool) for tool in tools],
@@ -70,6 +72,7 @@ def read(body: dict[str, Any]) -> Query:
         fields.rest(body, FIELDS),
         calls_tools=take(body, "tool_choice", (str, dict), "auto") != "none",
         parallel=take(body, "parallel_tool_calls", bool, True),
+        template_args=fields.template_args(body, take(reasoning, "effort", str, None)),
     )
 
 
@@ -105,7 +108,11 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
             role = take(item, "role", str)
             if role not in ROLES:
                 raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
-            messages.append(Message.of(role, fields.texts(item.get("content"), TEXT, where)))
+            content = item.get("content")
+            texts = fields.texts(content, TEXT, where)
+            if role == "system" and isinstance(content, str):  # vLLM leaves parts as they are
+                texts = fields.system_texts(texts)
+            messages.append(Message.of(role, texts))
         else:
             raise bad(f"{where}.type: {kind!r} is not supported")
         answering = own
@@ -123,10 +130,10 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
     return fields.function(raw, "tools")
 
 
-def write(answer: Answer, model: str) -> dict[str, Any]:
+def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
     made = len(answer.tokens)
     cut = answer.finish == "length"
-    return _head(answer, model) | {
+    return _head(answer, model, body) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _items(answer),
@@ -141,14 +148,14 @@ def write(answer: Answer, model: str) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
-    begun = _head(answer, model) | {"status": "in_progress", "output": [], "usage": None}
+    begun = _head(answer, model, body) | {"status": "in_progress", "output": [], "usage": None}
     events: list[dict[str, Any]] = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
     ]
     for index, item in enumerate(_items(answer)):
         events += _item_events(index, item)
-    whole = write(answer, model)
+    whole = write(answer, model, body)
     events.append({"type": f"response.{whole['status']}", "response": whole})
     return [
         f"event: {e['type']}\ndata: {json.dumps(e | {'sequence_number': n})}\n\n".encode()
@@ -215,7 +222,22 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _head(answer: Answer, model: str) -> dict[str, Any]:
+# What an answer repeats of its request, and what stands there where the request has nothing.
+REPEATED = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+}
+
+
+def _head(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
+    given = {name: body.get(name) for name in REPEATED}
     return {
         "id": f"resp_{answer.id}",
         "object": "response",
@@ -223,11 +245,7 @@ def _head(answer: Answer, model: str) -> dict[str, Any]:
         "model": model,
         "error": None,
         "incomplete_details": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
         "temperature": None,
         "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
+        **{name: REPEATED[name] if value is None else value for name, value in given.items()},
     }

@@ -21,6 +21,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -28,6 +29,8 @@ from rose import processes
 from rose.agent.gateway import reaper, watchdog
 
 OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # an agent may be of the run's own packages
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+GATEWAY = "ROSE_GATEWAY_URL"
 HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # this process's name, for the watchdog
 MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
 LOG_BYTES = 2000  # of a program's last words in an error
@@ -38,8 +41,15 @@ END_S = 2 * reaper.END_S  # A reaper ends within half of this.
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
-    """`own` variables, and those of this process that programs need or that are `given`."""
+    """`own` variables, and those of this process that programs need or that are `given`. A proxy
+    that is given is not for the gateway."""
     kept = processes.bare_environment((*OWN_PYTHON, *given))
+    if any(name.lower() in PROXIES for name in given):
+        hosts = (
+            kept.get("no_proxy") or kept.get("NO_PROXY"),
+            urlsplit(own.get(GATEWAY, "")).hostname,
+        )
+        kept |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, hosts)))
     return kept | {"PYTHONUNBUFFERED": "1", watchdog.MARK: HOST} | dict(own)
 
 

@@ -149,7 +149,7 @@ class _Run:
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": session.key,
-            "ROSE_GATEWAY_URL": url,
+            program.GATEWAY: url,
             "ROSE_TASK": str(self.task),
             "ROSE_SEED": str(start.env_seed),
             "ROSE_REWARD": str(self.reward),

@@ -4,7 +4,7 @@
     POST /v1/responses            OpenAI's responses
     POST /v1/messages             Anthropic's messages
     POST /inference/v1/generate   vLLM's token route
-    GET  /v1/models
+    GET  /v1/models               and GET /v1/models/NAME
     POST /reward                  {"reward": 1.0, "success": true}: of the trajectory
 
 Every call shows its trajectory's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. A client
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from rose import processes
@@ -74,10 +74,11 @@ class Gateway:
         """Listen at `host`, on a free port if `port` is 0. Raises OSError."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_json])
         for path in ROUTES:
-            app.router.add_post(path, self._call)
-        app.router.add_post(COUNT, self._count_tokens)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/reward", self._reward)
+            app.router.add_post(path, self._call, expect_handler=_expected)
+        app.router.add_post(COUNT, self._count_tokens, expect_handler=_expected)
+        app.router.add_get("/v1/models", self._models, expect_handler=_expected)
+        app.router.add_get("/v1/models/{name:.+}", self._models, expect_handler=_expected)
+        app.router.add_post("/reward", self._reward, expect_handler=_expected)
         # Unknown encodings are to be refused in the API's form, not in aiohttp's.
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
@@ -142,7 +143,7 @@ class Gateway:
         except ApiError as error:
             return _refused(api, error)
         _delivered(request, answer)
-        return web.json_response(api.write(answer, model))
+        return web.json_response(api.write(answer, model, body))
 
     async def _stream(
         self,
@@ -193,8 +194,9 @@ class Gateway:
                 pass
         except ApiError as error:
             return _refused(openai_chat, error)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rose"}
-        return web.json_response({"object": "list", "data": [model]})
+        asked = request.match_info.get("name")
+        model = _model(asked or self._model)
+        return web.json_response(model if asked else {"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.Response:
         try:
@@ -210,13 +212,37 @@ class Gateway:
         return web.json_response({"ok": True})
 
 
+def _model(name: str) -> dict[str, Any]:
+    """Return what both OpenAI and Anthropic say of a model. Every name is the policy's."""
+    of_openai = {"id": name, "object": "model", "created": 0, "owned_by": "rose"}
+    began = "1970-01-01T00:00:00Z"
+    return of_openai | {"type": "model", "display_name": name, "created_at": began}
+
+
+def _api_of(request: web.Request) -> ModuleType:
+    """Return the API in whose form a request that no route answers is refused."""
+    return anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
+
+
+async def _expected(request: web.Request) -> web.Response | None:
+    """Answer the header Expect: the body is waited for, and nothing else can be expected."""
+    expected = request.headers.get("Expect", "")
+    if expected.lower() != "100-continue":
+        words = f"Expect: {expected[:80]!r}; there is 100-continue"
+        return _refused(_api_of(request), ApiError(417, words))
+    if request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # It counts the answer's bytes alone.
+    return None
+
+
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse unknown routes and methods as the API does to which the path belongs."""
     try:
         return await handler(request)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
-        api = anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
+        api = _api_of(request)
         known = ", ".join(f"POST {path}" for path in (*ROUTES, COUNT, "/reward"))
         words = f"{request.method} {request.path[:200]}: there are {known} and GET /v1/models"
         refused = _refused(api, ApiError(error.status, words, "not_found"))

@@ -66,6 +66,7 @@ class Query:
     tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
     calls_tools: bool = True  # False: what looks like a call is text
     parallel: bool = True  # False: a turn ends with its first call
+    template_args: dict[str, Any] = field(default_factory=dict)  # the request's, before the run's
 
     @property
     def characters(self) -> int:
@@ -80,7 +81,7 @@ class Query:
         return self.characters + frames + len(json.dumps([self.tools, calls], default=str))
 
     def digest(self) -> bytes:
-        history = digests(self.messages, self.tools)[-1]
+        history = digests(self.messages, self.tools, self.template_args)[-1]
         rest = [self.max_tokens, self.stop, self.others, self.tokens, self.calls_tools]
         rest += [self.parallel]
         return hashlib.sha256(
@@ -296,7 +297,7 @@ class Session:
                 )
             return self.history.place_tokens(query.tokens)
         try:
-            return self.history.place(query.messages, query.tools)
+            return self.history.place(query.messages, query.tools, query.template_args)
         except CannotExtend as error:
             raise ApiError(400, str(error)) from None
 
@@ -330,7 +331,8 @@ class Session:
         content = reading.content if calls or not reading.calls else text
         message = Message("assistant", content, calls, reading.thought)
         if not query.tokens:
-            self.history.answered(query.messages, query.tools, message, node)
+            given = query.messages, query.tools
+            self.history.answered(*given, message, node, query.template_args)
         if calls:
             finish = "tool_calls"
         elif node.closed or stopped_by:

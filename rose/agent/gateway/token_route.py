@@ -49,7 +49,7 @@ def read(body: dict[str, Any]) -> Query:
     )
 
 
-def write(answer: Answer, model: str) -> dict[str, Any]:
+def write(answer: Answer, model: str, body: dict[str, Any]) -> dict[str, Any]:
     made = len(answer.tokens)
     usage = {
         "prompt_tokens": answer.prompt_tokens,
@@ -61,7 +61,7 @@ def write(answer: Answer, model: str) -> dict[str, Any]:
 
 
 def stream(answer: Answer, model: str, body: dict[str, Any]) -> list[bytes]:
-    return [f"data: {json.dumps(write(answer, model))}\n\n".encode(), DONE]
+    return [f"data: {json.dumps(write(answer, model, body))}\n\n".encode(), DONE]
 
 
 def _choice(answer: Answer) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rose.config.tree import OVERLAPPING, Config
 # policies that use its devices never, or (libra) beside its training
 BUSY_TRAINER = ("one_step_off", "bounded_staleness", "trajectory_async")
 NO_HYBRIDS = ("fixed", "libra", "on_demand", "rose", "serverless", "static")
+LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 
 
@@ -372,6 +373,12 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
             "must be text: without quotes 12:00:00 is read as the number 43200, which are minutes "
             f'to Slurm; write "12:00:00" with its quotes, or "{time}" for {time} minutes (on a '
             "command line '\"12:00:00\"')",
+        )
+        mem = str(getattr(c.cluster.slurm, name).mem)
+        need(
+            not mem.isdecimal() or int(mem) == 0 or int(mem) >= LEAST_MIB,
+            f"cluster.slurm.{name}.mem",
+            f"a size with its unit, as 64G: {mem} is MiB to Slurm, and no rank starts in that",
         )
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             need(

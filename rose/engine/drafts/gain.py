@@ -1,39 +1,50 @@
-"""How long drafts are, from what they are expected to gain. Pure: numbers in, decisions out.
+"""Choose draft lengths by the tokens per second that drafts are expected to gain.
 
-A step with B requests and n drafted tokens takes T = a + b B + c n + d [n > 0] seconds, all >= 0,
-and makes B plus the drafts' chances of tokens. Of all that could be drafted the likeliest tokens
-are, as far as tokens per second rise; this is Seer's marginal rule with one budget for the batch,
-and the step's time measured instead of looked up. Where drafts don't pay, as with tiny models or
-text that nobody repeats, none is made, and it is looked only now and then whether that changed.
+Pure: numbers in, decisions out. In this package, a step is an engine step.
 
-T is fitted on this engine's own steps of decodes alone, apart for 1, 2, 3 to 4, 5 to 8, ...
-requests, as kernels change with the batch. Chances are scaled by how many tokens were accepted of
-those hoped for: the best of many guesses is worth less than it looks. The fit needs steps with and
-without drafts: the first ones are both by turns, later every `PROBE`-th does the contrary of what
-was decided.
+A step with B requests and n drafted tokens takes T = a + b B + c n + d [n > 0] seconds, with all
+coefficients >= 0. It is expected to generate B tokens plus the sum of the drafted tokens' chances
+of acceptance. We draft the likeliest tokens of the batch, as many as maximize tokens per second.
+This is Seer's marginal rule with one budget for the batch, and with measured step times instead of
+a table. Where drafts don't pay, as with tiny models or text that isn't repeated, nothing is
+drafted, and only some steps look drafts up to notice a change.
+
+T is fitted on this engine's own steps in which every request decodes. There is one fit each for 1,
+2, 3 to 4, 5 to 8, ... requests, as kernels change with the batch size. Chances are scaled by the
+ratio of accepted to expected tokens, because the chance of the best of many guesses is
+overestimated. The fit needs steps with and without drafts. So the first steps alternate between
+both, and later every `PROBE`-th step does the opposite of the decision.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-LEAST_GAIN = 1.05  # tokens/s with drafts over those without: less is within the fit's error
-WINDOW = 128  # steps of each kind that T is fitted on: the load of a machine changes in minutes
-FEW = 16  # steps of each kind before the first fit
-OUTLIER = 3.0  # times what was fitted: an engine that was paused, a page fault
-PROBE = 128  # a probe costs at most as much as a step: below 1 %
-PROBED, LIKELY = 4, 0.2  # tokens drafted for a request in a probe, at most, and their chance
-SURE = 20.0  # accepted tokens, hoped for and got, that stand for what is not known yet
-FORGET = 0.98  # of what was hoped for and got, kept from a step with drafts to the next
-REFIT = 64  # steps
-LONGEST_SKIP = 8  # steps without a look at what could be drafted, while nothing pays
+# Least ratio of tokens/s with drafts to tokens/s without. Less is within the fit's error.
+MIN_GAIN = 1.05
+# Number of last steps of each kind that T is fitted on. A machine's load changes within minutes.
+WINDOW = 128
+MIN_STEPS = 16  # steps of each kind before the first fit
+# A step that took this many times its fitted time is left out of the fit: the engine was paused,
+# or had a page fault.
+OUTLIER = 3.0
+# Steps between two probes. A probe costs a step at most, so probes cost less than 1 %.
+PROBE = 128
+PROBE_TOKENS = 4  # most tokens drafted for a request in a probe
+PROBE_CHANCE = 0.2  # least chance of a token drafted in a probe
+# Accepted and expected tokens that `trust` begins with, so that the first drafts move it little.
+PRIOR_TOKENS = 20.0
+KEPT = 0.98  # factor on earlier accepted and expected tokens at each step with drafts
+REFIT = 64  # steps between two fits
+LONGEST_SKIP = 8  # most steps in a row without looking up drafts, while drafts don't pay
 
 
 class StepTimes:
-    """What steps took: see the module's docstring."""
+    """Measured and fitted step times for one range of batch sizes; see the module's docstring. A
+    step's kind is 0 without drafts and 1 with drafts."""
 
     def __init__(self) -> None:
-        # of steps without and with drafts: (B, n, seconds), in rings
+        # Ring buffers of (B, n, seconds), one for each kind of step.
         self._steps = [np.zeros((WINDOW, 3)) for _ in range(2)]
         self._counts, self._unfitted = [0, 0], 0
         self.fitted: tuple[float, float, float, float] | None = None  # a, b, c, d
@@ -43,18 +54,18 @@ class StepTimes:
         self._steps[kind][self._counts[kind] % WINDOW] = requests, drafted, seconds
         self._counts[kind] += 1
         self._unfitted += 1
-        if self.fitted is None and min(self._counts) >= FEW or self._unfitted >= REFIT:
+        if self.fitted is None and min(self._counts) >= MIN_STEPS or self._unfitted >= REFIT:
             self._fit()
 
     @property
-    def lacks(self) -> int | None:
-        """The kind of steps (0: without drafts, 1: with) of which more are needed for a fit."""
+    def missing_kind(self) -> int | None:
+        """The kind of steps of which more are needed for a fit; None if there are enough."""
         fewer = int(self._counts[1] < self._counts[0])
-        return fewer if self._counts[fewer] < FEW else None
+        return fewer if self._counts[fewer] < MIN_STEPS else None
 
     def _fit(self) -> None:
         self._unfitted = 0
-        if min(self._counts) < FEW:
+        if min(self._counts) < MIN_STEPS:
             return
         steps = [ring[:count] for ring, count in zip(self._steps, self._counts, strict=True)]
         requests, drafted, seconds = np.concatenate(steps).T
@@ -66,8 +77,8 @@ class StepTimes:
 
 
 def _nonnegative(a: np.ndarray) -> np.ndarray:
-    """x >= 0 with small |a x - 1|^2, (n, k) -> (k,): least squares, leaving out the column with the
-    most negative factor until there is none."""
+    """Find x >= 0 with a small |a x - 1|^2; `a` is (n, k), x is (k,). Solves least squares, and
+    drops the column with the most negative contribution until no factor is negative."""
     found, kept = np.zeros(a.shape[1]), list(range(a.shape[1]))
     while kept:
         x = np.linalg.lstsq(a[:, kept], np.ones(len(a)), rcond=1e-9)[0]
@@ -79,42 +90,49 @@ def _nonnegative(a: np.ndarray) -> np.ndarray:
 
 
 def lengths(chances: np.ndarray, fitted: tuple[float, float, float, float]) -> np.ndarray:
-    """`chances` (B, most), falling along each row: that a drafted token and all before it are
-    accepted. How many to draft for each request, (B,) int, all 0 where it doesn't pay."""
+    """Number of tokens to draft for each request, (B,) int; all 0 where drafts don't pay. `chances`
+    (B, most) is the chance that a drafted token and all before it are accepted, so it falls along
+    each row. `fitted` is (a, b, c, d) of the module's docstring."""
     a, b, c, d = fitted
     requests = len(chances)
     order = np.sort(chances, axis=None)[::-1]
     order = order[: np.count_nonzero(order)]
-    alone = a + b * requests
-    if not len(order) or alone <= 0:
+    undrafted_s = a + b * requests
+    if not len(order) or undrafted_s <= 0:
         return np.zeros(requests, int)
     tokens = requests + np.cumsum(order)
-    seconds = alone + d + c * np.arange(1, len(order) + 1)
-    best = fastest(tokens, seconds, requests / alone)
+    seconds = undrafted_s + d + c * np.arange(1, len(order) + 1)
+    best = fastest(tokens, seconds, requests / undrafted_s)
     if best is None:
         return np.zeros(requests, int)
     return np.count_nonzero(chances >= order[best], axis=1)
 
 
 def fastest(tokens: np.ndarray, seconds: np.ndarray, without: float) -> int | None:
-    """Of ways to draft that make `tokens` in steps of `seconds`, both (n,), the one with the most
-    tokens per second; None if that is not worth it beside `without` tokens per second."""
+    """Index of the option with the most tokens per second. Option i generates `tokens[i]` in a step
+    of `seconds[i]`; both are (n,). Returns None if the best one gains less than `MIN_GAIN` over
+    `without` tokens per second."""
     rates = tokens / seconds
     best = int(np.argmax(rates))
-    return best if rates[best] >= LEAST_GAIN * without else None
+    return best if rates[best] >= MIN_GAIN * without else None
 
 
 class Gate:
-    """Decides at each step what is drafted; `adaptive` false: all that there is."""
+    """Decides at each step how many tokens are drafted for each request. If `adaptive` is false, it
+    drafts all that the lookup finds."""
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
         self._times: dict[int, StepTimes] = {}
-        self._step = self._skip = self._skipped = 0
-        self._expected = self._hoped = self._got = 0.0  # of the last step; sums that fade
+        self._step = 0
+        self._skip = 0  # steps to skip between two lookups
+        self._skipped = 0  # steps skipped since the last lookup
+        self._expected = 0.0  # accepted tokens expected of the last step's drafts
+        self._expected_sum = 0.0  # fading sum of `_expected`
+        self._accepted_sum = 0.0  # fading sum of accepted tokens
 
-    def looks(self) -> bool:
-        """Whether this step looks up drafts at all."""
+    def looks_up(self) -> bool:
+        """Begin a step; return True if it should look up drafts."""
         self._step += 1
         if not self.adaptive or self._skipped >= self._skip or self._probes:
             self._skipped = 0
@@ -123,18 +141,20 @@ class Gate:
         return False
 
     def decide(self, chances: np.ndarray) -> np.ndarray:
-        """(B, most) -> (B,): see `lengths`."""
+        """Number of tokens to draft for each request, (B,): see `lengths`."""
         possible = np.count_nonzero(chances, axis=1)
         if not self.adaptive:
             return possible
         times = self._times_of(len(chances))
-        probe = np.minimum(np.count_nonzero(chances >= LIKELY, axis=1), 1 + self._step % PROBED)
-        if (lacks := times.lacks) is not None:
-            found = probe * lacks
+        probe = np.minimum(
+            np.count_nonzero(chances >= PROBE_CHANCE, axis=1), 1 + self._step % PROBE_TOKENS
+        )
+        if (missing := times.missing_kind) is not None:
+            found = probe * missing
         else:
             found = lengths(chances * self.trust, times.fitted)
         pays = bool(found.any())
-        if self._probes and lacks is None:
+        if self._probes and missing is None:
             found = probe * (not pays)
         else:
             self._skip = 0 if pays else min(LONGEST_SKIP, 2 * self._skip + 1)
@@ -144,18 +164,19 @@ class Gate:
 
     @property
     def trust(self) -> float:
-        """Accepted tokens over those hoped for, at most 1."""
-        return min(1.0, (self._got + SURE) / (self._hoped + SURE))
+        """Accepted over expected tokens, at most 1."""
+        accepted = self._accepted_sum + PRIOR_TOKENS
+        return min(1.0, accepted / (self._expected_sum + PRIOR_TOKENS))
 
     def accepted(self, tokens: int) -> None:
-        """So many of the last decision's were."""
+        """Count the accepted tokens of the drafts that were decided last."""
         if self._expected:
-            self._hoped = FORGET * self._hoped + self._expected
-            self._got = FORGET * self._got + tokens
+            self._expected_sum = KEPT * self._expected_sum + self._expected
+            self._accepted_sum = KEPT * self._accepted_sum + tokens
             self._expected = 0.0
 
     def observe(self, requests: int, drafted: int, seconds: float) -> None:
-        """What a step of decodes alone took."""
+        """Record the duration of a step in which every request decoded."""
         if self.adaptive:
             self._times_of(requests).observe(requests, drafted, seconds)
 

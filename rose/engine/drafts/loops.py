@@ -1,10 +1,12 @@
-"""The loops over a group's texts, compiled by numba: append, look up, learn from what came.
+"""The loops over a group's texts, compiled by numba: append, look up, and learn from the outcome.
 
-A group's texts are nodes of one tree: of node j, `TOKEN` is its token, `BEFORE` the node before it,
-`AFTER` the first node that followed it, each -1 if there is none. Nodes that follow the same LONG
-(SHORT) tokens are linked from the newest to the oldest, `heads` has the newest by a hash of these
-tokens; as different tokens may share a hash, matches are always compared. All in one file,
-constants too: numba's cache notices a change only of the file that a function stands in.
+A group's texts are the nodes of one tree. Row `TOKEN` of node j has its token, `BEFORE` the node
+before it, and `AFTER` the first node that followed it; -1 means none. Nodes that follow the same
+LONG (or SHORT) tokens are linked from the newest to the oldest, and `heads` has the newest by a
+hash of these tokens. Different tokens may share a hash, so matches are always compared.
+
+Functions and constants are in one file, because numba's cache only notices a change of the file
+that a function is defined in.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from numba import types
 
 TOKEN, BEFORE, AFTER, LINK_SHORT, LINK_LONG = range(5)
 ROWS = 5
-SHORT, LONG = 2, 5  # tokens of context by which nodes are found: two also meet in free text
-DEPTH = 16  # tokens of context that are compared: longer matches are no better
-CANDIDATES = 32  # newest places looked at, by each length: a lookup stays below 30 us
-LEVELS = (2, 4, 8, 16)  # tokens matched, from which on drafts of a longer match are told apart
-TRIED = 2  # of these levels, the longest that some place has
-SHARES = 8  # levels of agreement between the places that match
-LEAST = 0.02  # chance below which a draft is not continued
-TRUST = 8.0  # trials of a group that weigh as much as all groups' experience
-FORGET_ALL, FORGET_GROUP = 1024.0, 128.0  # trials, from which on earlier ones count half
+# Tokens of context by which nodes are found. Free text repeats as few as two tokens, too.
+SHORT = 2
+LONG = 5
+DEPTH = 16  # most tokens of context that are compared; longer matches are no better
+CANDIDATES = 32  # most places examined per context length, newest first: keeps a lookup below 30 us
+LEVELS = (2, 4, 8, 16)  # least matched tokens of each level; the levels have chances of their own
+LEVELS_TRIED = 2  # number of levels for which a draft is built, from the longest match down
+SHARES = 8  # number of classes of agreement between the matching places
+MIN_CHANCE = 0.02  # chance of a token below which a draft ends
+GROUP_TRIALS = 8.0  # trials of a group that weigh as much as the experience of all groups
+# Trials of a kind of token after which its counts are halved, so that earlier ones fade.
+HALVE_OVERALL = 1024.0
+HALVE_GROUP = 128.0
 
 INT = types.int64
 NODES = types.Array(types.int32, 2, "C")
@@ -39,7 +45,7 @@ def _compile(signature):
 
 @_compile(INT(NODES, INT, INT, INT))
 def _key(nodes, node, length, mask):
-    """Hash of the `length` tokens that end with `node`; -1 if there are fewer."""
+    """Hash the `length` tokens that end with `node`; return -1 if there are fewer."""
     value = np.uint64(14695981039346656037)
     for _ in range(length):
         if node < 0:
@@ -62,15 +68,15 @@ def _insert(nodes, heads, node):
 
 @_compile(types.void(NODES, NODES, INT))
 def rebuild(nodes, heads, used):
-    """Fill empty `heads` with the first `used` nodes."""
+    """Enter the first `used` nodes into empty `heads`."""
     for node in range(used):
         _insert(nodes, heads, node)
 
 
 @_compile(INT(NODES, NODES, INT, INT, INTS))
 def extend(nodes, heads, used, tail, tokens):
-    """Write `tokens` after node `tail` (-1: a new beginning) into nodes from `used` on, for which
-    there must be room; the last node."""
+    """Append `tokens` after node `tail`, or as a new text if `tail` is -1; return the last node.
+    Writes nodes from `used` on, for which there must be room."""
     for i in range(tokens.shape[0]):
         node = used + i
         nodes[TOKEN, node] = tokens[i]
@@ -85,7 +91,7 @@ def extend(nodes, heads, used, tail, tokens):
 
 @_compile(INT(NODES, INT, INTS))
 def follow(nodes, used, tokens):
-    """How many of `tokens` stand at the beginning of the first text: nodes 0, 1, ..."""
+    """Count the leading `tokens` that equal the beginning of the first text (nodes 0, 1, ...)."""
     most = min(used, tokens.shape[0])
     for i in range(most):
         if nodes[TOKEN, i] != tokens[i] or nodes[BEFORE, i] != i - 1:
@@ -95,7 +101,7 @@ def follow(nodes, used, tokens):
 
 @_compile(types.boolean(NODES, INT, INTS))
 def ends_with(nodes, tail, tokens):
-    """Whether the text that ends at node `tail` ends with `tokens`."""
+    """Return True if the text that ends at node `tail` ends with `tokens`."""
     for i in range(tokens.shape[0] - 1, -1, -1):
         if tail < 0 or nodes[TOKEN, tail] != tokens[i]:
             return False
@@ -105,7 +111,8 @@ def ends_with(nodes, tail, tokens):
 
 @_compile(INT(NODES, INT, INT))
 def _match(nodes, one, other):
-    """How many of the last DEPTH tokens of two texts are equal."""
+    """Count how many last tokens two texts have in common, at most DEPTH. `one` and `other` are the
+    last nodes of the texts."""
     count = 0
     while count < DEPTH and one >= 0 and other >= 0:
         if one == other:
@@ -118,8 +125,8 @@ def _match(nodes, one, other):
 
 @_compile(INT(INT, INT, INT))
 def kind_of(match, agree, of):
-    """The row of an acceptance table for a token that `agree` of `of` places have, which match so
-    many tokens."""
+    """The acceptance table's row for a token that `agree` of `of` places have in common. `match` is
+    the number of tokens that these places match."""
     level = 0
     while level + 1 < len(LEVELS) and match >= LEVELS[level + 1]:
         level += 1
@@ -139,13 +146,10 @@ def kind_of(match, agree, of):
     return level * SHARES + agreement
 
 
-@_compile(INT(NODES, NODES, INT, INT, TABLE, TABLE, PATH, FLOATS))
-def look_up(nodes, heads, tail, most, overall, group, path, chances):
-    """The draft of at most `most` tokens after node `tail` with the most accepted tokens to expect:
-    its tokens into `path[0]`, their rows of the tables into `path[1]`, and the chance that a token
-    and all before it are accepted into `chances`; how many tokens."""
-    places = np.empty(2 * CANDIDATES, np.int32)
-    matches = np.empty(2 * CANDIDATES, np.int32)
+@_compile(INT(NODES, NODES, INT, INTS, INTS))
+def _find(nodes, heads, tail, places, matches):
+    """Find nodes whose preceding text matches the text that ends at `tail`; return their number.
+    Writes the nodes into `places`, and the number of matching tokens into `matches`."""
     found, mask = 0, heads.shape[1] - 1
     for which in (1, 0):
         key = _key(nodes, tail, LONG if which else SHORT, mask)
@@ -155,52 +159,88 @@ def look_up(nodes, heads, tail, most, overall, group, path, chances):
         while node >= 0 and looked < CANDIDATES:
             looked += 1
             match = _match(nodes, nodes[BEFORE, node], tail)
-            # the longer ones are there already
+            # The search by LONG tokens has found the longer matches already.
             if match >= SHORT and (which or match < LONG or before == 0):
                 places[found], matches[found] = node, match
                 found += 1
             node = nodes[LINK_SHORT + which, node]
+    return found
+
+
+@_compile(INT(INT, INTS, INTS, INT, INTS))
+def _matching(found, places, matches, level, alive):
+    """Write the places that match at least LEVELS[level] tokens into `alive`; return their number.
+    Returns 0 if all of them also match at the next level, which has then been tried."""
+    count, exact = 0, False
+    for i in range(found):
+        if matches[i] >= LEVELS[level]:
+            alive[count] = places[i]
+            count += 1
+            exact = exact or level + 1 == len(LEVELS) or matches[i] < LEVELS[level + 1]
+    return count if exact else 0
+
+
+@_compile(types.UniTuple(INT, 2)(NODES, INTS, INT))
+def _majority(nodes, alive, count):
+    """Return the token that most of the first `count` places have, and how many have it."""
+    winner, agree = -1, 0
+    for i in range(count):
+        token, same = nodes[TOKEN, alive[i]], 0
+        for j in range(count):
+            same += nodes[TOKEN, alive[j]] == token
+        if same > agree:
+            winner, agree = token, same
+        if 2 * agree > count:
+            break
+    return winner, agree
+
+
+@_compile(INT(NODES, INTS, INT, INT))
+def _advance(nodes, alive, count, winner):
+    """Keep the places whose token is `winner` and move each to the node after it; return their
+    number."""
+    kept = 0
+    for i in range(count):
+        if nodes[TOKEN, alive[i]] == winner and nodes[AFTER, alive[i]] >= 0:
+            alive[kept] = nodes[AFTER, alive[i]]
+            kept += 1
+    return kept
+
+
+@_compile(INT(NODES, NODES, INT, INT, TABLE, TABLE, PATH, FLOATS))
+def look_up(nodes, heads, tail, most, overall, group, path, chances):
+    """Draft at most `most` tokens after node `tail`; return the draft's length.
+
+    Of the drafts of `LEVELS_TRIED` levels, takes the one with the most accepted tokens expected.
+    Writes the tokens into `path[0]`, their rows of the acceptance tables into `path[1]`, and into
+    `chances` the chance that a token and all before it are accepted.
+    """
+    places = np.empty(2 * CANDIDATES, np.int32)
+    matches = np.empty(2 * CANDIDATES, np.int32)
+    found = _find(nodes, heads, tail, places, matches)
     alive = np.empty(2 * CANDIDATES, np.int32)
     tokens = np.empty(most, np.int32)
     kinds = np.empty(most, np.int32)
     chance = np.empty(most, np.float64)
     best, best_gain, tried = 0, 0.0, 0
     for level in range(len(LEVELS) - 1, -1, -1):
-        count, exact = 0, False
-        for i in range(found):
-            if matches[i] >= LEVELS[level]:
-                alive[count] = places[i]
-                count += 1
-                exact = exact or level + 1 == len(LEVELS) or matches[i] < LEVELS[level + 1]
-        if count == 0 or not exact:  # as one level up
+        count = _matching(found, places, matches, level, alive)
+        if count == 0:
             continue
         tried += 1
-        if tried > TRIED:
+        if tried > LEVELS_TRIED:
             break
         length, product, gain = 0, 1.0, 0.0
         while length < most and count > 0:
-            winner, agree = -1, 0
-            for i in range(count):
-                token, same = nodes[TOKEN, alive[i]], 0
-                for j in range(count):
-                    same += nodes[TOKEN, alive[j]] == token
-                if same > agree:
-                    winner, agree = token, same
-                if 2 * agree > count:
-                    break
+            winner, agree = _majority(nodes, alive, count)
             kind = kind_of(LEVELS[level] + length, agree, count)
             prior = overall[kind, 0] / overall[kind, 1]
-            product *= (group[kind, 0] + TRUST * prior) / (group[kind, 1] + TRUST)
-            if product < LEAST:
+            product *= (group[kind, 0] + GROUP_TRIALS * prior) / (group[kind, 1] + GROUP_TRIALS)
+            if product < MIN_CHANCE:
                 break
             tokens[length], kinds[length], chance[length] = winner, kind, product
             length, gain = length + 1, gain + product
-            kept = 0
-            for i in range(count):
-                if nodes[TOKEN, alive[i]] == winner and nodes[AFTER, alive[i]] >= 0:
-                    alive[kept] = nodes[AFTER, alive[i]]
-                    kept += 1
-            count = kept
+            count = _advance(nodes, alive, count, winner)
         if gain > best_gain:
             best, best_gain = length, gain
             for i in range(length):
@@ -209,21 +249,22 @@ def look_up(nodes, heads, tail, most, overall, group, path, chances):
 
 
 @_compile(types.void(TABLE, INT, types.boolean, types.float64))
-def _count(table, kind, hit, forget):
+def _count(table, kind, hit, halve_after):
     table[kind, 0] += hit
     table[kind, 1] += 1
-    if table[kind, 1] > forget:
+    if table[kind, 1] > halve_after:
         table[kind, 0] /= 2
         table[kind, 1] /= 2
 
 
 @_compile(types.void(PATH, INT, INTS, TABLE, TABLE))
-def learn(path, count, came, overall, group):
-    """Count a draft of `count` tokens, whether vLLM got it or not, against the tokens that were
-    sampled in its place: the first that differs ends it."""
-    for i in range(min(count, came.shape[0])):
-        hit = path[0, i] == came[i]
-        _count(overall, path[1, i], hit, FORGET_ALL)
-        _count(group, path[1, i], hit, FORGET_GROUP)
+def learn(path, count, sampled, overall, group):
+    """Compare a draft of `count` tokens with the tokens that were `sampled` in its place. Counts a
+    trial for each drafted token up to the first that differs. The draft counts whether vLLM
+    received it or not."""
+    for i in range(min(count, sampled.shape[0])):
+        hit = path[0, i] == sampled[i]
+        _count(overall, path[1, i], hit, HALVE_OVERALL)
+        _count(group, path[1, i], hit, HALVE_GROUP)
         if not hit:
             break

@@ -1,9 +1,10 @@
-"""What vLLM calls after each step for drafts (speculative method `custom_class`).
+"""The proposer that vLLM calls after each engine step (speculative method `custom_class`).
 
-vLLM hands over rows of token ids without saying whose they are: the worker extension gives the
-proposer its model runner, whose batch has the requests' ids. They are ROSE's turn ids, which name
-trajectory and group: "g12.5.t2#1#7-..." is of "g12.5" in "g12". What a request says is written into
-its group's text as it comes; the prompt, which siblings share, once.
+vLLM passes rows of token ids without their request ids. So the worker extension gives the proposer
+its model runner, whose batch has the request ids. These are ROSE's turn ids, which name trajectory
+and group: "g12.5.t2#1#7-..." belongs to trajectory "g12.5" of group "g12". The tokens of a request
+are written into its group's text as they are generated; the prompt, which siblings share, is
+written once.
 """
 
 from __future__ import annotations
@@ -25,29 +26,35 @@ class _Row:
     __slots__ = ("chances", "count", "group", "path", "seen", "tail", "text")
 
     def __init__(self, group: str, text: Text, most: int) -> None:
-        self.group, self.text = group, text
-        self.tail, self.seen = -1, 0  # in the text; tokens of the request that are there
-        self.path = np.zeros((2, most), np.int32)  # what was last looked up
+        self.group = group
+        self.text = text
+        self.tail = -1  # the request's last node in `text`
+        self.seen = 0  # number of the request's tokens that are in `text`
+        # The last draft that was looked up: see `loops.look_up`.
+        self.path = np.zeros((2, most), np.int32)
         self.chances = np.zeros(most)
         self.count = 0
 
 
 class GroupProposer:
+    """Drafts tokens for the running requests of one vLLM worker."""
+
     def __init__(self, vllm_config: Any) -> None:
         self.most = vllm_config.speculative_config.num_speculative_tokens
         self.gate, self.memory_bytes = Gate(adaptive=True), 0
         self.overall = acceptance(begins=True)
-        self.texts: OrderedDict[str, Text] = OrderedDict()  # the one used last at the end
-        self._rows: dict[str, _Row] = {}
+        self.texts: OrderedDict[str, Text] = OrderedDict()  # by group, least recently used first
+        self._rows: dict[str, _Row] = {}  # request id -> row
         self._last: dict[str, _Row] = {}  # trajectory -> the row of its last request
-        self._fed: dict[str, tuple[Text, int, int]] = {}  # turn -> its text, tail, tokens
+        # Turn on another engine -> (its group's text, its last node there, number of its tokens).
+        self._fed: dict[str, tuple[Text, int, int]] = {}
         self._runner: Any = None
         self._clock: Callable[[], float] = time.perf_counter
-        self._before: list[str] = []  # the requests of the last step, of decodes alone
+        self._before: list[str] = []  # requests of the last step if all of them decoded, else empty
         self._drafted, self._returned_at = 0, 0.0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM; there is none."""
+        """Do nothing; vLLM calls it, but there is no draft model."""
 
     def begin(
         self,
@@ -56,8 +63,8 @@ class GroupProposer:
         memory_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Before the first request. `runner`: vLLM's model runner; `memory_bytes`: of all groups'
-        texts; `clock`: by which steps are timed."""
+        """Set the proposer up, before the first request. `runner` is vLLM's model runner,
+        `memory_bytes` limits the texts of all groups together, and `clock` times steps."""
         self._runner, self.gate, self.memory_bytes = runner, Gate(adaptive), memory_bytes
         self._clock = clock
 
@@ -70,14 +77,18 @@ class GroupProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """`sampled_token_ids`: of each request in this step, [] while its prompt is computed;
-        (requests,) tokens of each; (requests, length) their ids. A draft for each request."""
+        """Return a draft for each request; called by vLLM after each step.
+
+        `sampled_token_ids` has each request's tokens of this step, [] while its prompt is computed.
+        `num_tokens_no_spec` (requests,) is each request's number of tokens, and `token_ids_cpu`
+        (requests, length) has their ids.
+        """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         ids = self._runner.input_batch.req_ids
         self.gate.accepted(sum(len(sampled) - 1 for sampled in sampled_token_ids if sampled))
         self._observe(ids, sampled_token_ids)
         self._drafted = 0
-        if self.gate.looks():
+        if self.gate.looks_up():
             found = [i for i, sampled in enumerate(sampled_token_ids) if sampled]
             chances = np.zeros((len(found), self.most))
             rows = []
@@ -95,14 +106,15 @@ class GroupProposer:
         return drafts
 
     def _observe(self, ids: list[str], sampled: list[list[int]]) -> None:
-        """The time of a step that only decoded, for the same requests as the one before."""
+        """Time a step if it and the last step decoded, and only decoded, the same requests."""
         decodes = ids.copy() if all(sampled) else []
         if decodes and decodes == self._before:
             self.gate.observe(len(ids), self._drafted, self._clock() - self._returned_at)
         self._before = decodes
 
     def _write(self, request: str, tokens: np.ndarray) -> _Row:
-        """Its row, with all of `tokens` in its group's text, and what they teach counted."""
+        """Write the new ones of `tokens` into the group's text; return the request's row. Also
+        compares them with the last draft, to learn chances of acceptance."""
         row = self._rows.get(request)
         if row is None:
             row = self._rows[request] = self._begin(request, tokens)
@@ -115,8 +127,9 @@ class GroupProposer:
         return row
 
     def _begin(self, request: str, tokens: np.ndarray) -> _Row:
-        """A turn goes on where its trajectory's last one ended, if that was here; else with the
-        group's prompt."""
+        """Create the row of a new request, with `tokens` in its group's text. The turn continues
+        the text of its trajectory's last turn if that ran on this engine. Otherwise it begins with
+        the group's prompt."""
         turn = request.partition("#")[0]
         trajectory, group = turn.rpartition(".")[0], turn.partition(".")[0]
         text = self._text(group)
@@ -125,7 +138,7 @@ class GroupProposer:
             last is not None
             and last.text is text
             and 0 < last.seen <= len(tokens)
-            and text.goes_on(last.tail, tokens[: last.seen])
+            and text.ends_with(last.tail, tokens[: last.seen])
         ):
             row.tail, row.seen = last.tail, last.seen
         else:
@@ -136,9 +149,12 @@ class GroupProposer:
     # ----------------------------------------------------------------- groups
 
     def feed(self, turn: str, start: int, before: bytes, tokens: bytes) -> None:
-        """`tokens` (int32) from number `start` on that a sibling's turn has got on another engine,
-        after `before`, its context's last ones. What is here already is left out; after a gap the
-        text begins anew."""
+        """Add tokens that a sibling's turn got on another engine to its group's text.
+
+        `tokens` (int32) are the turn's tokens from number `start` on, and `before` (int32) the last
+        ones of its context. Tokens that were fed already are skipped. After a gap, the tokens begin
+        a new text in the group's tree.
+        """
         text, tail, have = self._fed.get(turn, (None, -1, 0))
         group = turn.partition(".")[0]
         new = np.frombuffer(tokens, "<i4").copy()
@@ -149,7 +165,7 @@ class GroupProposer:
         self._fed[turn] = text, text.extend(tail, new), have + len(new)
 
     def drop(self, groups: list[str]) -> None:
-        """These have ended."""
+        """Forget these groups, which have ended."""
         for group in groups:
             self.texts.pop(group, None)
         gone = set(groups)
@@ -158,7 +174,8 @@ class GroupProposer:
                 del known[name]
 
     def _text(self, group: str) -> Text:
-        """The group's, made if need be; of too much text the groups not used for longest go."""
+        """Return the group's text, created if there is none. If all texts take more than
+        `memory_bytes`, first drops the least recently used groups."""
         text = self.texts.get(group)
         if text is None:
             over = sum(text.nbytes for text in self.texts.values()) - self.memory_bytes

@@ -1,10 +1,11 @@
-"""vLLM 0.32's rejection sampler on CPUs, mended.
+"""Corrections of vLLM 0.32's rejection sampler on CPUs.
 
-There `expand_batch_to_tokens`, which gives each drafted position its request's temperature, top-p
-and top-k, fills an int64 copy of its result and returns uninitialised memory: tokens are sampled
-wrongly at temperatures above 0, while their log-probabilities look right, so that no comparison of
-these would notice (vllm-project/vllm issue 55005). And steps without drafts pass the rejection
-sampler like others, which costs time, and with top-k ends the engine: the largest of no numbers.
+1. `expand_batch_to_tokens` gives each drafted position its request's temperature, top-p and top-k.
+   On a CPU it fills an int64 copy of its result and returns uninitialized memory. So tokens are
+   sampled wrongly at temperatures above 0. Their log-probabilities look right, so comparing these
+   doesn't show it (vllm-project/vllm issue 55005).
+2. Steps without drafts run the rejection sampler, too. That costs time, and with top-k it kills the
+   engine, which takes the maximum of an empty tensor.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ def expand_batch_to_tokens(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """(batch,) -> (num_tokens,): each request's value, once per token of it; `cu_num_tokens`
-    (batch,) are running sums. A value equal to `replace_from` becomes `replace_to`."""
+    """Repeat each request's value of `x` (batch,) once for each of its tokens: (num_tokens,).
+    `cu_num_tokens` (batch,) has running sums of the requests' tokens. A value equal to
+    `replace_from` becomes `replace_to`."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     out = torch.repeat_interleave(x, counts, output_size=num_tokens)
     return torch.where(out == replace_from, torch.full_like(out, replace_to), out)
 
 
 def mend() -> None:
-    """Mend it in this process. Raises `RuntimeError` where vLLM has no such function any more:
-    then nobody knows whether its drafts are sampled rightly."""
+    """Patch vLLM's sampler in this process. Raises `RuntimeError` if vLLM has no
+    `expand_batch_to_tokens` to patch, since it is unknown then whether drafted positions are
+    sampled correctly."""
     from vllm.v1.sample import rejection_sampler
 
     if not hasattr(rejection_sampler, "expand_batch_to_tokens"):

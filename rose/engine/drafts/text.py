@@ -1,4 +1,4 @@
-"""What the trajectories of one group have said, for drafts: about 28 bytes a token."""
+"""The text of one group's trajectories, in which drafts are looked up: about 28 bytes a token."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import numpy as np
 from rose.engine.drafts import loops
 
 FIRST = 2048  # nodes that a new text has room for
-CHECKED = 8  # last tokens by which a trajectory's next turn is known to go on from the one before
-# Chance of acceptance to begin with, by tokens matched (`loops.LEVELS`) and agreement
-# (`loops.kind_of`); it counts as so few trials that a few drafts correct it.
+# Number of last tokens that are compared to decide whether a turn continues the turn before.
+CHECKED = 8
+# Chances of acceptance before any trial, one row per level (`loops.LEVELS`), one column per
+# agreement (`loops.kind_of`). They count as `PRIOR_TRIALS` trials, so that a few drafts correct
+# them.
 PRIOR = (
     (0.35, 0.50, 0.70, 0.60, 0.50, 0.35, 0.25, 0.10),
     (0.55, 0.70, 0.85, 0.75, 0.60, 0.45, 0.30, 0.15),
@@ -20,7 +22,7 @@ PRIOR_TRIALS = 4.0
 
 
 def acceptance(begins: bool) -> np.ndarray:
-    """A table (kinds, 2) of accepted and tried tokens; `begins`: with what is likely."""
+    """A table (kinds, 2) of accepted and tried tokens: `PRIOR` if `begins`, else zeros."""
     table = np.zeros((len(loops.LEVELS) * loops.SHARES, 2))
     if begins:
         table[:, 0] = np.ravel(PRIOR) * PRIOR_TRIALS
@@ -29,8 +31,8 @@ def acceptance(begins: bool) -> np.ndarray:
 
 
 class Text:
-    """A group's texts as one tree, which several writers extend. A writer holds the node that it
-    wrote last, -1 before the first."""
+    """A group's texts as one tree, which several writers extend. A writer keeps the number of the
+    node that it wrote last; -1 before the first."""
 
     def __init__(self) -> None:
         self.accepted = acceptance(begins=False)
@@ -46,33 +48,33 @@ class Text:
         return self._nodes.nbytes + self._heads.nbytes
 
     def begin(self, tokens: np.ndarray) -> int:
-        """Write `tokens`, a context from its beginning, but for what it has in common with the
-        group's first text, which is its prompt; the last node."""
+        """Write the whole context `tokens` of a trajectory; return the last node. Shares the nodes
+        of what it has in common with the group's first text, which is the prompt."""
         shared = loops.follow(self._nodes, self._used, tokens)
         return self.extend(shared - 1, tokens[shared:])
 
     def extend(self, tail: int, tokens: np.ndarray) -> int:
-        """Write `tokens` (n,) int32 after node `tail`; the last node."""
+        """Write `tokens` (n,) int32 after node `tail`; return the last node."""
         self._grow(len(tokens))
         tail = loops.extend(self._nodes, self._heads, self._used, tail, tokens)
         self._used += len(tokens)
         return tail
 
-    def goes_on(self, tail: int, tokens: np.ndarray) -> bool:
-        """Whether `tokens` end as the text at node `tail` does."""
+    def ends_with(self, tail: int, tokens: np.ndarray) -> bool:
+        """Return True if the text up to node `tail` ends with the last `CHECKED` of `tokens`."""
         return loops.ends_with(self._nodes, tail, tokens[-CHECKED:])
 
     def draft(
         self, tail: int, most: int, overall: np.ndarray, path: np.ndarray, chances: np.ndarray
     ) -> int:
-        """See `loops.look_up`."""
+        """Look up a draft: see `loops.look_up`."""
         return loops.look_up(
             self._nodes, self._heads, tail, most, overall, self.accepted, path, chances
         )
 
-    def learn(self, path: np.ndarray, count: int, came: np.ndarray, overall: np.ndarray) -> None:
-        """See `loops.learn`."""
-        loops.learn(path, count, came, overall, self.accepted)
+    def learn(self, path: np.ndarray, count: int, sampled: np.ndarray, overall: np.ndarray) -> None:
+        """Compare a draft with sampled tokens: see `loops.learn`."""
+        loops.learn(path, count, sampled, overall, self.accepted)
 
     def _grow(self, more: int) -> None:
         room = self._nodes.shape[1]

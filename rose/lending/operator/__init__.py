@@ -1,5 +1,5 @@
-"""A device that serves users and lends: the online server, the operator's switch, report and
+"""The process that operates a lent device: the online server, the operator's switch, report and
 metrics.
 
-May import `rose.lending.rules`, `board`, `rose.engine` and `rose.launch`.
+This package may import `rose.lending.rules`, `board`, `rose.engine` and `rose.launch`.
 """

@@ -1,8 +1,8 @@
-"""The operator's switch: the owner of the Control board.
+"""The operator's switch, which writes the Control board.
 
-Whether anything is lent is asked anew at each beat, from four sources: a standing reason not to (no
-profile), a stop by hand (signal or HTTP, until one of them starts it), the stop file, and the hour
-of the day. Nothing is remembered of the clock, so one that is set does no harm.
+At each beat it decides again whether anything is lent. Four things can prevent that: a standing
+reason (no profile), a manual stop (by signal or HTTP, until a manual start), the stop file, and the
+hour of the day. No time of the wall clock is stored, so setting the clock does no harm.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from pathlib import Path
 from rose.config import Lending, hours_of
 from rose.lending import board
 
-BEAT_S = 0.05
-LOOK_S = 0.2  # between two looks at the stop file
-LOST_S = 2.0  # a file system that does not answer for so long may hold a stop file
+BEAT_S = 0.05  # seconds between two writes of the board
+POLL_S = 0.2  # seconds between two checks of the stop file
+# Seconds after which a file system without an answer counts as having a stop file.
+LOST_S = 2.0
 
 
 class Switch:
-    """Pure. `never`: why nothing can be lent at all, "" if something can."""
+    """The state of the switch. Pure. `never` is why nothing can ever be lent, or ""."""
 
     def __init__(self, lending: Lending, never: str) -> None:
         self.never = never
-        self.by_hand = ""  # who stopped it
-        self.by_file = ""
+        self.by_hand = ""  # text of a manual stop, with its source; "" without one
+        self.by_file = ""  # reason of a stop by file; "" without one
         self._shares = {
             hour: share for span, share in lending.hours.items() for hour in hours_of(span)
         }
 
     @property
     def stopped(self) -> str:
-        """Why nothing is lent; "" while something may be."""
+        """The reason why nothing is lent, or ""."""
         return self.never or self.by_hand or self.by_file
 
     def share(self, hour: int) -> float:
-        """Of what could be lent, at this hour of the day (0 to 23)."""
+        """The share of the lendable memory that is lent at this hour of the day (0 to 23)."""
         return self._shares.get(hour, 1.0)
 
 
 class ControlBoard:
-    """Writes the board at each beat and at each change. `log`: of changes, in words."""
+    """Writes the board at each beat and at each change. `log` receives a text for each change."""
 
     def __init__(
         self, folder: Path, lending: Lending, never: str, log: Callable[[str], object]
@@ -50,7 +51,7 @@ class ControlBoard:
         self.switch, self.folder, self._log = Switch(lending, never), folder, log
         self._stop_file = Path(lending.stop_file) if lending.stop_file else None
         self._writer = board.Writer(folder / "control", board.Control)
-        # of the rank that lends the rollout engine
+        # Written by the rank that lends the rollout engine.
         self._progress = board.Peer(folder / "epoch", board.Epoch)
         self._share = self.switch.share(time.localtime().tm_hour)
         self.write()
@@ -59,19 +60,19 @@ class ControlBoard:
     def state(self) -> board.Control:
         return self._writer.state
 
-    def stop(self, who: str) -> None:
-        """At once, until `start`."""
+    def stop(self, source: str) -> None:
+        """Stop lending at once, until `start`."""
         if not self.switch.by_hand:
-            self._log(f"lending stopped by {who}")
-        self.switch.by_hand = f"stopped by {who}"
+            self._log(f"lending stopped by {source}")
+        self.switch.by_hand = f"stopped by {source}"
         self.write()
 
-    def start(self, who: str) -> None:
-        """Takes back `stop`; a stop file and a standing reason hold."""
+    def start(self, source: str) -> None:
+        """Revoke `stop`. A stop file and a standing reason still prevent lending."""
         if self.switch.by_hand:
             self.switch.by_hand = ""
             but = f", but: {self.switch.stopped}" if self.switch.stopped else ""
-            self._log(f"lending started by {who}{but}")
+            self._log(f"lending started by {source}{but}")
         self.write()
 
     def write(self) -> None:
@@ -93,16 +94,16 @@ class ControlBoard:
         if self._stop_file is None:
             return
         while True:
-            looking = asyncio.create_task(asyncio.to_thread(_exists, self._stop_file))
-            done, _ = await asyncio.wait({looking}, timeout=LOST_S)
+            checking = asyncio.create_task(asyncio.to_thread(_exists, self._stop_file))
+            done, _ = await asyncio.wait({checking}, timeout=LOST_S)
             key = "(serving.lending.stop_file)"
             if not done:
                 self._by_file(f"{self._stop_file}: its file system does not answer {key}")
-            self._by_file(f"{self._stop_file} exists {key}" if await looking else "")
-            await asyncio.sleep(LOOK_S)
+            self._by_file(f"{self._stop_file} exists {key}" if await checking else "")
+            await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """The last word: nothing is lent."""
+        """Stop lending for good, and close the board."""
         self._writer.state.lend = 0.0
         self._writer.write()
         self._writer.close()
@@ -121,7 +122,7 @@ class ControlBoard:
 
 
 def _exists(path: Path) -> bool:
-    """A stop file that can't be looked at, as in a folder that we may not read, counts as one."""
+    """Return True if the stop file exists, or can't be checked, as in an unreadable folder."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

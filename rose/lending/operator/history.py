@@ -1,7 +1,6 @@
-"""The boards' states over time, for the report: a row a second, thinned when they are many.
+"""The boards' states over time, for the report: one row a second, thinned when there are many.
 
-Counters go on over the restarts of an engine, whose board begins anew with each. Nothing here knows
-of HTML.
+An engine's board starts again from 0 when the engine restarts; the counters here continue.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from typing import Any
 from rose.lending.board import Control, Online, Rollout
 from rose.lending.operator.metrics import Boards
 
-EVERY_S = 1.0
-MOST_ROWS = 1800  # then every second one is dropped, and half as many are taken from there
+EVERY_S = 1.0  # seconds between two rows at first
+# Most rows. Beyond, every second row is dropped, and the seconds between two rows double.
+MOST_ROWS = 1800
 
 BOTH = ("prompt_tokens", "made_tokens", "busy_s")
 COUNTED = {
@@ -46,7 +46,7 @@ class _Counter:
 
 
 class History:
-    """`rows`: {"t": [seconds since start], "online.finished": [...], ...}, all of one length."""
+    """`rows` is {"t": [seconds since start], "online.finished": [...], ...}, all of one length."""
 
     def __init__(self) -> None:
         self._counters = {name: _Counter(fields) for name, fields in COUNTED.items()}
@@ -58,7 +58,7 @@ class History:
         self.rows: dict[str, list[float]] = {name: [] for name in names}
 
     def add(self, boards: Boards) -> None:
-        """Call it once per EVERY_S; a row is kept when one is due."""
+        """Count the boards' states, and add a row if one is due. Call it every EVERY_S."""
         for name, counter in self._counters.items():
             if (state := getattr(boards, name)) is not None:
                 counter.add(state)

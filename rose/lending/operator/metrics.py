@@ -1,9 +1,9 @@
-"""The boards of a device as Prometheus metrics: what serving kept, what was lent.
+"""The boards of a device as Prometheus metrics: what serving attained, and what was lent.
 
-In two places: the operator's HTTP server (rose/lending/operator/web.py), and the online engine's
-own /metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. Read at each scrape; a
-board that is absent, damaged, or left behind by a process that is gone has no samples but a
-`rose_board_up` of 0. Counters begin anew with the process that counts.
+They are in two places: on the operator's HTTP server (rose/lending/operator/web.py), and in the
+online engine's own /metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. The
+boards are read at each scrape. A board that is absent, damaged, or whose writer has ended has only
+one sample, a `rose_board_up` of 0. Counters start again with the process that counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]  # (label values, value)
 
 
 class Boards(NamedTuple):
-    """What can be read now; None of a board that can't, or whose writer is gone."""
+    """The states of a device's boards; None for a board that can't be read or has no writer."""
 
     online: Online | None
     rollout: Rollout | None
@@ -38,7 +38,7 @@ class Boards(NamedTuple):
 
 
 def read(folder: Path, living: bool = True) -> Boards:
-    """`living`: only boards of processes that are there."""
+    """Read the boards in `folder`; if `living`, only those whose writers live."""
     return Boards(*(_read(folder / name, kind, living) for name, kind in FILES.items()))
 
 
@@ -60,7 +60,8 @@ def _engines(b: Boards) -> list[tuple[str, Online | Rollout]]:
 
 
 def attainment(o: Online) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}, requests; met: both P99 targets."""
+    """{"with" lending: (met, finished), "without": ...}: requests that met both P99 targets, and
+    all that finished."""
     return {
         "with": (o.met_lending, o.finished_lending),
         "without": (o.met - o.met_lending, o.finished - o.finished_lending),
@@ -117,11 +118,15 @@ def _gate_seconds(b: Boards) -> Samples:
     return [(("open",), b.rollout.open_s), (("shut",), b.rollout.shut_s)] if b.rollout else []
 
 
-# board (engine: both) -> field -> metric, a counter if it ends in _total, and its text
+# Board ("engine" for both engines) -> field -> (metric, help text). A metric that ends in _total is
+# a counter.
 FIELDS: dict[str, dict[str, tuple[str, str]]] = {
     "rollout": {
-        "wasted_tokens": ("rose_wasted_tokens_total", "Tokens of evicted rollouts, made again."),
-        "evicted": ("rose_evictions_total", "Rollout requests handed back for their memory."),
+        "wasted_tokens": (
+            "rose_wasted_tokens_total",
+            "Tokens of evicted rollouts, to be computed again.",
+        ),
+        "evicted": ("rose_evictions_total", "Rollout requests evicted for memory or time."),
         "open": ("rose_gate_open", "1 while the gate lets rollout steps begin."),
         "frozen": ("rose_frozen", "1: memory was revoked in this training step; no budget grows."),
     },
@@ -149,7 +154,7 @@ FIELDS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
 }
-# metric, labels, text, samples
+# (metric, labels, help text, samples)
 FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], ...] = (
     (
         "rose_board_up",
@@ -160,7 +165,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
     (
         "rose_lent_tokens_total",
         ("kind",),
-        "Tokens computed for rollouts by lent compute, of prompts or made.",
+        "Tokens that lent compute processed for rollouts: of prompts, or generated (made).",
         lambda b: _tokens(b.rollout),
     ),
     (
@@ -193,7 +198,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
     (
         "rose_online_tokens_total",
         ("kind",),
-        "Tokens computed for online requests, of prompts or made.",
+        "Tokens processed for online requests: of prompts, or generated (made).",
         lambda b: _tokens(b.online),
     ),
     (
@@ -222,13 +227,13 @@ def _family(metric: str, text: str, labels: tuple[str, ...], samples: Samples) -
 
 
 class BoardCollector(Collector):
-    """`slo`: if known, `rose_slo_target_seconds`."""
+    """Collects the metrics of the boards in `folder`, and the targets of `slo` if there is one."""
 
     def __init__(self, folder: Path, slo: Slo | None) -> None:
         self.folder, self.slo = folder, slo
 
     def describe(self) -> Iterable[Metric]:
-        """Registering reads no board."""
+        """Describe the metrics without reading a board."""
         return self._families(Boards(None, None, None))
 
     def collect(self) -> Iterable[Metric]:
@@ -257,7 +262,7 @@ _registered: BoardCollector | None = None
 
 
 def register_if_serving() -> None:
-    """Put the boards into this process's default registry, once; nothing outside of co-serving."""
+    """Add the boards to this process's default registry, once. Does nothing without co-serving."""
     global _registered
     if _registered is None and (found := device.here()) is not None:
         _registered = BoardCollector(found.folder, found.serving.online.slo)

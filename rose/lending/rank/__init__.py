@@ -1,6 +1,5 @@
-"""One borrowed rank: it waits for a run, joins it, takes turns with an engine of its own and
-leaves.
+"""A borrowed rank: waits for a run, joins it, serves turns with its own engine, and leaves.
 
-`job` is the Slurm job by which a run asks for one. May import `rose.engine`, `rose.comm` and
-`rose.launch`.
+`job` is the Slurm job by which a run requests a borrowed rank. This package may import
+`rose.engine`, `rose.comm` and `rose.launch`.
 """

@@ -1,8 +1,8 @@
-"""What a co-serving rollout engine can take now, read from its scheduler's board, and when that is
-worth a message.
+"""The capacity of a co-serving rollout engine, read from its scheduler's board, and the decision
+when a change is worth a message to the coordinator.
 
-Left out: the rules by which the engine lets tokens in and holds memory (rose.lending.rules.gate,
-budget), and who listens (rose.scheduler). Nothing is written here.
+The rules by which the engine admits tokens and holds memory are in rose.lending.rules (gate,
+budget).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from rose.lending.board import Reader, Rollout
 
-# a gate that is shut for longer is worth a message: shorter, the turns there gain nothing by a move
+# Seconds after which a shut gate is reported. Turns would gain nothing by moving for less.
 SHUT_S = 1.0
-# an idle engine's scheduler may sleep, and a gate that it found shut stays so: then one turn may
-# try
+# Seconds without requests after which an engine with a shut gate is offered one turn. Its scheduler
+# may be idle then and not notice that the gate would open.
 PROBE_S = 2.0
-MATERIAL = 0.05  # of the whole cache: a smaller change of the budget is not worth a message
-SPELLS = 16  # the last times that the gate was shut, from which the next opening is expected
+MATERIAL = 0.05  # least change of the budget that is reported, as a share of the whole KV cache
+SPELLS = 16  # number of last times with a shut gate by which the next opening is predicted
 
 
 class Capacity(NamedTuple):
-    """Fields as in `protocol.WorkerCapacity`."""
+    """An engine's capacity, with fields as in `protocol.WorkerCapacity`."""
 
     kv_tokens: int
     max_sequences: int
@@ -32,7 +32,8 @@ class Capacity(NamedTuple):
 
 
 class CapacityWatch:
-    """Of one engine, from its start to its end: `kv_tokens` and `max_sequences` are its whole."""
+    """Watches one engine's capacity, from its start to its end. `kv_tokens` and `max_sequences` are
+    its full capacity."""
 
     def __init__(self, kv_tokens: int, max_sequences: int) -> None:
         self._whole = Capacity(kv_tokens, max_sequences, 0.0, False)
@@ -42,9 +43,9 @@ class CapacityWatch:
         self._steps = 0.0
         self._spells: deque[float] = deque(maxlen=SPELLS)
 
-    def look(self, now: float, state: Rollout | None) -> Capacity | None:
-        """`now`: CLOCK_MONOTONIC; `state`: None for a board that can't be trusted. What is to be
-        said, if anything."""
+    def update(self, now: float, state: Rollout | None) -> Capacity | None:
+        """Return the capacity if it must be reported, else None. `now` is CLOCK_MONOTONIC. `state`
+        is None if the board can't be trusted."""
         found = self._capacity(now, state)
         if self._reported is not None and not self._material(self._reported, found):
             return None
@@ -52,7 +53,7 @@ class CapacityWatch:
         return found
 
     def repeat(self) -> None:
-        """The next look reports, changed or not."""
+        """Let the next update report the capacity even if it hasn't changed."""
         self._reported = None
 
     def _capacity(self, now: float, state: Rollout | None) -> Capacity:
@@ -69,7 +70,7 @@ class CapacityWatch:
         )
 
     def _shut_for(self, now: float, state: Rollout) -> float:
-        """Seconds for which the gate is shut without a break; a step means that it was open."""
+        """Seconds since the gate was last open. A step means that it was open in between."""
         shut = not state.open
         if self._shut_since is not None and (not shut or state.steps != self._steps):
             if now - self._shut_since > SHUT_S:
@@ -81,7 +82,7 @@ class CapacityWatch:
         return now - self._shut_since if shut else 0.0
 
     def _idle_for(self, now: float, state: Rollout) -> float:
-        """Seconds without a request."""
+        """Seconds since the engine last had a request."""
         if state.running + state.waiting:
             self._idle_since = None
             return 0.0
@@ -89,8 +90,8 @@ class CapacityWatch:
         return now - self._idle_since
 
     def _expected(self, shut_s: float) -> float:
-        """Seconds until the gate opens, by the mean of the last times; -1 without any, or when this
-        one is longer."""
+        """Predict the seconds until the gate opens, by the mean of the last times with a shut gate.
+        Returns -1 (unknown) without such times, or when this time is longer already."""
         left = sum(self._spells) / len(self._spells) - shut_s if self._spells else -1.0
         return left if left > 0 else -1.0
 
@@ -102,7 +103,8 @@ class CapacityWatch:
 
 
 class EngineBoard:
-    """The board of engine process `pid`, absent at first; what is wrong with it is printed once."""
+    """The board of the engine process `pid`, which may not exist yet. Prints a problem with it
+    once."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self._pid = path, pid
@@ -110,7 +112,8 @@ class EngineBoard:
         self._why = ""
 
     def read(self) -> Rollout | None:
-        """None for no board, a damaged one, or another process's."""
+        """Return the engine's state, or None if the board is absent, damaged or another
+        process's."""
         try:
             self._reader = self._reader or Reader(self._path, Rollout)
         except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Jobs that lend a run one more engine. `python -m rose.lending.rank.job RUN_DIR NAME` submits one
-and prints its id.
+"""Slurm jobs that lend a run one more engine.
 
-The coordinator's provisioner starts this as a process, so that submitting (seconds, on a busy
-cluster) holds nobody up and the job does not inherit what Slurm and MPI put into the coordinator's
-environment.
+`python -m rose.lending.rank.job RUN_DIR NAME` submits a job and prints its id. The coordinator's
+provisioner starts this as a process. So submitting, which takes seconds on a busy cluster, doesn't
+block the coordinator, and the job doesn't inherit the variables that Slurm and MPI set in the
+coordinator's environment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from rose import config as configuration
 from rose.launch import batch, sbatch, slurm, state
 from rose.lending.rank.lender import Lender
 
-WAIT_S = 900.0  # for a requeued run; such a job is of no use to anybody else
+# Seconds that the job waits for a requeued run. It is short, because no other run can use the job.
+WAIT_S = 900.0
 
 
 @dataclass
 class Lend:
-    """What the job runs, at its start and after each requeue."""
+    """The function that the job runs, at its start and after each requeue."""
 
     run_dir: Path
 
@@ -32,10 +33,10 @@ class Lend:
         return lender.run()
 
     def _wanted(self) -> bool:
-        """Whether the training job lives. One that Slurm killed in the midst of its end could not
-        cancel this one."""
+        """True if the training job is pending or running, or if that is unknown. A training job
+        cancels this job at its end, unless Slurm kills it before."""
         if shutil.which("squeue") is None:
-            return True  # a container without Slurm's commands: serving.wait_s ends this job
+            return True  # a container without Slurm's commands; serving.wait_s ends this job
         try:
             job = state.submitted(self.run_dir)
             return job is None or state.is_active(job)

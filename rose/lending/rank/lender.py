@@ -1,6 +1,7 @@
-"""One engine's share of a serving node, from one membership in a run to the next.
+"""The lender: waits for a run, serves it as a borrowed rank, and waits for it again.
 
-Left out: the command (rose/serving.py) and what a membership is (rose/lending/rank/member.py).
+A *membership* is the time from joining a run to leaving it, in a process of its own
+(rose/lending/rank/member.py). The command is in rose/serving.py.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from rose.lending import settings
 from rose.lending.rank import member
 from rose.lending.rank.member import Ended, log
 
-LOOK_S = 0.5
-ASK_S = 10.0  # between two questions whether anybody wants us
-LOG_EVERY_S = 60.0
-KILL_S = 15.0  # beyond serving.drain_s
-FAILURES = 5  # memberships in a row that never came to join
-BACK_OFF_S = (1.0, 60.0)
+POLL_S = 0.5  # seconds between two checks whether the run lives
+WANTED_POLL_S = 10.0  # seconds between two calls of `wanted`, which may ask Slurm
+LOG_EVERY_S = 60.0  # seconds between two log lines while waiting
+# Seconds after a signal, beyond serving.drain_s, until a membership that hasn't left is killed.
+KILL_S = 15.0
+FAILURES = 5  # memberships in a row without joining after which the lender gives up
+BACK_OFF_S = (1.0, 60.0)  # least and most seconds between two memberships
 
 
 class Lender:
-    """`overrides`: of the run's configuration. `wanted`: whether to wait for an absent run."""
+    """Lends one engine to the run in `run_dir`. `overrides` are for the run's configuration.
+    `wanted` returns whether to wait for a run that is absent."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
@@ -43,12 +46,14 @@ class Lender:
             f"output_dir={run_dir.parent}",
             *overrides,
         )
-        self.environ = dict(os.environ)  # as this process found it
+        self.environ = dict(os.environ)  # environment of this process at its start
         self.signals: list[int] = []
         self.drain_s = 0.0
-        self.prepared: dict[str, str] | None = None  # the variables with which vLLM was imported
+        self.prepared: dict[str, str] | None = None  # variables set when vLLM was imported
 
     def run(self) -> int:
+        """Serve the run until a signal, or until it is finished or refuses; return the exit
+        code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, lambda got, _: self.signals.append(got))
         failures, pause = 0, BACK_OFF_S[0]
@@ -73,7 +78,7 @@ class Lender:
             self._sleep(pause)
 
     def _await_run(self) -> int | None:
-        """Wait until the run is seen alive: None. Else the exit code."""
+        """Wait until the run lives, and return None; or return an exit code."""
         seen: Endpoint | None = None
         began = logged = asked = time.monotonic()
         while not self.signals:
@@ -88,17 +93,17 @@ class Lender:
                     return 1
                 found = None
             if found is not None and seen is not None and found != seen:
-                return None  # its beats grow
+                return None  # the endpoint has changed since, so the run lives
             seen = found
             wait_s = self._wait_s()
             if self._is_finished() and found is None:
                 log(f"{self.run_dir} is finished")
                 return 0
             now = time.monotonic()
-            if now - asked > ASK_S:
+            if now - asked > WANTED_POLL_S:
                 asked = now
                 if not self.wanted():
-                    log(f"nobody will continue {self.run_dir} now")
+                    log(f"no job will continue {self.run_dir} now")
                     return 0
             if now - began > wait_s:
                 log(f"no run to serve in {self.run_dir} for {wait_s:g} s (serving.wait_s)")
@@ -109,11 +114,11 @@ class Lender:
                     f"{'waiting for' if found is None else 'looking for a sign of life of'} "
                     f"{self.run_dir}"
                 )
-            self._sleep(LOOK_S)
+            self._sleep(POLL_S)
         return 0
 
     def _takes_none(self) -> str:
-        """Why the run takes no borrowed ranks, if it has begun and takes none."""
+        """Return why the run takes no borrowed ranks; "" if it does, or hasn't begun."""
         if not (self.run_dir / "config.json").exists():
             return ""
         config = settings.of_run(self.run_dir, self.overrides)
@@ -128,7 +133,7 @@ class Lender:
         except ConfigError:
             if (self.run_dir / "config.json").exists():
                 raise
-            # it has not begun yet
+            # The run has not begun yet.
             return float(settings.parse(self.overrides).get("serving.wait_s", 3600.0))
 
     def _is_finished(self) -> bool:
@@ -138,15 +143,18 @@ class Lender:
             return False
 
     def _prepare(self, config: Config) -> None:
-        """Import vLLM, which takes longer than all the rest of a start, once: each membership is
-        forked from here. What it reads at its import must be as this run wants it, so for another
-        run this process begins anew. Raises `ConfigError` when this task sees too few GPUs."""
+        """Import vLLM, once for all memberships, which are forked from this process.
+
+        The import takes longer than all else of a start. It reads environment variables, which must
+        be as the run wants them. So if they differ from those at the import, this process executes
+        itself again. Raises `ConfigError` when this task sees too few GPUs.
+        """
         threads = 1 if config.deterministic else config.rollout.threads
         shares = plugin.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
         if config.cluster.gpus:
             count = config.rollout.tensor_parallel
-            # the operator took the task's
+            # On a shared device the operator has already chosen this task's GPUs.
             given = self.environ | {"SLURM_LOCALID": "0"} if shares else self.environ
             wanted |= gpus.of_task(count, f"rollout.tensor_parallel={count}", given)
             wanted |= caches.variables(config.cluster, self.environ)
@@ -159,7 +167,8 @@ class Lender:
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:
-        """Run one; pass signals on. Its exit code, negative for a signal, and whether it joined."""
+        """Run a membership, and pass signals on to it. Returns its exit code, negative if a signal
+        killed it, and whether it joined the run."""
         here = os.getpid()
         reader, writer = os.pipe()
         sys.stdout.flush()
@@ -183,8 +192,8 @@ class Lender:
         code = os.waitstatus_to_exitcode(ended[1])
         if code < 0 and not self.signals:
             log(f"the membership was killed by {signal.Signals(-code).name}")
-        with open(reader, "rb") as words:
-            return code, bool(words.read(1))
+        with open(reader, "rb") as pipe:
+            return code, bool(pipe.read(1))
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

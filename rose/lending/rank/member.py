@@ -1,9 +1,8 @@
-"""One membership of a borrowed rank, for which `python -m rose.serving` forks: ask, start the
-engine, join, leave.
+"""Run a membership of a borrowed rank: apply to the run, start the engine, join, serve, leave.
 
-A process of its own, and an MPI world of its own (a singleton, so no launcher is needed and its
-death touches nobody else): after a run has vanished the next membership begins with a fresh MPI.
-Exit codes are `Ended`.
+`python -m rose.serving` forks a process for each membership. The process is an MPI world of its
+own, a singleton, which needs no launcher and whose death affects no other rank. When a run has
+vanished, the next membership begins with a fresh MPI. Exit codes are `Ended`.
 """
 
 from __future__ import annotations
@@ -30,24 +29,29 @@ from rose.lending.vllm import priority
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder, Recorder
 
-# the coordinator answers in 0.2 s, unless it writes a checkpoint or its file system is slow
+# Seconds to wait for the coordinator's answer. It takes 0.2 s, unless the coordinator writes a
+# checkpoint or its file system is slow.
 ANSWER_S = 20.0
-FIRST_RANK = 10000  # of borrowed ranks in the trace
+FIRST_RANK = 10000  # number of the first borrowed rank in the trace
 
 
 class Ended(enum.IntEnum):
-    LEFT = 0  # asked to
-    RUN_OVER = 10  # the run has ended, vanished, or shown this rank out
-    REFUSED = 11  # and will be again
-    NOT_NOW = 12
+    """Exit codes of a membership."""
+
+    LEFT = 0  # a signal asked it to leave
+    RUN_OVER = 10  # the run has ended, vanished, or dismissed this rank
+    REFUSED = 11  # the run doesn't accept this rank, and would refuse it again
+    NOT_NOW = 12  # the run doesn't accept this rank now
     FAILED = 1
 
 
 def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> NoReturn:
     """Run one membership in a process that was just forked for it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent asks with SIGTERM
+    # A terminal sends SIGINT to the whole group; the parent sends SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Until the worker handles these signals, they end the process.
     for number in (signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(Ended.LEFT))  # until the worker takes over
+        signal.signal(number, lambda *_: os._exit(Ended.LEFT))
     for name in mpi_process.launchers():
         del os.environ[name]
     try:
@@ -63,16 +67,17 @@ def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> 
         code = Ended.FAILED
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # MPI is not finalised: after a peer's death that can abort
+    os._exit(code)  # skips MPI's finalization, which can abort after a peer's death
 
 
 def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
-    """One membership. Raises `JoinError`, `EngineError`, `ConfigError`."""
+    """Run one membership. Raises `JoinError`, `EngineError`, `ConfigError`."""
     _check_profile(config)
     mpi = config.cluster.mpi
-    os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
+    # MPI reads these variables when it is initialized.
+    os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)
     if plugin.FOLDER in os.environ and config.serving.lending.priority == "idle":
-        # the online server's front end is on the same cores, and takes tokens from its engine
+        # The online server's front end uses the same cores to pass tokens on, so it comes first.
         os.nice(priority.NICE)
     found = endpoint(run_dir)
     if found is None:
@@ -89,7 +94,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
 
 
 def _check_profile(config: Config) -> None:
-    """Check that the profile of a shared device is of the engines that it will have."""
+    """Check that the profile of a shared device was measured with the engines that will run."""
     path = config.serving.lending.profile
     if plugin.FOLDER in os.environ and path is not None:
         from rose.lending import device_profile
@@ -105,7 +110,7 @@ async def _take_part(
     on_join: Callable[[], object],
 ) -> Ended:
     name = answer.worker
-    # Here and not above: whoever imports these initialises MPI, which reads its environment then.
+    # Importing these modules initializes MPI, so they are imported after its variables are set.
     from rose.comm.link import Link, LinkError
     from rose.comm.wire import COORDINATOR
     from rose.lending.rank.worker import BorrowedWorker, Wire
@@ -130,7 +135,8 @@ async def _take_part(
 
 
 def _boards() -> tuple[Path | None, Callable[[int], None]]:
-    """(where the engine's board is, if it shares its device; what tells it of a new version)."""
+    """Return the path of the engine's board and a function that publishes a new policy version.
+    Without a shared device, the path is None and the function does nothing."""
     folder = os.environ.get(plugin.FOLDER)
     if folder is None:
         return None, lambda version: None
@@ -156,5 +162,5 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
         return NullRecorder()
 
 
-def log(words: str) -> None:
-    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {words}", flush=True)
+def log(text: str) -> None:
+    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {text}", flush=True)

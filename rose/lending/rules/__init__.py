@@ -1,5 +1,6 @@
-"""When rollouts may run beside users' requests: latency targets, predicted step times, gate and
-memory budget. Pure: numbers in, decisions out; the simulator uses them too.
+"""The rules by which rollouts run beside users' requests: latency targets, predicted step times,
+gate and memory budget. Pure: numbers in, decisions out; the simulator uses them too.
 
-May import `rose.config` and the boards' records in `rose.lending.board`; never vLLM or torch.
+This package may import `rose.config` and the boards' records in `rose.lending.board`, but neither
+vLLM nor torch.
 """

@@ -1,10 +1,14 @@
-"""The rollout engine's part of the device's one KV budget. Pure.
+"""The KV budget of the rollout engine R: the KV bytes of a device that the online engine S lends.
 
-What it is lent grows to share x (1 - reserve) of all, less what the online engine S uses or wants,
-or lately did. When both together pass the high watermark it is halved at once, again until they are
-under it, and then stays frozen until the next training step (ROSE section 5), so that memory
-doesn't go to and fro with each burst. It is 0 when nothing is lent. While a board is silent for
-less than revoke_after_s it stays as it is: S uses no more than it was given back.
+Pure. The rules:
+1. If nothing is lent, the budget is 0.
+2. If a board is silent, the budget stays for revoke_after_s, as S only uses memory that R has
+   returned. Then it is 0.
+3. If R and S together pass the high watermark, the budget is halved until they are below it. Then
+   it is frozen until the next training step (ROSE section 5), so that memory doesn't move with each
+   burst of S.
+4. Otherwise it grows to share x (1 - reserve) of all KV memory, as far as S leaves room with what
+   it uses, wants, or has used lately.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from rose.config.serving import Lending
 from rose.lending.board import Control, Online
 from rose.lending.rules.gate import Reason, lent
 
-LOW = 0.9  # of the high watermark, to which it grows: else the next block of S would cross it
-HALF_LIFE_S = 10.0  # of what S has lately used: its bursts come again
+# Share of the high watermark up to which the budget grows. Without this gap, the next block of S
+# would cross the watermark.
+LOW = 0.9
+HALF_LIFE_S = 10.0  # half-life of the peak of S's use, as its bursts recur
 
 
 class Budget:
-    """`total`: bytes of KV memory for both engines."""
+    """Computes R's budget. `total` is the KV memory of both engines together, in bytes."""
 
     def __init__(self, lending: Lending, total: int) -> None:
         self._lending, self._total = lending, total
@@ -29,10 +35,11 @@ class Budget:
         self._epoch = -1.0
         self._peak = 0.0
         self._now: float | None = None
-        self._silent_s = math.inf  # nothing was received yet
+        self._silent_s = math.inf  # seconds without a fresh board; infinite before the first
 
     def update(self, now: float, online: Online | None, control: Control | None) -> int:
-        """R's budget from now on, bytes. Call it before each of R's steps and while R waits."""
+        """Return R's budget in bytes from `now` on. Call it before each step of R and while R
+        waits."""
         passed, self._now = max(0.0, now - (now if self._now is None else self._now)), now
         reason = lent(now, online, control, self._lending)
         if reason in (Reason.CONTROL_SILENT, Reason.ONLINE_SILENT):
@@ -57,8 +64,8 @@ class Budget:
         return self.bytes
 
     def _limit(self, needed: float, share: float) -> int:
-        """What may be lent when S needs so much, by the share of this hour and the reserve; may be
-        negative."""
+        """Bytes that may be lent by the reserve and this hour's share when S needs `needed` bytes.
+        May be negative."""
         lendable = (1 - self._lending.reserve) * self._total
         return int(min(min(share, 1.0) * lendable, lendable - needed))
 
@@ -69,5 +76,5 @@ class Budget:
         while self.bytes > max(0, above):
             self.bytes //= 2
             self.frozen = True
-        # another hour has begun: no revocation
+        # A smaller share at a new hour is no revocation, so it doesn't freeze the budget.
         self.bytes = min(self.bytes, max(0, self._limit(0.0, share)))

@@ -1,11 +1,14 @@
-"""When the rollout engine R may begin a step, and how large a one. Pure.
+"""The gate that decides when the rollout engine R may begin a step, and how large it may be. Pure.
 
-A step of R whose P99 time is T holds a concurrent step of the online engine S up by at most h T, h
-the interference measured by rose.lending.profile. It may begin if S, held up so long, still makes
-every target (now + h T <= hold_until), and if a request that arrives just after loses no more than
-step_share of its TTFT target, or less of it if that is what keeps the median TTFT (slo.Promptness).
-vLLM plans a step while the one before runs: what is left of those that were let through already is
-part of T. Anything unknown, silent, damaged or not a number shuts the gate.
+A step of R whose P99 time is T delays a concurrent step of the online engine S by at most h T; h is
+the interference measured by rose.lending.profile. R's step may begin if
+1. S, delayed by that, still meets every target (now + h T <= hold_until), and
+2. a request that arrives just after loses at most step_share of its TTFT target, or less where the
+   median TTFT requires it (slo.Promptness), and
+3. decodes of S beside rollouts meet the median TPOT target.
+
+vLLM plans a step while the one before still runs, so T includes the remaining time of steps that
+were admitted before. Anything unknown, silent, damaged or not a number shuts the gate.
 """
 
 from __future__ import annotations
@@ -17,40 +20,44 @@ from rose.config.serving import Lending, Slo
 from rose.lending.board import Control, Online
 from rose.lending.rules.predictor import Predictor, Work
 
-CONTROL_STALE_S = 2.0  # the operator's process may be busy starting an engine
-# a board's beat may be so far in the future: it was written between reading the clock and the board
+# Seconds after which the operator's board counts as silent. Its process may be busy starting an
+# engine.
+CONTROL_STALE_S = 2.0
+# Seconds by which a board's time may be in the future: it may be written after we read the clock.
 AHEAD_S = 0.001
 
 
 class Reason(enum.IntEnum):
-    """Why the gate is shut."""
+    """The reason why the gate is shut."""
 
     OPEN = 0
     NO_PROFILE = 1
     NO_SLO = 2
-    CONTROL_SILENT = 3  # absent, damaged, or too old
-    STOPPED = 4  # by the operator
+    CONTROL_SILENT = 3  # the operator's board is absent, damaged or stale
+    STOPPED = 4  # the operator stopped lending
     HOUR = 5  # nothing is lent at this hour
-    ONLINE_SILENT = 6
-    ONLINE_REFUSES = 7  # its board lends nothing
+    ONLINE_SILENT = 6  # the online engine's board is absent, damaged or stale
+    ONLINE_REFUSES = 7  # the online engine lends nothing
     SLACK = 8  # an online request would miss its target
-    STEP_SHARE = 9  # even the smallest step would hold up a request to come for too long
+    STEP_SHARE = 9  # even the smallest step would delay a future request too long
     PACE = 10  # online requests, decoding beside rollouts, would miss tpot_p50_s
 
 
 class Admission(NamedTuple):
-    tokens: int  # the most that the step may take in; 0: none may begin
+    tokens: int  # most tokens of the step; 0: no step may begin
     reason: Reason
 
 
 class Gate:
-    """`profile`: of rose.lending.profile, null without one. `predictor`, of R's steps, is refined
-    by whoever observes them. Raises `ValueError` for a profile that is none."""
+    """Admits steps of R. `profile` is written by rose.lending.profile, or None. `predictor`
+    predicts R's step times, and R's scheduler refines it with each step. Raises `ValueError` for an
+    invalid profile."""
 
     def __init__(self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None) -> None:
         self._lending, self._slo = lending, slo
         self.predictor: Predictor | None = None
-        self.hold = self.hold_mean = 0.0  # h, and its mean
+        self.hold = 0.0  # h at its P99
+        self.hold_mean = 0.0  # mean of h
         if profile is not None:
             try:
                 self.predictor = Predictor.from_dict(profile["rollout"]["predictor"])
@@ -71,9 +78,9 @@ class Gate:
         demand: Work,
         ahead: tuple[float, float] = (0.0, 0.0),
     ) -> Admission:
-        """The largest part of `demand`, decodes first, that may be one step now. An empty one asks
-        for one decode. `ahead`: seconds until R's steps in flight have ended, the mean and the
-        P99."""
+        """Return the largest part of `demand`, decodes first, that may be one step now. An empty
+        demand asks for one decode. `ahead` is the mean and the P99 of the seconds until R's steps
+        in flight have ended."""
         if self.predictor is None:
             return Admission(0, Reason.NO_PROFILE)
         if self._slo is None:
@@ -89,12 +96,12 @@ class Gate:
             (self.hold * self.predictor.p99(one) <= slack, Reason.SLACK),
             (online.decode_s <= self._slo.tpot_p50_s * (1 - self.hold_mean), Reason.PACE),
         ):
-            if not fits:  # also for what is not a number
+            if not fits:  # true for NaN, too
                 return Admission(0, reason)
         return Admission(self._largest(demand, share, slack), Reason.OPEN)
 
     def _largest(self, demand: Work, share: float, slack: float) -> int:
-        """The most tokens that fit, by halving; 1 does."""
+        """Find the most tokens that fit, by bisection. The caller knows that 1 fits."""
 
         def fits(tokens: int) -> bool:
             work = part(demand, tokens)
@@ -113,7 +120,7 @@ class Gate:
 
 
 def lent(now: float, online: Online | None, control: Control | None, lending: Lending) -> Reason:
-    """OPEN if the operator and the online engine lend at all; else why not."""
+    """Return OPEN if both the operator and the online engine lend, else the reason why not."""
     if control is None or not _fresh(now, control.beat, CONTROL_STALE_S):
         return Reason.CONTROL_SILENT
     if not control.lend > 0:
@@ -132,7 +139,7 @@ def _fresh(now: float, beat: float, stale_after_s: float) -> bool:
 
 
 def part(work: Work, tokens: int) -> Work:
-    """Its first `tokens`, as vLLM would take them: decodes, then prompts in their order."""
+    """The first `tokens` of `work` in vLLM's order: decodes, then prompts in their order."""
     if tokens <= work.decodes:
         return Work((), tokens, work.decode_context * tokens // max(1, work.decodes))
     left, chunks = tokens - work.decodes, []

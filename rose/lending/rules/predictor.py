@@ -1,12 +1,14 @@
-"""How long a step of an engine takes, from what is in it.
+"""Predict the duration of an engine step from its work. In this module, a step is an engine step.
 
-T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, all c >= 0: P prompt tokens
-in chunks of P_i, each token of a chunk attending to ctx_i before it on average; D decodes. c0 is
-the floor of reading the weights once, which a short prefill shares; c5 is what a step costs
-whatever is in it, which on a CPU is most of it. Fitted on the device (rose.lending.profile), then
-refined by every step that is observed: a slowly moving scale, which depends on how long the step
-is, and the last residuals, apart for steps with prefill and steps of decodes alone, as noise
-differs. Pure; not safe to share between threads.
+T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, with all c >= 0. P is the
+number of prompt tokens, in chunks of P_i; a token of chunk i attends to ctx_i tokens on average. D
+is the number of decodes. c0 is the time to read the weights once, which a short prefill shares. c5
+is the cost of any step, on a CPU most of it.
+
+The coefficients are fitted on the device (rose.lending.profile). Every observed step then refines
+two things: a slowly moving scale, which depends on the fitted time, and the last residuals. Steps
+with prefill and steps that only decode have their own, as their noise differs. Pure; not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -18,31 +20,33 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-WINDOW = 512  # residuals kept for each kind of step: P99 is then the sixth largest
-SEEDS = 128  # of them that a profile brings
-RATE = 0.02  # of the scale's move per step: half of a lasting change in 35 steps
-# one step moves the scale as if it had been off by no more, however long a page fault took
-STEP = 2.0
-SCALES = (0.25, 4.0)  # beyond, the profile is of another machine
-LEVELS = tuple(map(math.log, SCALES))  # a scale's logarithm is what is fitted
-# variance of the steps' log times from which on they say how the scale depends on them
+WINDOW = 512  # residuals kept for each kind of step, of which the P99 is the sixth largest
+SEEDS = 128  # most residuals of each kind that a profile stores
+RATE = 0.02  # weight of one step in the scale, which follows half of a lasting change in 35 steps
+# Most that one step's ratio counts in the scale, so that a page fault moves it little.
+MOST_RATIO = 2.0
+SCALES = (0.25, 4.0)  # least and most scale; beyond, the profile is for another machine
+LOG_SCALES = tuple(map(math.log, SCALES))
+# Regularization of the scale's slope: the variance of log step times at which it is half of the
+# least-squares slope.
 SPREAD = 0.005
-# of the log scale over the log time, at most: longer steps are always expected to take longer
+# Most slope of the log scale over the log time. Below 1, a longer step never has a shorter
+# prediction.
 SLOPE = 0.5
-# of the samples that the last fits are made from; the rest are taken for page faults and the like
-KEPT = 0.95
-SHORTEST = 1e-6  # seconds: no step takes less
-# of deciding for each sample whether the floor or the prefill rules; it settles in 2 to 5
+KEPT = 0.95  # share of the samples used by the last fits; the others count as outliers
+SHORTEST = 1e-6  # seconds; no step takes less
+# Most rounds in which a fit decides for each sample whether c0 or the prefill is larger. It settles
+# within 2 to 5.
 ROUNDS = 20
-MEAN_ROUNDS = 5  # of weighting samples by what the last fit says of them
+MEAN_ROUNDS = 5  # rounds in which `fit_mean` weights samples by the last fit
 
 
 class Work(NamedTuple):
-    """What one engine step computes."""
+    """The work of one engine step."""
 
     prefill: tuple[tuple[int, int], ...]  # (new tokens, context before) of each prefill chunk
     decodes: int
-    decode_context: int  # tokens, sum over decodes
+    decode_context: int  # context tokens, summed over decodes
 
     @property
     def tokens(self) -> int:
@@ -50,9 +54,9 @@ class Work(NamedTuple):
 
 
 class Predictor:
-    """`coefficients`: c0 to c5, seconds; without the last it is 0. `ratios`: measured / predicted
-    times to begin with, of steps of decodes alone and of steps with prefill. Raises `ValueError`
-    for coefficients that are not five or six finite numbers >= 0."""
+    """Predicts step times. `coefficients` are c0 to c5 in seconds; c5 may be left out (0). `ratios`
+    are initial measured / predicted times of steps that only decode, and of steps with prefill.
+    Raises `ValueError` unless the coefficients are five or six finite numbers >= 0."""
 
     def __init__(
         self,
@@ -69,35 +73,35 @@ class Predictor:
         if not any(coefficients):
             raise ValueError("coefficients are all zero: no step takes no time")
         self.coefficients = tuple(float(c) for c in (*coefficients, 0.0)[:6])
-        self.samples = samples  # that it was fitted to
+        self.samples = samples  # number of steps that the coefficients were fitted to
         self._kinds = (_Residuals(ratios[0]), _Residuals(ratios[1]))
 
     def seconds(self, work: Work) -> float:
-        """Mean; 0 for a step without work. Some 2 microseconds."""
+        """Predict the mean time; 0 for a step without work. Takes about 2 microseconds."""
         if not work.prefill and not work.decodes:
             return 0.0
         bare = self._bare(work)
         return bare * self._kinds[bool(work.prefill)].scale(bare) if bare > 0 else 0.0
 
     def p99(self, work: Work) -> float:
-        """The mean times the margin."""
+        """Predict the P99 time: the mean times the margin."""
         return self.seconds(work) * self.margin(work)
 
     def margin(self, work: Work) -> float:
-        """The 99th percentile of measured / predicted of such steps, at least 1."""
+        """The 99th percentile of measured / predicted time of this kind of step, at least 1."""
         return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
-        """One step took so long. What can't be a step's time (not finite, or next to none: a clock
-        was set) is ignored."""
+        """Refine the prediction with a measured step. Ignores a time that is not finite or too
+        short for a step."""
         bare = self._bare(work) if work.tokens else 0.0
         if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
             self._kinds[bool(work.prefill)].add(bare, seconds)
 
     @property
     def error(self) -> tuple[float, float]:
-        """(mean of |predicted - measured| / measured, 99th percentile of measured / predicted),
-        over the last steps."""
+        """Mean of |predicted - measured| / measured, and 99th percentile of measured / predicted,
+        both over the last steps."""
         count = sum(len(kind.last) for kind in self._kinds)
         mape = sum(kind.absolute for kind in self._kinds) / count if count else 0.0
         return max(0.0, mape), max(kind.p99 for kind in self._kinds)
@@ -111,8 +115,8 @@ class Predictor:
 
     @classmethod
     def fit(cls, samples: list[tuple[Work, float]]) -> Predictor:
-        """Least squares of the relative error, without the 5% that fit worst. Raises `ValueError`
-        when samples with prefill, or of decodes alone, are missing or too few."""
+        """Fit by least squares of the relative error, without the 5% of samples that fit worst.
+        Raises `ValueError` when there are too few samples with prefill or of decodes only."""
         samples = _usable(samples)
         kept, fitted = samples, None
         for _ in range(3):
@@ -123,9 +127,9 @@ class Predictor:
 
     @classmethod
     def fit_mean(cls, samples: list[tuple[Work, float]]) -> Predictor:
-        """The mean time of such steps, the worst included: least squares with errors relative to
-        the predicted time. What many steps take together follows from it, where `fit`, relative to
-        the measured time, leans to short ones the more the noisier they are. Raises as `fit`."""
+        """Fit the mean time of steps, outliers included, for the total time of many steps. This is
+        least squares of errors relative to the predicted time. `fit`, relative to the measured
+        time, is biased to short times, the more the noisier the steps are. Raises as `fit`."""
         samples = _usable(samples)
         scale = [1.0] * len(samples)
         for _ in range(MEAN_ROUNDS):
@@ -134,8 +138,8 @@ class Predictor:
         return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. What was learnt since the fit goes into the coefficients only as residuals:
-        `from_dict` begins with scales of 1."""
+        """Convert to a dictionary for JSON. It has the residuals, but not the scale learnt since
+        the fit: `from_dict` begins with 1."""
         mape, p99 = self.error
         return {
             "coefficients": list(self.coefficients),
@@ -147,7 +151,7 @@ class Predictor:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Predictor:
-        """Raises `ValueError` when it is not what `to_dict` made."""
+        """Rebuild what `to_dict` converted. Raises `ValueError` for anything else."""
         try:
             ratios = [[float(ratio) for ratio in kind] for kind in found["ratios"]]
             if len(ratios) != 2 or not all(
@@ -164,40 +168,39 @@ class Predictor:
 
 
 class _Residuals:
-    """The last measured / predicted times of one kind of step, and the scale that follows them.
-
-    Its logarithm is a line over that of the fitted time, by least squares with exponential
-    forgetting: where one side of a device makes small steps and the other large ones, one factor
-    for all would be wrong for both."""
+    """The last measured / predicted times of one kind of step, and the scale that follows them. The
+    log scale is a line over the log fitted time, by least squares with exponential forgetting. With
+    a single factor, an engine that runs small and large steps would get both wrong."""
 
     def __init__(self, ratios: Iterable[float]) -> None:
         self.last = deque(ratios, maxlen=WINDOW)
         self.ordered = sorted(self.last)
         self.absolute = sum(abs(1 - 1 / ratio) for ratio in self.last)
         self.p99 = self._p99()
-        self._at: float | None = None  # mean of log(fitted time); null before the first step
-        self._level = self._variance = self._covariance = (
-            0.0  # of log(measured / fitted time), both with log(fitted)
-        )
+        # Below, x is log(fitted time) and y is log(measured / fitted time).
+        self._at: float | None = None  # mean of x; None before the first step
+        self._level = 0.0  # mean of y
+        self._variance = 0.0  # variance of x
+        self._covariance = 0.0  # covariance of x and y
         self._slope = 0.0
 
     def scale(self, bare: float) -> float:
-        """Measured / fitted time to expect where `bare` seconds were fitted."""
+        """Expected measured / fitted time of a step whose fitted time is `bare` seconds."""
         level = (
             self._level
             if self._at is None
             else self._level + self._slope * (math.log(bare) - self._at)
         )
-        return math.exp(min(max(level, LEVELS[0]), LEVELS[1]))
+        return math.exp(min(max(level, LOG_SCALES[0]), LOG_SCALES[1]))
 
     def add(self, bare: float, seconds: float) -> None:
         scale = self.scale(bare)
         self._keep(ratio := seconds / (bare * scale))
-        x, y = math.log(bare), math.log(scale * min(max(ratio, 1 / STEP), STEP))
+        x, y = math.log(bare), math.log(scale * min(max(ratio, 1 / MOST_RATIO), MOST_RATIO))
         self._at = x if self._at is None else self._at
         dx, dy = x - self._at, y - self._level
         self._at += RATE * dx
-        self._level = min(max(self._level + RATE * dy, LEVELS[0]), LEVELS[1])
+        self._level = min(max(self._level + RATE * dy, LOG_SCALES[0]), LOG_SCALES[1])
         self._variance = (1 - RATE) * (self._variance + RATE * dx * dx)
         self._covariance = (1 - RATE) * (self._covariance + RATE * dx * dy)
         self._slope = min(max(self._covariance / (self._variance + SPREAD), -SLOPE), SLOPE)
@@ -213,7 +216,7 @@ class _Residuals:
         self.p99 = self._p99()
 
     def _p99(self) -> float:
-        """At least 1: a margin is never negative."""
+        """The 99th percentile of the ratios, at least 1 so that predictions get no shorter."""
         return (
             max(1.0, self.ordered[math.ceil(0.99 * len(self.ordered)) - 1]) if self.ordered else 1.0
         )
@@ -233,7 +236,7 @@ def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
 def _ratios(
     fitted: Predictor, samples: list[tuple[Work, float]]
 ) -> tuple[list[float], list[float]]:
-    """Measured / predicted of steps of decodes alone, and of those with prefill."""
+    """Measured / predicted times of steps that only decode, and of steps with prefill."""
     alone, prefill = (
         [s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind]
         for kind in (False, True)
@@ -242,7 +245,7 @@ def _ratios(
 
 
 def _quantiles(ratios: Iterable[float]) -> list[float]:
-    """At most SEEDS of them, evenly spaced by rank, the smallest and the largest included."""
+    """Pick at most SEEDS of the ratios, evenly spaced by rank, with the smallest and largest."""
     ordered = sorted(ratios)
     count = min(len(ordered), SEEDS)
     return [
@@ -251,7 +254,8 @@ def _quantiles(ratios: Iterable[float]) -> list[float]:
 
 
 def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
-    """The better KEPT of each kind: over both at once, one could be left without samples."""
+    """Keep the share KEPT of each kind with the smallest errors. Taken over both kinds together,
+    one kind could be left without samples."""
     kept = []
     for prefill in (False, True):
         kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]
@@ -260,8 +264,9 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
 
 
 def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
-    """c0 to c5, by least squares of the errors over `scale`, of each sample in seconds. The maximum
-    is fitted by turns: which of its sides rules each sample, then the coefficients."""
+    """Fit c0 to c5 by least squares of the samples' errors, each divided by its `scale` in seconds.
+    The maximum is fitted by alternating: decide which side of it is larger for each sample, then
+    fit the coefficients."""
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)
@@ -290,8 +295,8 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
 
 
 def _nonnegative(a, b):
-    """argmin |a x - b|^2 over x >= 0, for few columns: the best of all supports whose plain
-    solution is nonnegative. (n, k), (n,) -> (k,)."""
+    """Minimize |a x - b|^2 over x >= 0, for few columns: a is (n, k), b is (n,), x is (k,). Tries
+    every set of columns and takes the best one whose plain solution is nonnegative."""
     import numpy as np
 
     norms = np.linalg.norm(a, axis=0)
@@ -303,7 +308,7 @@ def _nonnegative(a, b):
             at = list(support)
             scaled = gram[np.ix_(at, at)] / np.outer(norms[at], norms[at])
             x = np.linalg.lstsq(scaled, right[at] / norms[at], rcond=1e-12)[0] / norms[at]
-            # the loss, but for |b|^2
+            # The loss without the constant |b|^2.
             value = float(x @ gram[np.ix_(at, at)] @ x - 2 * x @ right[at])
             if (x >= 0).all() and value < best_value:
                 best, best_value = np.zeros(a.shape[1]), value

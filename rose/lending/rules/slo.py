@@ -1,10 +1,9 @@
-"""Latency targets of the online engine S: how long it may be kept waiting, and whether it keeps
-them. Pure.
+"""Latency targets of the online engine S: how long S may be delayed, and whether it meets them.
 
-TTFT is the time from a request's arrival to its first token, TPOT the mean time per token after
-that. S serves requests in order of arrival in steps of at most `max_batched_tokens`, prompts in
-chunks beside the running decodes. All times are CLOCK_MONOTONIC, in seconds (vLLM's
-`Request.arrival_time` is not: it is the wall clock's).
+Pure. TTFT is the time from a request's arrival to its first token, TPOT the mean time per token
+after that. S serves requests in order of arrival, in steps of at most `max_batched_tokens`, with
+chunks of prompts beside the running decodes. All times are CLOCK_MONOTONIC in seconds, unlike
+vLLM's `Request.arrival_time`, which is wall-clock time.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from rose.lending.rules.predictor import Predictor, Work
 
 _ARRIVAL = attrgetter("arrival")
 INFINITE = float("inf")
-# times the TPOT target: the longest gap between two tokens that a request ahead of its target may
-# see
+# Longest gap between two tokens of a request that is ahead of its target, in TPOT targets.
 CREDIT = 4.0
-WINDOW = 200  # requests by which S is judged
-JUDGED = 50  # of them at least
-# of them: above the first S misses its targets by itself, until below the second;
-MISSES, RECOVERED = (0.05, 0.025)
-# a P99 target allows 0.01, and 3 misses of 50 still happen by chance in 1 of 70 such windows
-STEP = 0.9  # by which one first token changes `Promptness`
-FORGET_S = 60.0  # without one
+WINDOW = 200  # number of last requests by which S is judged
+JUDGED = 50  # least number of requests by which S is judged
+# Above this share of missed requests, S misses its targets even alone. A P99 target allows 0.01,
+# and 3 misses of 50 still happen by chance in 1 of 70 such windows.
+MISSES = 0.05
+RECOVERED = 0.025  # share of missed requests at which S meets its targets again
+FACTOR = 0.9  # factor by which a late first token changes `Promptness`; an early one divides by it
+FORGET_S = 60.0  # seconds without a first token after which `Promptness` starts again
 
 
 class Request(NamedTuple):
-    """One online request, as its scheduler sees it before a step."""
+    """An online request, as its scheduler sees it before a step."""
 
     arrival: float
     prompt_left: int  # tokens to compute before its next token; 0 for a decode
     context: int  # tokens computed so far
     first_token_at: float | None = None
-    tokens: int = 0  # made, the first included
-    last_token_at: float | None = None  # null: just now
+    tokens: int = 0  # generated tokens, the first included
+    last_token_at: float | None = None  # None: just now
 
 
 def hold_until(
@@ -50,17 +49,18 @@ def hold_until(
     max_batched_tokens: int = 2048,
     max_sequences: int | None = None,
 ) -> float:
-    """The latest time until which S could be kept from the device with every request's next token
-    still in time, S's own steps at their P99. Before `now` when it is too late already; infinite
-    without requests. With more requests than `max_sequences` some wait for others to finish, which
-    nobody can predict: then it is `now`.
+    """The latest time until which S could be kept from the device with all next tokens in time.
 
-    A waiting request's first token is due at arrival + ttft_p99_s. A running one's next token is
-    due when its mean TPOT would reach tpot_p99_s, but no later than CREDIT x tpot_p99_s after its
-    last.
+    S's own steps count with their P99 time. The result is before `now` if a token is already late,
+    and infinite without requests. With more requests than `max_sequences`, some wait for others to
+    end, which can't be predicted, so the result is `now` at most.
+
+    A waiting request's first token is due at arrival + ttft_p99_s. A running request's next token
+    is due when its mean TPOT would reach tpot_p99_s, at the latest CREDIT x tpot_p99_s after its
+    last token.
     """
     decodes = context = count = 0
-    urgent = INFINITE  # when the first of the decodes is due
+    urgent = INFINITE  # when the first decode is due
     queue = []
     for request in requests:
         count += 1
@@ -89,10 +89,11 @@ def _prefill(
     slo: Slo,
     max_batched_tokens: int,
 ) -> float:
-    """`hold_until` for a queue of prompts before which `decodes` run, step by step."""
-    hold, spent = INFINITE, 0.0  # seconds of the steps before
+    """Compute `hold_until` for a queue of prompts beside `decodes` that run, step by step."""
+    hold = INFINITE
+    spent = 0.0  # seconds of the steps so far
     chunks: list[tuple[int, int]] = []
-    due, joining, joining_context = INFINITE, 0, 0  # of the prompts that end in this step
+    due, joining, joining_context = INFINITE, 0, 0  # the prompts that end in this step
     room = max(1, max_batched_tokens - decodes)
     last = len(queue) - 1
     for at, request in enumerate(queue):
@@ -106,10 +107,10 @@ def _prefill(
                 joining += 1
                 joining_context += before
             if room and at < last:
-                continue  # the next prompt's first chunk goes along
+                continue  # the step takes the next prompt's first chunk, too
             spent += predictor.p99(Work(tuple(chunks), decodes, context))
             hold = min(hold, min(due, urgent) - spent)
-            urgent += slo.tpot_p99_s  # the decodes have made a token
+            urgent += slo.tpot_p99_s  # each decode has generated a token
             decodes, context = decodes + joining, context + joining_context
             chunks, due, joining, joining_context = [], INFINITE, 0, 0
             room = max(1, max_batched_tokens - decodes)
@@ -126,19 +127,20 @@ def _due(now: float, request: Request, slo: Slo) -> float:
 
 
 class Promptness:
-    """How much of what a rollout step may hold a request up (lending.step_share) leaves the median
-    TTFT at ttft_p50_s: in (0, 1], less after each first token that came later, more after each that
-    came sooner, so that it settles where as many are late as are not (the quantile as a fixed
-    point; Robbins and Monro, 1951). After FORGET_S without a first token it begins anew: an idle
-    device is lent."""
+    """The factor on lending.step_share, in [0.01, 1], that keeps the median TTFT at ttft_p50_s.
+
+    A first token later than ttft_p50_s lowers it, an earlier one raises it. So it settles where as
+    many first tokens are late as early: the quantile as a fixed point (Robbins and Monro, 1951).
+    After FORGET_S without a first token it is 1 again, so that an idle device is lent.
+    """
 
     def __init__(self, slo: Slo) -> None:
         self._target = slo.ttft_p50_s
         self._share, self._at = 1.0, -INFINITE
 
     def add(self, now: float, ttft_s: float) -> None:
-        """A first token came at `now`, of CLOCK_MONOTONIC."""
-        share = self.share(now) * (STEP if ttft_s > self._target else 1 / STEP)
+        """Count a first token that was generated at `now`."""
+        share = self.share(now) * (FACTOR if ttft_s > self._target else 1 / FACTOR)
         self._share, self._at = min(max(share, 0.01), 1.0), now
 
     def share(self, now: float) -> float:
@@ -146,17 +148,14 @@ class Promptness:
 
 
 def why_not_alone(predictor: Predictor, slo: Slo, tokens: int, max_batched_tokens: int) -> str:
-    """Return why S can't meet its targets even with the device for itself, for one request of so
-    many tokens; "" if it can. Otherwise nothing is to be lent.
-
-    A TPOT is the mean of a request's steps, so both targets of TPOT are compared with the mean:
-    where single steps vary much, their own P99 says nothing of a request's.
-    """
+    """Return why S can't meet its targets for one request of `tokens` tokens even without lending,
+    or "" if it can. A request's TPOT is the mean over its steps. So both TPOT targets are compared
+    with the mean time of a step: the P99 of single steps says little about a request's."""
     step = Work((), 1, tokens)
     arrived = [Request(0.0, tokens, 0)]
     p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, max_batched_tokens)
     chunk = Work(((1, 0),), 0, 0)
-    # all steps with prefill have one margin
+    # All steps with prefill have the same margin, so this ratio converts the P99 to the mean.
     p50 = p99 * predictor.seconds(chunk) / predictor.p99(chunk)
     decode = f"a step of 1 decode of {tokens} tokens of context"
     prompt = f"the prefill of {tokens} tokens"
@@ -177,19 +176,22 @@ def why_not_alone(predictor: Predictor, slo: Slo, tokens: int, max_batched_token
 
 
 class Attainment:
-    """Requests that met both P99 targets, with and without anything lent while they ran."""
+    """Counts requests that met both P99 targets, with and without lending while they ran."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
         self.finished = self.met = self.finished_lending = self.met_lending = 0
         self._alone: deque[bool] = deque(maxlen=WINDOW)
-        # S misses its targets by itself, by the last WINDOW requests without lending
+        # True if S misses its targets even without lending, judged by the last WINDOW requests.
         self.misses_alone = False
 
     def add(self, ttft_s: float | None, tpot_s: float | None, lent: bool) -> bool:
-        """A request ended: its TTFT (null: no token came), its TPOT (null: one token), and whether
-        anything was lent while it was here. Returns whether it met the targets. A client that hangs
-        up is not S's miss: leave it out unless it had missed its TTFT already."""
+        """Count a request that ended; return True if it met both P99 targets.
+
+        `ttft_s` is None without a token, `tpot_s` None with at most one. `lent` is true if anything
+        was lent while the request was in the engine. A request whose client disconnected counts
+        only if its TTFT was already missed; the caller leaves out the others.
+        """
         prompt = ttft_s is not None and ttft_s <= self._slo.ttft_p99_s
         met = prompt and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
         self.finished += 1

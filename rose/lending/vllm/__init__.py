@@ -1,3 +1,4 @@
-"""What runs inside vLLM: the schedulers of the online and the rollout engine of a device, and the
-KV memory that they hand to each other. May import `rose.lending.rules` and `rose.engine`.
+"""The parts of lending that run inside vLLM: the schedulers of a device's online and rollout
+engine, and the KV memory that these engines exchange. May import `rose.lending.rules` and
+`rose.engine`.
 """

@@ -1,10 +1,10 @@
-"""Which blocks of a KV cache an engine should use, so that they lie in few pages. Pure.
+"""Choose the blocks of a KV cache that an engine uses, so that they lie in few pages. Pure.
 
-A page goes back to the system when no block in it is used. On a GPU a page (2 MiB) holds parts of
-several blocks, so that a tenth of the blocks, strewn about, keep a third or all of the pages. So an
-engine is given the blocks from the low end on; above them those that requests hold keep their pages
-until they end, and what is free in these pages is only used when the low end doesn't suffice. Thus
-what is used moves to the low end as requests come and go.
+A page is released when no block in it is used. On a GPU a page (2 MiB) holds parts of several
+blocks, so a tenth of the blocks, scattered, can keep a third or all of the pages. So an engine uses
+the blocks from the low end on. Blocks above that which requests hold keep their pages until the
+requests end. Free blocks in these pages are used only if the low end doesn't suffice. As requests
+come and go, the used blocks move to the low end.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from rose.engine.blocks import Layout
 
 
 class Pages:
-    """`page`: bytes. Blocks that share no page with each other count as one page of their size."""
+    """The pages of a KV cache with pages of `page` bytes. If no page has parts of two blocks, a
+    block with all its pages counts as one page."""
 
     def __init__(self, layout: Layout, page: int) -> None:
         starts = np.array(layout.starts, np.int64)[:, None]
         strides = np.array(layout.strides, np.int64)[:, None]
         ids = np.arange(layout.blocks, dtype=np.int64)[None, :]
-        # no page has parts of two blocks
+        # True if no page has parts of two blocks.
         self.alone = not (starts % page).any() and not (strides % page).any()
         if self.alone:
             self.page = layout.block_bytes
@@ -31,32 +32,33 @@ class Pages:
             self._first = (starts + ids * strides) // page
             self._last = (starts + (ids + 1) * strides - 1) // page
         self._count = int(self._last.max()) + 1
-        self._base = self._marked(ids[0] == 0)  # vLLM's null block, which is never given back
+        self._base = self._marked(ids[0] == 0)  # pages of vLLM's null block, never released
 
     @property
     def grain(self) -> int:
-        """Bytes that mapping one more block takes at most."""
+        """Most bytes of pages that mapping one more block can take."""
         return int((self._last - self._first + 1).sum(axis=0).max()) * self.page
 
     def nbytes(self, used: np.ndarray) -> int:
-        """Bytes of the pages with any of the blocks `used` (bool, one a block) beyond those of the
-        null block."""
+        """Bytes of the pages that the blocks `used` (blocks,) bool occupy, without the null block's
+        pages."""
         return int((self._marked(used) & ~self._base).sum()) * self.page
 
     def choose(self, held: np.ndarray, wanted: float, most: float) -> np.ndarray:
-        """The blocks to use, as bool: all `held` (the null block is), and of the others as many as
-        make `wanted` blocks (the null block not counted) while their pages beyond the null block's
-        take at most `most` bytes."""
+        """Choose the blocks to use, (blocks,) bool. Takes all that requests hold, `held` (blocks,)
+        bool, which includes the null block. Adds others until there are `wanted` blocks, or until
+        their pages take `most` bytes. Neither number includes the null block."""
         kept = self._marked(held) | self._base
         fresh = np.concatenate(([0], np.cumsum(~kept)))
-        # pages not begun by the block below
+        # First page of each block that the block below it doesn't touch already.
         before = np.maximum(self._first[:, 1:], self._last[:, :-1] + 1)
         added = np.cumsum((fresh[self._last[:, 1:] + 1] - fresh[before]).sum(axis=0))
         room = min(most, self._count * self.page) // self.page - int((kept & ~self._base).sum())
         lacking = wanted - (int(held.sum()) - 1)
         free = ~held
         below = np.cumsum(free[1:])
-        # all of it; where regions meet `added` counts a page twice
+        # With room for all pages all blocks fit, even where `added` counts a page twice, which it
+        # does where two regions meet.
         if room >= self._count - int(kept.sum()):
             fits = added.size
         else:
@@ -65,7 +67,7 @@ class Pages:
         chosen = held.copy()
         chosen[1 : 1 + low] = True
         lacking = wanted - (int(chosen.sum()) - 1)
-        if lacking > 0:  # what lies in pages that are kept anyway
+        if lacking > 0:  # adds blocks in pages that are kept anyway
             bare = ~self._marked(chosen | (np.arange(held.size) == 0))
             whole = np.concatenate(([0], np.cumsum(bare)))
             fresh_pages = (whole[self._last + 1] - whole[self._first]).any(axis=0)
@@ -74,7 +76,7 @@ class Pages:
         return chosen
 
     def _marked(self, used: np.ndarray) -> np.ndarray:
-        """bool, one a page: those with any of these blocks."""
+        """The pages with any of the blocks `used`, (pages,) bool."""
         change = np.bincount(self._first[:, used].ravel(), minlength=self._count + 1)
         change -= np.bincount(self._last[:, used].ravel() + 1, minlength=self._count + 1)
         return np.cumsum(change)[:-1] > 0

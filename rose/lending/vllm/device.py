@@ -1,4 +1,4 @@
-"""What an engine finds of the device that it shares: configuration, profile, boards."""
+"""The description of a shared device, as its engines find it: configuration, profile, boards."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ class Device(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """The one budget of both engines' KV caches."""
+        """Bytes that the KV caches of both engines share."""
         return int((self.serving.lending.kv_gib or self.serving.online.kv_cache_gib) * 2**30)
 
 
 def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> dict[str, str]:
-    """Write what both engines must know into `folder`; returns the environment that names it."""
+    """Write the description into `folder`; return the environment variables that name it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
-    write_whole(folder / plugin.CONFIG, words.encode())
+    text = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
+    write_whole(folder / plugin.CONFIG, text.encode())
     return {plugin.FOLDER: str(folder)}
 
 
 def here() -> Device | None:
-    """The device that the environment names; None when this engine has its device for itself.
-
-    Raises `ValueError` naming the file when its description is absent or damaged.
-    """
+    """Return the shared device that the environment names, or None if there is none. Raises
+    `ValueError`, naming the file, when the description is absent or damaged."""
     if not (folder := os.environ.get(plugin.FOLDER)):
         return None
     path = Path(folder) / plugin.CONFIG

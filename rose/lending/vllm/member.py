@@ -1,5 +1,5 @@
-"""What the schedulers of both engines have in common: a board that is kept fresh, the other's
-board, memory that is held or given back, and a loop that can be woken for it."""
+"""The common part of both engines' schedulers: a board that is kept fresh, memory that is mapped
+and released, and an engine loop that can be woken for that."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from rose.lending.vllm import device
 from rose.lending.vllm.pool import Call, Pool
 from rose.lending.vllm.steps import Timed
 
-BEAT_S = 0.02  # between two signs of life; lending.stale_after_s is many of them
-LATE = 16  # a shut gate is polled after a 16th of the time for which it has been shut
+BEAT_S = 0.02  # seconds between two writes of the board; lending.stale_after_s is many times that
+LATE = 16  # a gate that has been shut for t seconds is polled again after t / LATE seconds
 
 
 class Member(Timed):
-    """Mixin before vLLM's scheduler, which without a device in the environment is only timed."""
+    """A mixin before vLLM's scheduler class. Without a shared device in the environment it only
+    times steps."""
 
-    kind: type  # of its board
+    kind: type  # record of this engine's board
     board_name: str
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.device = device.here()
         self._core: Any = None
-        self._due = False  # memory must change hands: the loop turns once more for it
+        # True if memory must be mapped or released. The engine's loop then runs without requests.
+        self._due = False
         if self.device is None:
             return
         if len(self.kv_cache_config.kv_cache_groups) != 1:
@@ -47,7 +49,8 @@ class Member(Timed):
         self._beats = threading.Thread(target=self._beat, name="rose-beat", daemon=True)
 
     def attach(self, core: Any) -> None:
-        """Called from the plugin, once, when the engine is complete and before its first step."""
+        """Connect to the engine core and begin to publish. The plugin calls this once, when the
+        engine is complete, before its first step."""
         if self.device is None:
             return
         self._core = core
@@ -55,7 +58,7 @@ class Member(Timed):
             layout = core.model_executor.collective_rpc("rose_kv_layout")[0]
         except Exception as error:
             raise ValueError(
-                "this engine's workers can't give memory back: start it with worker_extension_cls="
+                "this engine's workers can't release memory: start it with worker_extension_cls="
                 f"rose.engine.kv_worker.KvWorker ({error})"
             ) from error
         where = Layout(*(layout[name] for name in Layout._fields))
@@ -65,14 +68,14 @@ class Member(Timed):
         self._beats.start()
 
     def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
-        """See `Pool.begin`."""
+        """Begin to manage memory: see `Pool.begin`."""
         self.pool.begin(call, layout, page)
 
     def has_requests(self) -> bool:
         return self._due or super().has_requests()
 
     def _ends_at(self, predictor: Predictor | None) -> float:
-        """When all steps in flight will have ended at their P99; 0 without any, or without a
+        """Time at which all steps in flight have ended if each takes its P99; 0 without steps or
         predictor."""
         if not predictor or not self._in_flight:
             return 0.0
@@ -86,14 +89,15 @@ class Member(Timed):
         while True:
             time.sleep(BEAT_S)
             try:
-                self._beats_once()
-                if not self._due and self._wants_turn():
+                self._on_beat()
+                if not self._due and self._wants_loop():
                     self._due = True
                     self._wake()
             except RuntimeError as error:
-                # else the loop's thread changed a queue that was looked at
+                # With another error the thread ends, the board gets stale, and nothing is lent.
+                # This one means that the loop's thread changed a queue while we iterated.
                 if "during iteration" not in str(error):
-                    raise  # the board then falls silent, and nothing is lent
+                    raise
             self._publish()
 
     def _wake(self) -> None:
@@ -101,16 +105,16 @@ class Member(Timed):
 
         self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    def _called(self) -> bool:
-        """Whether requests, aborts or calls wait for the engine's loop."""
+    def _has_input(self) -> bool:
+        """True if requests, aborts or calls wait for the engine's loop."""
         return self._core is not None and not self._core.input_queue.empty()
 
-    def _beats_once(self) -> None:
-        """Called in the beat's thread, each time."""
+    def _on_beat(self) -> None:
+        """Called at each beat, in its thread."""
 
-    def _wants_turn(self) -> bool:
-        """Called in the beat's thread: whether memory should move though no request calls for a
-        step."""
+    def _wants_loop(self) -> bool:
+        """Return True if memory should be mapped or released without a request. Called at each
+        beat, in its thread."""
         raise NotImplementedError
 
 
@@ -119,12 +123,12 @@ def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
     return min(max(first_s, shut_s / LATE), last_s)
 
 
-def vllm_scheduler(mixin: type, vllm_config: Any, **rest: Any) -> Any:
-    """`mixin` over the scheduler that vLLM would take: the asynchronous one only where steps
-    overlap. Raises `ValueError` as `plugin.refuse_drafts` does."""
+def vllm_scheduler(mixin: type, vllm_config: Any, **others: Any) -> Any:
+    """Create `mixin` over vLLM's scheduler: the asynchronous one only if steps overlap. Raises
+    `ValueError` as `plugin.refuse_drafts` does."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     plugin.refuse_drafts(vllm_config)
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return type(mixin.__name__, (mixin, base), {})(vllm_config=vllm_config, **rest)
+    return type(mixin.__name__, (mixin, base), {})(vllm_config=vllm_config, **others)

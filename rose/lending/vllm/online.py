@@ -1,11 +1,10 @@
-"""The online engine's scheduler: vLLM's own, which publishes to the rollout engine of its device
-when it needs the device.
+"""The online engine's scheduler: vLLM's own, which also publishes when it needs the shared device.
 
     --scheduler-cls rose.lending.vllm.online.scheduler   (rose.serving starts the server so)
 
-It decides nothing about its own requests but one thing: KV memory that is lent is not in its pool.
-It asks for it as soon as requests need it, and takes it when the rollout engine's board shows that
-it was given back.
+It schedules requests as vLLM does, except that lent KV memory is not in its pool. It requests this
+memory on its board as soon as requests need it, and takes it when the rollout engine's board shows
+that it was returned.
 """
 
 from __future__ import annotations
@@ -27,30 +26,38 @@ from rose.lending.vllm.member import Member, vllm_scheduler
 from rose.lending.vllm.pool import AT_ONCE, Call
 from rose.lending.vllm.priority import restore_priority
 
-MOST_KEPT = 0.25  # of all KV memory, for the prompts of the next step
-# for making it resident, at the start and with each beat without requests
-HEAP_START_S, HEAP_BEAT_S = (2.0, 0.005)
-RELAX = 2.0  # times `lending.reserve`: beyond that much unused, memory is lent
+MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
+# Most seconds spent on making the process's heap resident, at the start and at each beat without
+# requests.
+HEAP_START_S = 2.0
+HEAP_BEAT_S = 0.005
+# Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of the
+# need move nothing.
+RELAX = 2.0
 
 
-def scheduler(vllm_config, **rest):
-    """For vLLM's `scheduler_cls`."""
-    return vllm_scheduler(OnlineScheduler, vllm_config, **rest)
+def scheduler(vllm_config, **others):
+    """Create the scheduler. vLLM calls it as its `scheduler_cls`."""
+    return vllm_scheduler(OnlineScheduler, vllm_config, **others)
 
 
 @dataclass
 class _Seen:
-    """A request, from its arrival to its end; times are monotonic."""
+    """A request from its arrival to its end; times are monotonic."""
 
     arrival: float
     first_token_at: float | None = None
     last_token_at: float = 0.0
     tokens: int = 0
-    lent: bool = False  # a rollout step, or requests for one, were there in one of its own steps
+    # True if the rollout engine had a step or requests at the begin of a step of this engine.
+    lent: bool = False
 
 
 class OnlineScheduler(Member):
-    kind, board_name = board.Online, "online"
+    """vLLM's scheduler of the online engine on a shared device."""
+
+    kind = board.Online
+    board_name = "online"
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -73,9 +80,9 @@ class OnlineScheduler(Member):
             self._blocks(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes
         )
         self._heap: Ahead | None = None
-        self._asked_at: float | None = None  # since when lent memory is waited for
-        self._gives = False  # memory, of which the rest goes at later steps
-        self.state.kv_held = self.device.kv_bytes  # until the workers report what they took
+        self._asked_at: float | None = None  # time since when requests wait for lent memory
+        self._releasing = False  # true if more memory will be released at later steps
+        self.state.kv_held = self.device.kv_bytes  # correct once the workers report their memory
 
     def attach(self, core) -> None:
         if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
@@ -98,7 +105,8 @@ class OnlineScheduler(Member):
         super().add_request(request)
         if self.device is None or request.request_id in self._seen:
             return
-        # vLLM's is the wall clock's, which may be set; only the time since then is taken from it
+        # vLLM's arrival time is wall-clock time, which may be set. So we only use the time since
+        # then, within limits.
         waited = min(max(0.0, time.time() - request.arrival_time), 60.0)
         self._seen[request.request_id] = _Seen(time.monotonic() - waited)
         self._write_board()
@@ -178,7 +186,7 @@ class OnlineScheduler(Member):
         now = time.monotonic()
         if self._predictor is None or self._slo is None:
             return now
-        # whose steps are held up too, so they are yet to come
+        # Tokens in flight count as not computed yet, because a rollout step delays them, too.
         requests, in_flight = [], self._tokens_in_flight()
         for name, seen in self._seen.items():
             request = self.requests.get(name)
@@ -235,7 +243,7 @@ class OnlineScheduler(Member):
                 self._judge(seen)
 
     def _ended_early(self, seen: _Seen | None) -> None:
-        """A client hung up, which is a miss only where it was kept waiting for too long."""
+        """Count an aborted request; it missed its target only if its first token was late."""
         if seen is None or self._slo is None:
             return
         self.state.aborted += 1
@@ -259,20 +267,20 @@ class OnlineScheduler(Member):
     # ------------------------------------------------------------------ memory
 
     def _needed(self) -> float:
-        """Bytes that requests use, or will before their next token; and those of a whole step of
-        prompts, or whoever comes now would wait for memory until the step after."""
+        """Bytes that requests use or will use before their next token, with room for at least a
+        step full of prompts. Without this room, a new request would wait a step for memory."""
         return self.pool.used + max(self._to_come(), self._step_bytes)
 
     def _to_come(self) -> int:
-        """Bytes that requests will use before their next token."""
+        """Further bytes that requests will use before their next token."""
         requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
         return sum(
             self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests
         )
 
     def _soon(self) -> float:
-        """Bytes that requests use, or will in the next step, their prompts whole; and those of any
-        step of prompts."""
+        """Bytes that requests use or will use in the next step, prompts counted whole, with room
+        for at least a step full of prompts."""
         tokens = nbytes = 0
         for r in itertools.chain(self.running, self.waiting, self.kv_holding_waiting):
             if tokens >= self.max_num_scheduled_tokens:
@@ -282,9 +290,10 @@ class OnlineScheduler(Member):
         return self.pool.used + max(nbytes, self._step_bytes)
 
     def _to_hold(self, needed: float) -> float:
-        """With a reserve for their growth; as it is, while little is won by a change."""
+        """Bytes to hold: `needed` and a reserve for growth. Unchanged if a change would gain
+        little."""
         held = self.pool.limit_bytes
-        if not self._gives and needed + self._reserve <= held <= needed + RELAX * self._reserve:
+        if not self._releasing and needed + self._reserve <= held <= needed + RELAX * self._reserve:
             return held
         return min(needed + self._reserve, self.pool.total)
 
@@ -300,39 +309,44 @@ class OnlineScheduler(Member):
         rollout = self._rollout.read()
         if rollout is not None:
             return rollout.kv_budget if board.is_alive(rollout) else 0.0
-        # none yet, gone, or its board is damaged: then what was lent may still be in use
+        # There is no rollout engine, or its board is damaged. In the latter case it may still use
+        # all that was lent.
         return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
 
     def _share_memory(self, at_once: bool = False) -> None:
-        """Say what is needed first, and look at what is lent afterwards: the rollout engine does it
-        the same way round, so that the two never count the same bytes. But for what the next step
-        needs, little changes hands before it unless `at_once`: all who run wait for that."""
+        """Publish the memory that this engine needs, then map or release memory.
+
+        It publishes first and then reads what is lent. The rollout engine does the same, so that
+        the two never take the same bytes. Unless `at_once`, a call moves little memory beyond what
+        the next step needs, because all running requests wait meanwhile.
+        """
         needed = self._needed()
         goal = self._to_hold(needed) if self._lends() else self.pool.total
         hold = goal if at_once else self.pool.paced(goal, self._soon())
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
-            # in between; it may be any part
+            # Until the pool has grown, any part of the device's memory may be taken.
             self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped
             self._board.write()
         reached = self.pool.limit(
             hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE
         )
-        self._gives = self.pool.limit_bytes > goal
+        self._releasing = self.pool.limit_bytes > goal
         with self._writing:
             self.state.kv_held = max(reached, self.pool.limit_bytes)
             self._board.write()
 
-    def _beats_once(self) -> None:
-        """What doesn't wait for the end of a step."""
+    def _on_beat(self) -> None:
+        """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
         if self._heap is not None and not self._seen:
             self._heap.catch_up(HEAP_BEAT_S)
         self._reclaim()
 
     def _reclaim(self) -> None:
-        """A rollout engine that keeps what online requests wait for is given the core to let go of
-        it, and ended if it doesn't in time."""
+        """Make a rollout engine return the memory that online requests wait for. Raises its
+        priority, so that it gets CPU time to release the memory. Kills it if it hasn't after
+        lending.revoke_after_s."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
         if rollout is not None and self.waiting and self._to_come() > self.pool.free:
             wanted = min(self.pool.used + self._to_come(), self.pool.total) + self.pool.overhead
@@ -346,12 +360,12 @@ class OnlineScheduler(Member):
         else:
             restore_priority(int(rollout.pid))
 
-    def _wants_turn(self) -> bool:
+    def _wants_loop(self) -> bool:
         if self.has_unfinished_requests():
-            return False  # each step looks anyway
+            return False  # each step moves memory anyway
         hold = self._to_hold(self._needed()) if self._lends() else self.pool.total
         now = self.pool.limit_bytes
         room, block = self.device.kv_bytes - self._lent() - self.pool.mapped, self.pool.block_bytes
-        if room < 0 or self.pool.strewn or hold <= now - block:
+        if room < 0 or self.pool.scattered or hold <= now - block:
             return True
         return hold >= now + block and room >= self.pool.grain and self.pool.can_map

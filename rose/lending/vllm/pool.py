@@ -1,9 +1,9 @@
-"""How much of its KV cache an engine may use: the rest of vLLM's blocks are taken out of its pool,
-and the memory behind them is given back to the system.
+"""The part of its KV cache that an engine may use. The other blocks are withheld from vLLM's pool,
+and their memory is released.
 
-Two measures: of blocks, what requests can use; of pages, what it costs. The second is what both
-engines of a device share, and counts what the workers report as mapped and given back. The pages of
-vLLM's null block are in neither: every engine has them from its start to its end.
+There are two measures. Bytes of blocks are what requests can use. Bytes of pages are the memory
+that this takes; both engines of a device share them. They count what the workers report as mapped
+and released. Neither includes vLLM's null block, which every engine always holds.
 """
 
 from __future__ import annotations
@@ -19,42 +19,50 @@ from rose.engine.blocks import Layout
 from rose.lending.vllm.compact import Pages
 from rose.lending.vllm.free_queue import LowFirst
 
-RELEASE, MAP = "rose_release_blocks", "rose_map_blocks"  # of the workers
-AGAIN_S = 1.0  # before memory is asked for that the device has just not had
-# Bytes that one call maps, so that of a large wish the first part is there when the rest isn't; and
-# that change hands while a step is planned: about 10 ms on a GPU, during which no request goes on.
+# Names of the workers' methods (rose/engine/kv_worker.py).
+RELEASE = "rose_release_blocks"
+MAP = "rose_map_blocks"
+RETRY_S = 1.0  # seconds after a failure to map before memory is requested again
+# Most bytes that one call maps, so that a large request succeeds in part if memory is short. Also
+# the most that is mapped or released while a step is planned. That takes about 10 ms on a GPU, in
+# which no request proceeds.
 AT_ONCE = 2**28
-FEW = 16  # blocks that aren't asked for one by one
-# steps between two looks whether pages have become free, each a few ms for 50,000 blocks
+# A request of at most this many blocks that fails is not split further.
+FEW = 16
+# Calls of `limit` between two checks whether pages have become free, which take a few ms for 50,000
+# blocks.
 SETTLE = 32
 
-# a method of every worker, with block ids -> bytes that each reports
+# Calls a method, with block ids, in every worker; returns the bytes that each worker reports.
 Call = Callable[[str, list[int]], Sequence[int]]
 
 
 class Pool:
-    """`manager`: vLLM's KVCacheManager; `kv_cache_config`: what it manages. Blocks that requests
-    hold can't be taken: `limit` takes what is free, and returns how far it got. For the thread of
-    vLLM's loop, while it plans a step: see `vmm.PagePool`."""
+    """Withholds blocks from vLLM's block pool and lends them to it.
+
+    `manager` is vLLM's KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be
+    withheld, not those that requests hold. All methods are for the thread of vLLM's loop while it
+    plans a step: see `vmm.PagePool`.
+    """
 
     def __init__(self, manager: Any, kv_cache_config: Any) -> None:
         self._manager, self._blocks = manager, manager.block_pool
         tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
         self.block_bytes = max(tensor.size for tensor in tensors) // blocks
-        self.count = blocks - 1  # vLLM keeps one for nothing
-        self._usable = np.zeros(blocks, bool)  # the others are withheld from vLLM
-        self._usable[0] = True  # vLLM's own
+        self.count = blocks - 1  # number of blocks without vLLM's null block
+        self._usable = np.zeros(blocks, bool)  # blocks that are not withheld
+        self._usable[0] = True  # vLLM's null block
         self._blocks.touch(self._blocks.blocks[1:])
         self._blocks.free_block_queue = LowFirst()
-        self.mapped = 0  # bytes
-        self._asked: tuple[int, float] | None = None  # of the last `limit`: blocks, bytes
-        self.strewn = False  # requests keep pages of which most is free
-        self._calls = 0  # of `limit` while it is so
-        self._failed_at = 0.0  # when the device had no memory; 0: it had
+        self.mapped = 0  # bytes of pages
+        self._asked: tuple[int, float] | None = None  # (blocks, bytes of pages) of the last `limit`
+        self.scattered = False  # true if the used blocks take more pages than at the low end
+        self._calls = 0  # calls of `limit` while `scattered`
+        self._failed_at = 0.0  # time of the last failure to map; 0 after a success
 
     def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
-        """The workers can be reached: from here on there is `limit`, and until then nothing may be
-        used. `layout`, `page`: of their KV caches; without them blocks share no pages."""
+        """Begin with workers that can be called; before, no block may be used. `layout` and `page`
+        are those of the workers' KV caches. Without them, blocks share no pages."""
         self._call = call
         if layout is None:
             layout = Layout(self.total, self.count + 1, (0,), (self.block_bytes,))
@@ -69,17 +77,18 @@ class Pool:
 
     @property
     def limit_bytes(self) -> int:
-        """Of the blocks that the engine may use now."""
+        """Bytes of the blocks that the engine may use now."""
         return (int(self._usable.sum()) - 1) * self.block_bytes
 
     @property
     def overhead(self) -> int:
-        """Bytes of pages beyond those of the blocks in use: of pages that are kept for a part."""
+        """Bytes of pages beyond those of the usable blocks, as some pages are used only in part."""
         return max(0, self.mapped - self.limit_bytes)
 
     @property
     def free(self) -> int:
-        """Bytes that it may use and no request holds; prefixes cached there may be dropped."""
+        """Bytes of usable blocks that no request holds. They may have cached prefixes, which can be
+        dropped."""
         return self._blocks.get_num_free_blocks() * self.block_bytes
 
     @property
@@ -88,14 +97,14 @@ class Pool:
 
     @property
     def can_map(self) -> bool:
-        """Whether to ask for more: blocks are withheld, and the device has not just refused."""
+        """True if blocks are withheld, and mapping has not failed within `RETRY_S`."""
         return not self._usable.all() and (
-            not self._failed_at or time.monotonic() - self._failed_at > AGAIN_S
+            not self._failed_at or time.monotonic() - self._failed_at > RETRY_S
         )
 
     def excess(self, nbytes: float, requests: Sequence[str]) -> int:
-        """How many of these requests, the first ones first, must end so that what the others hold
-        fits into `nbytes` of pages; all of them where that isn't enough."""
+        """Number of `requests`, from the first on, that must end so that the blocks of the others
+        fit into `nbytes` of pages. All of them if even that isn't enough."""
         counts = self._counts()
         if self._pages.nbytes(counts > 0) <= nbytes:
             return 0
@@ -112,19 +121,19 @@ class Pool:
         return high
 
     def paced(self, nbytes: float, soon: float = 0.0) -> float:
-        """What to ask of `limit` in this step, on the way up to `nbytes` of blocks of which `soon`
-        must be there."""
+        """Bytes of blocks to request from `limit` in this step, on the way up to `nbytes`, `soon`
+        of which must be there now."""
         if nbytes <= self.limit_bytes:
             return nbytes
         return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
-        """Use blocks of at most `nbytes` from now on, and as far as that fits into `most` bytes of
-        pages. What requests hold stays. Of blocks that go, at most `at_once` bytes go in this call
-        while there is room for all within `most`; the others at later ones. Returns the bytes of
-        pages that this engine has now.
+        """Use at most `nbytes` of blocks from now on, in at most `most` bytes of pages. Return the
+        bytes of pages mapped now.
 
-        Raises nothing for want of memory: those blocks stay withheld.
+        Blocks that requests hold stay. While the mapped pages fit into `most`, a call withholds at
+        most `at_once` bytes of blocks, and later calls the others. If memory is short, no error is
+        raised, and the blocks stay withheld.
         """
         asked = (max(0, min(self.count, int(min(nbytes, self.total) // self.block_bytes))), most)
         now = int(self._usable.sum()) - 1
@@ -136,14 +145,16 @@ class Pool:
                 asked,
                 at_once if self.mapped <= most else math.inf,
             )
-            self.strewn = not self._pages.alone and self._pages.nbytes(self._usable) > self._ideal()
+            self.scattered = (
+                not self._pages.alone and self._pages.nbytes(self._usable) > self._ideal()
+            )
         elif asked[0] > now and (asked != self._asked or self._failed_at and self.can_map):
             self._become(self._pages.choose(self._usable, *asked), asked, at_once)
         self._asked = asked
         return self.mapped
 
     def _without_oldest(self, wanted: int, most: float) -> np.ndarray:
-        """Where no page is shared, those blocks go whose cached prefixes are oldest."""
+        """Choose usable blocks where blocks share no page: drop those with the oldest prefixes."""
         beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
         over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
         usable = self._usable.copy()
@@ -153,21 +164,21 @@ class Pool:
         return usable
 
     def _may_settle(self) -> bool:
-        """Whether to look once more for pages that have become free, in a pool where they aren't
-        full."""
-        if not self.strewn:
+        """True if `limit` should check for pages that have become free: in a scattered pool, after
+        every `SETTLE` calls and when no request holds blocks."""
+        if not self.scattered:
             return False
         self._calls += 1
         idle = self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
         return self._calls % SETTLE == 0 or idle
 
     def _ideal(self) -> int:
-        """Bytes of pages that so many blocks take at the low end."""
+        """Bytes of pages that the same number of blocks would take at the low end."""
         low = np.arange(self._usable.size) < int(self._usable.sum())
         return self._pages.nbytes(low)
 
     def _counts(self) -> np.ndarray:
-        """Of each block, how many requests hold it; 0 for those withheld."""
+        """Number of requests that hold each block, (blocks,) int; 0 for withheld blocks."""
         blocks = self._blocks.blocks
         counts = np.fromiter((block.ref_cnt for block in blocks), np.int64, len(blocks))
         counts[~self._usable] = 0
@@ -175,8 +186,9 @@ class Pool:
         return counts
 
     def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
-        """Memory goes back before any is asked for; where not all of it goes yet, only what is
-        lacking is asked for."""
+        """Make the blocks `usable`: withhold those that are not in it, then lend the new ones. If
+        `at_once` delays a part of the withholding, lends only blocks that are still missing for
+        `asked`."""
         gone = np.flatnonzero(self._usable & ~usable)
         some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)) :]
         self._withhold(some)
@@ -193,7 +205,7 @@ class Pool:
         self.mapped -= min(self._call(RELEASE, ids.tolist()))
 
     def _lend(self, ids: np.ndarray) -> None:
-        """Give these blocks to vLLM, the lower ones first, as far as there is memory."""
+        """Lend these blocks to vLLM, the lowest first, as far as there is memory."""
         if not ids.size:
             return
         some = max(1, AT_ONCE // self.block_bytes)
@@ -210,7 +222,7 @@ class Pool:
         self._blocks.free_blocks([self._blocks.blocks[block] for block in ids[:at]])
 
     def _has_memory(self, ids: list[int]) -> bool:
-        """Whether these blocks have it now: on all workers, or else on none."""
+        """Map these blocks on all workers, or on none. Return True if that succeeded."""
         reports = self._call(MAP, ids)
         if min(reports) < 0:
             self._call(RELEASE, ids)

@@ -1,13 +1,14 @@
 """Lower the priority of the rollout engine's threads on a CPU.
 
-This does nothing on a GPU, where kernels of two processes take turns whatever their priorities.
+It is not used on a GPU, where kernels of two processes alternate whatever their priorities.
 
-They run where no other wants the core (Linux's SCHED_IDLE). But behind an online engine that keeps
-the core a step would take any time to end, and memory is given back between steps: so the online
-engine gives them the common priority while it waits for memory, where its user may (root, or an
-RLIMIT_NICE of 20 or more). Where he may not, they are only made nice: a sixty-eighth of the core is
-theirs in any case. Either way counts within one session alone, as Linux's autogroups share cores
-between sessions whatever their threads' priorities; rose.serving keeps both engines in one.
+With Linux's SCHED_IDLE, these threads run only on cores that no other thread wants. But behind an
+online engine that keeps the core, a step could take any time to end, and memory is released between
+steps. So the online engine raises the threads to the normal priority while it waits for memory. Its
+user must be allowed to do that (root, or an RLIMIT_NICE of 20 or more). Otherwise the threads only
+get a nice value of 19, with which they always get a sixty-eighth of the core. Both take effect only
+within a session, as Linux's autogroups share cores between sessions whatever the priorities of
+their threads. So rose.serving keeps both engines in one session.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ NICE = 19
 
 
 class Priority:
-    """Of all threads of this process but one, and of those that they make."""
+    """Lowers the priority of this process's threads, except one, and of threads that they start."""
 
     def __init__(self, except_for: int | None = None) -> None:
         self._except_for = except_for
         self._may_return = may_return()
 
     def lower(self) -> None:
-        """From the thread that computes. Cheap when nothing has changed."""
+        """Lower the priority. Called by the computing thread; cheap if its priority is low."""
         if self._may_return and os.sched_getscheduler(0) == os.SCHED_IDLE:
             return
         if not self._may_return and os.getpriority(os.PRIO_PROCESS, 0) == NICE:
@@ -36,9 +37,10 @@ class Priority:
 
 
 def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> None:
-    """The threads of a process but one. `to_idle`: as `may_return` says."""
+    """Lower the priority of a process's threads, except one: to SCHED_IDLE if `to_idle`, else to
+    the nice value NICE."""
     for thread in _threads(pid):
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
             if thread == except_for:
                 continue
             if to_idle:
@@ -48,7 +50,7 @@ def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> No
 
 
 def restore_priority(pid: int) -> None:
-    """Another process' threads, to the common priority for now; nothing where this user may not."""
+    """Raise another process's idle threads to the normal priority, if this user may do that."""
     with contextlib.suppress(OSError):
         for thread in _threads(pid):
             if os.sched_getscheduler(thread) == os.SCHED_IDLE:
@@ -57,7 +59,7 @@ def restore_priority(pid: int) -> None:
 
 
 def may_return() -> bool:
-    """Whether a thread of this user comes back from SCHED_IDLE; tried on one of no use."""
+    """Return True if this user may raise a thread from SCHED_IDLE again, tried on a new thread."""
     found: list[bool] = []
 
     def attempt() -> None:

@@ -1,12 +1,12 @@
-"""The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be taken back at
-any time.
+"""The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be revoked.
 
     scheduler_cls="rose.lending.vllm.rollout.scheduler"   (rose.serving starts the engine so)
 
-Each step asks the gate (rose/lending/rules/gate.py) how many tokens it may take in; a shut gate is
-looked at again and again, the less often the longer it is shut. KV memory beyond the budget
-(rose/lending/rules/budget.py) is not in vLLM's pool; when the budget falls, whole requests end at
-once with stop reason `plugin.EVICTED` and the tokens made so far, those first that lose least.
+Each step asks the gate (rose/lending/rules/gate.py) how many tokens it may compute. A shut gate is
+polled, the less often the longer it is shut. KV memory beyond the budget
+(rose/lending/rules/budget.py) is not in vLLM's pool. When the budget falls, whole requests are
+evicted at once, those first that lose the least work. They end with stop reason `plugin.EVICTED`
+and the tokens generated so far.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ from rose.lending.vllm.pool import AT_ONCE
 from rose.lending.vllm.priority import Priority
 from rose.lending.vllm.steps import work_of
 
-# between two looks at a shut gate: each interrupts the online engine
-FIRST_LOOK_S, LAST_LOOK_S = (0.0005, 0.005)
-WAIT_S = 0.05  # there, before the engine's loop is given a turn that nothing calls for
+# Least and most seconds between two polls of a shut gate, each of which interrupts the online
+# engine.
+FIRST_POLL_S = 0.0005
+LAST_POLL_S = 0.005
+WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
 
 
-def scheduler(vllm_config, **rest):
-    """For vLLM's `scheduler_cls`."""
-    return vllm_scheduler(RolloutScheduler, vllm_config, **rest)
+def scheduler(vllm_config, **others):
+    """Create the scheduler. vLLM calls it as its `scheduler_cls`."""
+    return vllm_scheduler(RolloutScheduler, vllm_config, **others)
 
 
 class RolloutScheduler(Member):
-    kind, board_name = board.Rollout, "rollout"
+    """vLLM's scheduler of the rollout engine on a shared device."""
+
+    kind = board.Rollout
+    board_name = "rollout"
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._evicted: list[Request] = []  # whose clients must be notified
+        self._evicted: list[Request] = []  # evicted requests whose clients must still be notified
         if self.device is None:
             return
         lending = self._lending = self.device.serving.lending
@@ -54,11 +59,11 @@ class RolloutScheduler(Member):
         self._budget = Budget(lending, self.device.kv_bytes)
         self._priority: Priority | None = None
         self._most = self.max_num_scheduled_tokens
-        # of the steps under way: `_online_idle` when they began
+        # Result of `_online_idle` at the begin of each step in flight.
         self._beside: deque[float | None] = deque()
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
-        self._resting = False
+        self._inactive = False
         self.state.shut_by = float(Reason.CONTROL_SILENT)
 
     def attach(self, core) -> None:
@@ -73,7 +78,7 @@ class RolloutScheduler(Member):
     # ------------------------------------------------------------------ vLLM's calls
 
     def add_request(self, request) -> None:
-        if self.device is not None and not self.requests:  # nobody has waited at the gate meanwhile
+        if self.device is not None and not self.requests:  # no request waited at the gate before
             self._moved_at = self._gate_since = time.monotonic()
         super().add_request(request)
 
@@ -83,7 +88,8 @@ class RolloutScheduler(Member):
         self._due = False
         self._fit_memory()
         if self._priority is not None:
-            self._priority.lower()  # also after the online engine has lifted it for the memory
+            # The online engine may have raised the priority since the last step.
+            self._priority.lower()
         self.max_num_scheduled_tokens = self._pass_gate()
         if 0 < self.max_num_scheduled_tokens < len(self.running):
             self._rotate(self.max_num_scheduled_tokens)
@@ -98,7 +104,7 @@ class RolloutScheduler(Member):
             return outputs
         for group in outputs.values():
             self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
-        for request in self._evicted:  # vLLM notifies clients only of ends that it causes
+        for request in self._evicted:  # vLLM only notifies clients of ends that it causes
             ended = EngineCoreOutput(
                 request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=plugin.EVICTED
             )
@@ -111,7 +117,7 @@ class RolloutScheduler(Member):
         return super().has_requests() or bool(self._evicted)
 
     def evict(self, victims: list[Request]) -> None:
-        """Hand these requests back: whole, at once, with the tokens made so far."""
+        """End these requests at once, with the tokens generated so far."""
         if not victims:
             return
         self.finish_requests([r.request_id for r in victims], RequestStatus.FINISHED_ABORTED)
@@ -122,7 +128,8 @@ class RolloutScheduler(Member):
     # ------------------------------------------------------------------ the gate
 
     def _pass_gate(self) -> int:
-        """Tokens for this step; 0 after WAIT_S at a shut gate, or sooner if the loop is called."""
+        """Wait until the gate admits tokens; return their number. Returns 0 after WAIT_S, or sooner
+        if the engine's loop has other work."""
         end = time.monotonic() + WAIT_S
         while True:
             now = time.monotonic()
@@ -143,21 +150,21 @@ class RolloutScheduler(Member):
                 self.evict(list(self.requests.values()))
                 return 0
             if self._in_flight:
-                return 0  # the loop waits for that step's tokens
-            time.sleep(pause_s(now - self._moved_at, FIRST_LOOK_S, LAST_LOOK_S))
-            if now > end or self._called() or self._memory_moves(self._budget):
+                return 0  # the loop must fetch that step's tokens
+            time.sleep(pause_s(now - self._moved_at, FIRST_POLL_S, LAST_POLL_S))
+            if now > end or self._has_input() or self._memory_changes(self._budget):
                 return 0
 
-    def _memory_moves(self, budget: Budget) -> bool:
-        """Whether a block or more is to change hands."""
-        return self._moves(self._target(budget))
+    def _memory_changes(self, budget: Budget) -> bool:
+        """True if the budget requires to release memory, or allows to map a block or more."""
+        return self._changes(self._target(budget))
 
-    def _moves(self, target: float) -> bool:
+    def _changes(self, target: float) -> bool:
         held = self.pool.mapped
         return target < held or target - held >= self.pool.grain and self.pool.can_map
 
     def _note(self, reason: Reason, now: float) -> None:
-        """Time at the gate counts while requests want to pass it."""
+        """Record the gate's state, and add the time since the last note if there are requests."""
         passed, self._gate_since = now - self._gate_since, now
         if self.requests:
             if self.state.open:
@@ -167,7 +174,8 @@ class RolloutScheduler(Member):
         self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
 
     def _rotate(self, count: int) -> None:
-        """vLLM serves `running` from its head: with fewer tokens than requests the tail starves."""
+        """Move the first `count` running requests to the end. vLLM serves from the head, so with
+        fewer tokens than requests the tail would starve."""
         self.running = self.running[count:] + self.running[:count]
 
     def _step_begins(self, work: Work, began: float) -> None:
@@ -183,42 +191,43 @@ class RolloutScheduler(Member):
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         idle = self._beside.popleft()
         if self._predictor:
-            # A step that the online engine's interrupted says nothing of the next. At idle priority
-            # it takes many times as long, and with such residuals the gate would never open, nor
-            # ever learn that it may.
+            # A step that a step of the online engine interrupted isn't observed. At idle priority
+            # it takes many times as long. With such residuals the gate would stay shut, and so
+            # never see shorter steps.
             if idle is not None and idle == self._online_idle():
                 self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
         s.step_ends = self._ends_at(self._predictor)
 
     def _online_idle(self) -> float | None:
-        """The online engine's steps so far, if it is in none now."""
+        """Number of the online engine's steps so far, or None while it is in a step."""
         found = self._online.read()
         return None if found is None or found.step_ends else found.steps
 
     # ------------------------------------------------------------------ memory
 
-    def rest(self, resting: bool) -> None:
-        """Until the engine has its weights again it takes no KV memory: it couldn't use it, nor
-        give it back while it reads them. For the thread of the engine's loop, with nothing
-        running."""
-        self._resting = resting
+    def set_inactive(self, inactive: bool) -> None:
+        """Release all KV memory while the engine has no weights. It couldn't use this memory, nor
+        release it while it reads the weights. For the thread of the engine's loop, without running
+        requests."""
+        self._inactive = inactive
         if self.device is not None:
             self._fit_memory()
 
     def _fit_memory(self) -> None:
+        """Map memory up to the budget, or release memory beyond it and evict requests for that."""
         target, held = self._target(self._budget), self.pool.mapped
-        if not self._moves(target):
+        if not self._changes(target):
             target = held
         elif target > held:
-            # a thread that maps memory receives no revocation
+            # While this thread maps memory it sees no revocation, so it maps little at once.
             target = min(target, held + max(AT_ONCE, self.pool.grain))
-            # Published before it is looked once more whether it is free: the online engine does it
-            # the same way round.
+            # Publish the budget, then check again that the memory is free. The online engine does
+            # the same, so that the two never take the same bytes.
             self._publish_budget(target)
             target = max(held, min(target, self._room()))
         else:
-            # who loses least
+            # Evict the requests first that lose the least work.
             running = sorted(self.running, key=lambda request: request.num_computed_tokens)
             self.evict(
                 running[: self.pool.excess(target, [request.request_id for request in running])]
@@ -228,7 +237,7 @@ class RolloutScheduler(Member):
         self.state.frozen = float(self._budget.frozen)
 
     def _give_up_on_large(self) -> None:
-        """Requests too large for what is lent wait like those at a shut gate, then are evicted."""
+        """Evict requests too large for the lent memory, after waiting as long as at a shut gate."""
         blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
         large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
         if not large:
@@ -240,8 +249,8 @@ class RolloutScheduler(Member):
             self.evict(large)
 
     def _target(self, budget: Budget) -> float:
-        """Bytes of pages: the budget, but no more than the online engine has let go of."""
-        if self._resting:
+        """Bytes of pages to map: the budget, but no more than the online engine has released."""
+        if self._inactive:
             return 0.0
         target = min(
             budget.update(time.monotonic(), self._online.read(), self.control.read()),
@@ -260,12 +269,13 @@ class RolloutScheduler(Member):
                 self.state.kv_budget = nbytes
                 self._board.write()
 
-    def _wants_turn(self) -> bool:
+    def _wants_loop(self) -> bool:
         if self.has_unfinished_requests():
-            return False  # the loop turns anyway
-        if self._memory_moves(copy.copy(self._budget)):  # the loop's thread owns the budget
+            return False  # the loop runs anyway
+        if self._memory_changes(copy.copy(self._budget)):  # the loop's thread owns the budget
             return True
-        # whoever sends requests here must see that the gate would open, or has been shut
+        # The worker reads the gate's state from the board, so publish that the gate would open, or
+        # why it is shut.
         reason = self._gate.admit(
             time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)
         ).reason

@@ -1,7 +1,7 @@
-"""What a vLLM scheduler knows of its engine's steps: what each computes, when it began and ended.
+"""A mixin before vLLM's scheduler class that records each engine step's work, begin and end.
 
-A mixin before vLLM's own class. With the environment variable `plugin.STEPS` every step is appended
-to that file, from which `python -m rose.lending.profile` fits the predictor.
+If the environment variable `plugin.STEPS` names a file, every step is appended to it. `python -m
+rose.lending.profile` fits the predictor to this file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Timed:
-    """`_step_begins` and `_step_ended` are for subclasses. A step lasts from its scheduling, or
-    from the end of the one before where that is later (vLLM's async scheduling plans ahead), until
-    its tokens are known."""
+    """Times engine steps, and calls `_step_begins` and `_step_ended`, which subclasses override. A
+    step begins when it is scheduled, or when the step before ends if that is later, as vLLM's async
+    scheduling plans ahead. It ends when its tokens are known."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -56,7 +56,7 @@ class Timed:
         return outputs
 
     def _in_flight_s(self, predictor: Predictor) -> tuple[float, float]:
-        """Seconds until the steps in flight have ended: on average, and if each takes its P99."""
+        """Seconds until the steps in flight have ended: the mean, and if each takes its P99."""
         mean = p99 = 0.0
         for _, work, _ in self._in_flight:
             mean, p99 = mean + predictor.seconds(work), p99 + predictor.p99(work)
@@ -67,14 +67,14 @@ class Timed:
         return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
 
     def _tokens_in_flight(self) -> Counter[str]:
-        """Tokens of each request in flight, which vLLM counts as computed already."""
+        """Number of each request's tokens in flight, which vLLM already counts as computed."""
         counts: Counter[str] = Counter()
         for output, _, _ in self._in_flight:
             counts.update(output.num_scheduled_tokens)
         return counts
 
     def _work_of(self, scheduled: dict[str, int]) -> Work:
-        """After vLLM has counted the tokens as computed."""
+        """The work of a step. Called after vLLM has counted its tokens as computed."""
         prefill, decodes, context = [], 0, 0
         for name, count in scheduled.items():
             before = self.requests[name].num_computed_tokens - count
@@ -93,7 +93,7 @@ class Timed:
 
 
 def work_of(requests: Iterable[Request]) -> Work:
-    """Their next step, if nothing limited it."""
+    """The work of a step without limits: each request's remaining prompt, or its next decode."""
     prefill, decodes, context = [], 0, 0
     for request in requests:
         left = max(1, request.num_tokens - request.num_computed_tokens)

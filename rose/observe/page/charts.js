@@ -112,7 +112,7 @@ function smooth(ys) {
   });
 }
 
-// A vertical cursor that snaps to the nearest of `xs` and tells `text(i)`.
+// A vertical cursor that snaps to the nearest of `xs` and shows `text(i)`.
 function cursor(c, xs, text) {
   const line = element(c.svg, "line", {class: "cursor", y1: c.m.top, y2: c.height - c.m.bottom, visibility: "hidden"});
   const area = element(c.svg, "rect", {x: c.m.left, y: c.m.top, width: c.width - c.m.left - c.m.right,

@@ -1,4 +1,4 @@
-// The report's figures: which numbers, in which colours, with which words.
+// The report's figures: which numbers, in which colours, with which captions.
 const PHASES = {rollout: "var(--blue)", train: "var(--orange)", sync: "var(--green)", idle: "var(--pale)", other: "var(--grey)"};
 const figure = id => document.getElementById(id);
 const curve = name => DATA.curves[name] || [];

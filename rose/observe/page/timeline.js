@@ -128,7 +128,7 @@
     g.globalAlpha = 1;
   }
 
-  // Marks of a row are in order of their start: begin where the longest could still reach into the window.
+  // Marks of a row are sorted by start: begin at the first that could reach into the window if it were the longest.
   function firstMark(r) {
     const list = byRow[r];
     let low = 0, high = list.length;

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -428,7 +429,7 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
     [
         ({"data": "nowhere.jsonl"}, "env.args.data='nowhere.jsonl': no such file or folder"),
         ({"data": "broken.jsonl"}, "broken.jsonl': line 2 is no JSON"),
-        ({"data": "lines.json"}, "a file with a row on each line is a .jsonl file"),
+        ({"data": "lines.json"}, "a file with a row on each line is named .jsonl"),
         ({"data": "rewards.py"}, "must be a .jsonl, .json or .parquet file"),
         ({"prompt_field": "question"}, "row 1 of sums.jsonl has no text there"),
         ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
@@ -473,6 +474,8 @@ def chat(*said, answer="3"):
             "has a dict there, {'value': 3}; env.args.reward=math",
         ),
         (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
+        (chat("u", answer=" "), {}, "row 2 of rows.jsonl has no answer there"),
+        (chat("u", answer=math.nan), {}, "row 2 of rows.jsonl has no answer there"),
     ],
 )
 @pytest.mark.parametrize("key", ["data", "held_out"])
@@ -504,6 +507,25 @@ def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
     (folder / "map.json").write_text(json.dumps({"rows": rows}))
     with pytest.raises(ConfigError, match="must be a list of rows, and is a dict"):
         envs.check(env_of("prompts", data="map.json"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_files_that_are_something_else_are_refused_with_the_remedy(folder, name):
+    def refusal(data):
+        (folder / name).write_bytes(data)
+        with pytest.raises(ConfigError) as error:
+            envs.check(env_of("prompts", data=name))
+        assert str(error.value).startswith(f"env.args.data='{name}': ")
+        return str(error.value)
+
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    assert "run git lfs pull" in refusal(pointer)
+    if not name.endswith("parquet"):
+        row = '{"prompt": "Größe?", "answer": "1"}'
+        assert "iconv -f UTF-16 -t UTF-8" in refusal(row.encode("utf-16"))
+        if name == "rows.json":
+            assert "on each line is named .jsonl" in refusal(f"{row}\n{row}".encode())
+        assert "not UTF-8 (invalid start byte at byte" in refusal(row.encode("latin-1"))
 
 
 def test_held_out_prompts_that_are_trained_are_a_doubt(folder):

@@ -44,6 +44,19 @@ PAIRS = [
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", 1),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}", 0),
     ("Thursday", "It is a **Thursday**", 0), ("10^{6}", r"\boxed{1000000}", 1), ("0", r"\boxed{0}", 1), ("0", r"\boxed{}", 0),
+    # units, currencies, percent signs and scales, full stops and Markdown around a number
+    ("18", "#### 18.", 1), ("18", "#### 18 dollars", 1), ("18", "#### **18**", 1), ("18", r"\boxed{18 dollars}", 1),
+    ("18", r"\boxed{18\,cm}", 1), ("18", r"\boxed{18~\text{cm}^3}", 1), ("30", r"\boxed{\text{30 minutes}}", 1),
+    ("60", r"\boxed{60 km/h}", 1), ("18", r"\boxed{€18}", 1), ("0.5", r"\boxed{1/2 cup}", 1), ("2", r"\boxed{2 sin x}", 0),
+    ("60", r"\boxed{60\%}", 1), ("60%", r"\boxed{60}", 1), ("0.6", r"\boxed{60\%}", 1), ("60%", r"\boxed{6000\%}", 0),
+    ("60", r"\boxed{6\%}", 0), ("5000000", r"\boxed{\$5 \text{ million}}", 1), ("5 million", r"\boxed{5 billion}", 0),
+    # thousands behind a space, which were a product of 0; bases, which were dropped
+    ("12000", r"\boxed{12\,000}", 1), ("0", r"\boxed{12\,000}", 0), ("2, 300", r"\boxed{2, 300}", 1),
+    ("101_2", r"\boxed{101_{2}}", 1), ("101_2", r"\boxed{101_3}", 0), ("101_2", r"\boxed{101}", 1),
+    # choices and words in a sentence
+    ("B", "The answer is (B) or (C)", 0), ("D", "D) B and C", 1), ("B", "The correct option is (B).", 1), ("B", "Option B", 1),
+    ("yes", "The answer is: Yes", 1), ("yes", "**Answer**: Yes", 1), ("Paris", "The answer is **Paris**.", 1),
+    ("B", "Final Answer: The final answer is $B$. I hope it is correct.", 1), (r"\varnothing", r"\boxed{\emptyset}", 1),
 ]
 # fmt: on
 

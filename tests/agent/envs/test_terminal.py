@@ -116,6 +116,9 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
     (task(tmp_path, "built") / "environment/Dockerfile").write_text("FROM x\nRUN y\n")
     task(tmp_path, "timed", toml="[agent]\ntimeout_sec = -1\n")
     task(tmp_path, "torn", toml="[agent\n")
+    (task(tmp_path, "windows") / "tests/test.sh").write_bytes(b"exit 0\r\n")
+    (task(tmp_path, "old") / "instruction.md").write_bytes(b"Gr\xf6\xdfe\n")
+    (task(tmp_path, "marked") / "task.toml").write_bytes(b"\xef\xbb\xbf[agent]\n")
     raw = yaml.safe_load((REPOSITORY / "conf/env/terminal.yaml").read_text())
     from rose import config
 
@@ -131,8 +134,11 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
         "task built: environment/Dockerfile is not built here",
         "task timed: task.toml: agent.timeout_sec=-1 is no number above 0",
         "task torn: task.toml: ",
+        "task windows: tests/test.sh has Windows line ends",
+        "task old: instruction.md: it is not UTF-8",
     ):
         assert expected in words
+    assert "task marked" not in words  # A byte order mark is no part of a file's text.
     assert "fine" not in words.replace("task fine", "")
 
 

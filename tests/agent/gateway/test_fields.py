@@ -114,6 +114,62 @@ def test_a_method_that_a_route_lacks_is_told_those_that_it_has(serve):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_body_that_is_expected_is_waited_for_and_other_expectations_are_refused(serve, path):
+    async def go():
+        async with serve("one") as world:
+            for expected, status in (("100-continue", 200), ("200-ok", 417)):
+                headers = {"Expect": expected}
+                got, answer = await post(world, path, WHOLE[path], headers=headers)
+                assert got == status
+                assert got == 200 or "Expect: '200-ok'" in message_of(path, answer)
+
+    asyncio.run(go())
+
+
+def test_a_responses_answer_repeats_what_it_was_asked_with(serve):
+    async def go():
+        async with serve("one", "two") as world:
+            asked = {
+                "parallel_tool_calls": False,
+                "instructions": "be brief",
+                "metadata": {"a": "b"},
+            }
+            _, bare = await post(world, RESPONSES, {"input": "go", "metadata": None})
+            _, whole = await post(world, RESPONSES, WHOLE[RESPONSES] | asked)
+            assert {name: whole[name] for name in asked} == asked
+            assert whole["tools"] == WHOLE[RESPONSES]["tools"]
+            assert (bare["parallel_tool_calls"], bare["metadata"], bare["tools"]) == (True, {}, [])
+
+    asyncio.run(go())
+
+
+def test_a_model_of_every_name_is_the_policy(serve):
+    async def go():
+        async with serve("one") as world:
+            for name in ("tiny", "org/other"):
+                status, model = await post(world, f"/v1/models/{name}", b"", method="GET")
+                assert status == 200 and (model["id"], model["display_name"]) == (name, name)
+            _, listed = await post(world, "/v1/models", b"", method="GET")
+            assert [each["id"] for each in listed["data"]] == ["tiny"]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"chat_template_kwargs": {"tools": []}}, "tools is the conversation's own"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"), ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"add_generation_prompt": False}, "add_generation_prompt: false"),
+])  # fmt: skip
+def test_other_prompts_than_the_templates_are_refused(serve, given, words):
+    async def go():
+        async with serve("one") as world:
+            status, answer = await post(world, CHAT, WHOLE[CHAT] | given)
+            assert status == 400 and words in message_of(CHAT, answer)
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("encoding, squeeze, status, words", [
     ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""), ("", bytes, 200, ""),
     ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]), 200, ""),
@@ -184,7 +240,8 @@ def test_without_parallel_calls_a_turn_ends_with_its_first(serve, path):
     async def go():
         async with serve(f"so {CALL}{second} and more", "done") as world:
             status, answer = await post(world, path, WHOLE[path] | ONE_CALL[path])
-            assert status == 200 and json.dumps(answer).count('"move"') == 1
+            said = {name: value for name, value in answer.items() if name != "tools"}
+            assert status == 200 and json.dumps(said).count('"move"') == 1
             [branch] = world.session.history.branches()
             made = [
                 t for t, own in zip(unpack_tokens(branch.tokens), branch.mask, strict=True) if own

@@ -66,7 +66,7 @@ def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
     driven.add("a", tokens=1)
     driven.step()
     boards.begin("rollout", board.Rollout, running=3)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.add("b", tokens=1)
     driven.step()
     state = driven.scheduler.state
@@ -102,7 +102,7 @@ def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_
     driven.step()
     assert driven.scheduler.pool.limit_bytes == TOTAL
     boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
     assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
@@ -113,7 +113,7 @@ def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that
 ):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
     boards.set("rollout", kv_budget=TOTAL - state.kv_held)
@@ -129,14 +129,14 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
     lifted = []
     monkeypatch.setattr(online, "restore_priority", lifted.append)
     boards.begin("rollout", board.Rollout, kv_budget=0.7 * TOTAL)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.add("a", prompt=200, tokens=200)
     driven.step()
     driven.add("b", prompt=60, tokens=20)
-    driven.scheduler._beats_once()
+    driven.scheduler._on_beat()
     assert driven.scheduler._needed() > 0.3 * TOTAL and not lifted
     driven.add("c", prompt=200, tokens=20)
-    driven.scheduler._beats_once()
+    driven.scheduler._on_beat()
     assert lifted == [os.getpid()]
 
 
@@ -144,7 +144,7 @@ def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_m
     driven, boards
 ):
     boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.add("a", prompt=32, tokens=200)
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
@@ -158,7 +158,7 @@ def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_m
 
 def test_when_lending_stops_everything_is_held_again(driven, boards):
     boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.add("a", tokens=50)
     driven.step()
     assert driven.scheduler.pool.limit_bytes < TOTAL
@@ -191,7 +191,7 @@ def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_e
     driven.add("a", prompt=32, tokens=200)
     driven.step()
     boards.begin("rollout", board.Rollout)
-    scheduler._rollout._looked_at = float("-inf")
+    scheduler._rollout._tried_at = float("-inf")
     given = [changes(driven, driven.step) for _ in range(20)]
     # "a" grows by a block in between
     assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)
@@ -210,7 +210,7 @@ def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
 ):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.steps(20)
     had = driven.scheduler.pool.limit_bytes
     for name in "bcd":
@@ -225,11 +225,11 @@ def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
 
 def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, four_at_once):
     boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     for lend in (1, 0):
         boards.set("control", lend=lend)
         turns = 0
-        while driven.scheduler._wants_turn():
+        while driven.scheduler._wants_loop():
             assert max(changes(driven, driven.step)) <= 4
             turns += 1
         assert 5 < turns < 16 and (driven.scheduler.pool.limit_bytes == TOTAL) != lend
@@ -246,7 +246,7 @@ def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is
         pid=process.pid,
         pid_started=board._started(process.pid),
     )
-    driven.scheduler._rollout._looked_at = float("-inf")
+    driven.scheduler._rollout._tried_at = float("-inf")
     driven.add("a", prompt=400, tokens=100)
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
@@ -273,13 +273,13 @@ def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boa
             pid=process.pid,
             pid_started=board._started(process.pid),
         )
-        driven.scheduler._rollout._looked_at = float("-inf")
+        driven.scheduler._rollout._tried_at = float("-inf")
         driven.add("a", prompt=400, tokens=100)
         driven.step()
-        driven.scheduler._beats_once()
+        driven.scheduler._on_beat()
         assert process.poll() is None
         driven.scheduler._asked_at -= driven.scheduler._lending.revoke_after_s
-        driven.scheduler._beats_once()
+        driven.scheduler._on_beat()
         assert process.wait(60) == -signal.SIGKILL
         driven.step()
         assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL

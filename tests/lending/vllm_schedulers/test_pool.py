@@ -126,7 +126,7 @@ def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_it
     dice = random.Random(seed)
     pages = -(-layout.nbytes // PAGE)
     room = data.draw(st.integers(pages // 3, pages))
-    module.AGAIN_S, again = 0.0, module.AGAIN_S
+    module.RETRY_S, again = 0.0, module.RETRY_S
     try:
         engine = Engine(layout, [Device(room + 12) for _ in range(workers)])
         pool, serial = engine.pool, 0
@@ -165,7 +165,7 @@ def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_it
             engine.end(name)
         assert pool.limit(0) == engine.mapped == 0 and engine.free == 0
     finally:
-        module.AGAIN_S = again
+        module.RETRY_S = again
 
 
 def pages_of(engine: Engine, ids) -> int:
@@ -229,7 +229,7 @@ def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
     engine.end("below")
     pool.limit(8 * pool.block_bytes)
     engine.take("more", 2)
-    assert pool.strewn
+    assert pool.scattered
     engine.end("above")
     for _ in range(3 * module.SETTLE):
         before = engine.workers[0]._held.copy()
@@ -264,7 +264,7 @@ def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
     assert share[0] < 0.45 and share == sorted(share, reverse=True) and share[-1] < 0.17
     for name in list(engine.requests):
         engine.end(name)
-    assert pool.limit(220 * pool.block_bytes) < 0.14 * engine.layout.nbytes and not pool.strewn
+    assert pool.limit(220 * pool.block_bytes) < 0.14 * engine.layout.nbytes and not pool.scattered
 
 
 class Counted(BlockMemory):

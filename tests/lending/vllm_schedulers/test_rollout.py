@@ -179,7 +179,7 @@ def test_what_is_lent_it_takes_in_parts_and_hears_of_revocations_in_between(
         monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
     driven.step()
     taken = 0
-    while driven.scheduler._wants_turn():
+    while driven.scheduler._wants_loop():
         before = blocks_held(driven)
         driven.step()
         assert 0 < blocks_held(driven) - before <= 4
@@ -200,18 +200,18 @@ def test_while_it_rests_it_holds_no_memory_and_says_all_the_same_that_lending_be
     boards.set("control", lend=1)
     driven.step()
     assert blocks_held(driven)
-    scheduler.rest(True)  # the operator lends again just then
+    scheduler.set_inactive(True)  # the operator lends again just then
     assert not blocks_held(driven) and scheduler.state.kv_budget == 0
     boards.set("control", lend=0)
-    assert scheduler._wants_turn()
+    assert scheduler._wants_loop()
     driven.step()
-    assert scheduler.state.shut_by == Reason.STOPPED and not scheduler._wants_turn()
+    assert scheduler.state.shut_by == Reason.STOPPED and not scheduler._wants_loop()
     boards.set("control", lend=1)
-    assert scheduler._wants_turn()
+    assert scheduler._wants_loop()
     driven.step()
     assert scheduler.state.shut_by == Reason.OPEN, "who sleeps until then hears of it"
-    assert not blocks_held(driven) and not scheduler._wants_turn()
-    scheduler.rest(False)
+    assert not blocks_held(driven) and not scheduler._wants_loop()
+    scheduler.set_inactive(False)
     assert blocks_held(driven) and scheduler.state.kv_budget > 0
 
 
@@ -248,13 +248,13 @@ def test_who_comes_to_a_shut_gate_after_a_long_idle_time_waits_as_long_as_others
 def test_an_idle_engine_says_that_its_gate_opens_again(driven, boards):
     driven.step()
     boards.set("online", lends=0)
-    assert driven.scheduler._wants_turn()
+    assert driven.scheduler._wants_loop()
     driven.step()
-    assert driven.scheduler.state.open == 0 and not driven.scheduler._wants_turn()
+    assert driven.scheduler.state.open == 0 and not driven.scheduler._wants_loop()
     boards.set("online", lends=1)
-    assert driven.scheduler._wants_turn()
+    assert driven.scheduler._wants_loop()
     driven.step()
-    assert driven.scheduler.state.open == 1 and not driven.scheduler._wants_turn()
+    assert driven.scheduler.state.open == 1 and not driven.scheduler._wants_loop()
 
 
 def test_fewer_tokens_than_requests_reach_all_of_them_in_turn(driven, boards):
@@ -276,9 +276,9 @@ def test_an_idle_engine_wakes_to_give_memory_back(driven, boards):
     assert (
         scheduler.pool.limit_bytes > 0
         and not scheduler.has_requests()
-        and not scheduler._wants_turn()
+        and not scheduler._wants_loop()
     )
     boards.set("control", lend=0)
-    assert scheduler._wants_turn()
+    assert scheduler._wants_loop()
     driven.step()
-    assert scheduler.pool.limit_bytes == 0 and not scheduler._wants_turn()
+    assert scheduler.pool.limit_bytes == 0 and not scheduler._wants_loop()

@@ -1,4 +1,4 @@
-// The lending report's figures. DATA: {x: minutes since start, curves: {name: values}}, made by rose/lending/operator/report.py.
+// The lending report's figures. DATA: {x: minutes since start, curves: {name: values}}, written by rose/lending/operator/report.py.
 
 function draw(id, title, text, curves, options = {}) {
   const series = curves.map(([key, name, color]) => ({name, color: `var(--${color})`, y: DATA.curves[key]}));
@@ -10,7 +10,7 @@ function drawAll() {
   draw("fig-attainment", "SLO attainment", "so far: share of the requests within both P99 targets.",
     [["attained_with", "while lending", "blue"], ["attained_without", "otherwise", "orange"]], {y: [0, 1], format: percent});
   draw("fig-requests", "Requests running", "in each engine.", [["online", "online", "orange"], ["rollout", "rollouts", "blue"]]);
-  draw("fig-tokens", "Lent tokens per second,", "of prompts and made.", [["prompt_rate", "prompt", "sky"], ["made_rate", "made", "blue"]]);
+  draw("fig-tokens", "Lent tokens per second,", "of prompts and generated.", [["prompt_rate", "prompt", "sky"], ["made_rate", "generated", "blue"]]);
   draw("fig-gate", "Gate open,", "share of the time with rollouts to compute.", [["gate", "open", "green"]], {y: [0, 1], format: percent});
   draw("fig-losses", "Evictions", "so far.", [["evicted", "requests evicted", "red"]]);
   draw("fig-memory", "KV memory,", "in GiB: what each engine may use, and what it uses.",

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import hybrid_turns, journal
+from rose.coordinator import hybrid_devices, journal
 from rose.coordinator.coordinator import Stopped
+from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.hybrid_starts import RECENT, HybridStarts
-from rose.coordinator.hybrid_turns import HybridTurns
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
 from rose.policies import build
@@ -71,7 +71,7 @@ def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
     # not in each: it may wake when all turns are taken
     assert any(row["hybrid_token_share"] > 0 and row["hybrid_idle_used"] > 0 for row in rows)
     assert all(0 <= row["hybrid_delay"] < 1 and row["borrowed_workers"] == 0 for row in rows)
-    assert coordinator.hub.made["hybrid"] > 0 == coordinator.hub.made["borrowed"]
+    assert coordinator.hub.generated["hybrid"] > 0 == coordinator.hub.generated["borrowed"]
     [path] = (tmp_path / "hybrid" / "journal").iterdir()
     assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
     changes = [e.actions for e in list(journal.read(path))[1:]]
@@ -198,14 +198,14 @@ class SlowStarts(peers.Peers):
 class EvenStarts(HybridStarts):
     """Every rollout takes a minute, and is a turn of the engines, however busy the machine."""
 
-    def wakes(self, ranks, since):
-        super().wakes(ranks, 0.0)
+    def wake_ordered(self, ranks, since):
+        super().wake_ordered(ranks, 0.0)
 
-    def look(self, at):
-        super().look(30.0)
+    def update(self, at):
+        super().update(30.0)
 
-    def sleeps(self, at):
-        super().sleeps(60.0)
+    def sleep_ordered(self, at):
+        super().sleep_ordered(60.0)
 
     def rolled_out(self, seconds):
         super().rolled_out(60.0)
@@ -222,14 +222,14 @@ def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
         return False
 
     monkeypatch.setattr(peers, "Peers", SlowStarts)
-    monkeypatch.setattr(hybrid_turns, "HybridStarts", EvenStarts)
+    monkeypatch.setattr(hybrid_devices, "HybridStarts", EvenStarts)
     _, peer = peers.run(config(*DEVICES["gpus"]), tmp_path, stop_when=die)
     assert peer.attempts == [1] and len(peer.trained) == STEPS
     rows = rows_of(read_metrics(tmp_path), "step")
     assert [row["starts_broken_off"] for row in rows] == [0, 1, 0, 0]
     faults = rows_of(read_metrics(tmp_path), "fault")
     [said] = [row["detail"] for row in faults if row["what"] == "hybrid engine not started"]
-    assert said.startswith("rollout-1: its start was broken off after 60.0 s")
+    assert said.startswith("rollout-1: its start was cancelled after 60.0 s")
     assert peer.orders.count((p.Role.TRAINER, "sleep")) == 2, "it keeps its devices from then on"
 
 
@@ -243,12 +243,12 @@ class Starts:
         """Whether the rank gets its turn."""
         worth = self.starts.worth(7)
         if worth:
-            self.starts.wakes([7], 100.0)
+            self.starts.wake_ordered([7], 100.0)
         if worth and up_after is not None:
             self.up = {7}
-            self.starts.look(100.0 + up_after)
-        self.starts.sleeps(100.0 + (turn or seconds))
-        self.starts.asleep()
+            self.starts.update(100.0 + up_after)
+        self.starts.sleep_ordered(100.0 + (turn or seconds))
+        self.starts.devices_released()
         self.starts.rolled_out(seconds)
         return worth
 
@@ -260,14 +260,14 @@ def test_an_engine_is_started_again_when_rollouts_are_longer_than_a_start_is_kno
     assert made.starts.any_worth and made.rollout(50.0)
     for length in (60.0, 50.0) * RECENT:
         assert not made.rollout(length) and not made.starts.any_worth
-    assert len(made.faults) == made.starts.take_broken_off() == 1
+    assert len(made.faults) == made.starts.take_cancelled() == 1
     for _ in range(RECENT):
         assert not made.rollout(61.0)
-    assert made.rollout(80.0, up_after=70.0) and made.starts.take_broken_off() == 0
+    assert made.rollout(80.0, up_after=70.0) and made.starts.take_cancelled() == 0
     assert "after 50.0 s" in made.faults[0] and "more than 50.0 s" in made.faults[0]
     made.up = set()
     assert made.rollout(30.0), "it got up, so that the next is tried"
-    assert "broken off after 30.0 s" in made.faults[1] and "more than 70.0 s" in made.faults[1]
+    assert "cancelled after 30.0 s" in made.faults[1] and "more than 70.0 s" in made.faults[1]
     for length in (65.0, 69.0, 65.0):
         assert not made.rollout(length)
     for _ in range(RECENT):
@@ -291,19 +291,19 @@ def test_a_turn_that_was_ended_early_once_bars_no_start_and_a_habit_does():
 
 def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     made = Starts()
-    made.starts.wakes([7], 10.0)
+    made.starts.wake_ordered([7], 10.0)
     made.up = set()
-    made.starts.look(40.0)
-    made.starts.sleeps(55.0)
+    made.starts.update(40.0)
+    made.starts.sleep_ordered(55.0)
     made.up = {7}
-    made.starts.look(56.0)  # it got to its end before it was broken off
-    made.starts.asleep(), made.starts.rolled_out(50.0)
+    made.starts.update(56.0)  # it got to its end before it was broken off
+    made.starts.devices_released(), made.starts.rolled_out(50.0)
     assert made.faults == []
-    made.starts.wakes([7], 100.0)
+    made.starts.wake_ordered([7], 100.0)
     made.up = set()
-    made.starts.look(145.0)  # late in its turn, which says little of what a start takes
-    made.starts.sleeps(150.0), made.starts.asleep(), made.starts.rolled_out(50.0)
-    assert "broken off after 5.0 s" in made.faults[0] and "more than 16.0 s" in made.faults[0]
+    made.starts.update(145.0)  # late in its turn, which says little of what a start takes
+    made.starts.sleep_ordered(150.0), made.starts.devices_released(), made.starts.rolled_out(50.0)
+    assert "cancelled after 5.0 s" in made.faults[0] and "more than 16.0 s" in made.faults[0]
     assert made.starts.any_worth and made.rollout(50.0) and "50.0 s" in made.faults[1]
     assert not made.rollout(50.0)
 
@@ -312,7 +312,7 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
     config, monkeypatch
 ):
     sent, now = [], [0.0]
-    monkeypatch.setattr(hybrid_turns, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
 
     async def scene():
         made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
@@ -325,7 +325,7 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
             turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
         said = (send, NullRecorder(), lambda: up, lambda *fault: faults.append(fault))
-        turns = HybridTurns(made, ranks, *said)
+        turns = HybridDevices(made, ranks, *said)
         woken = []
         for _ in range(4):
             sent.clear()
@@ -403,7 +403,7 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
             lambda: {hybrid},
             pytest.fail,
         )
-        turns = HybridTurns(made, ranks, *said)
+        turns = HybridDevices(made, ranks, *said)
 
         async def answer():
             for _ in range(5):

@@ -1,9 +1,9 @@
-"""Whose turn it is where trainer ranks and engines share devices (colocate=true).
+"""Decides which role holds the devices that trainer ranks and engines share (colocate=true).
 
-One role at a time holds the devices' memory: who gives it back answers when that is done, and only
-then the other is ordered to take it. Ranks begin as the trainer's turn: it loads its model on an
-empty device, and an engine is started by its first turn. Left out: how memory is given back
-(rose/trainer/offload.py, rose/engine/activation.py).
+One role at a time holds the devices' memory. The ranks of the role that has to release it answer
+when they have done so, and only then the other role is ordered to take it. The trainer holds the
+devices at the start: it loads its model on an empty device, and the first order to wake starts an
+engine. rose/trainer/offload.py and rose/engine/activation.py release and take the memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rose import protocol as p
 from rose.config import Config
 from rose.observe.recorder import NullRecorder
 
-ANSWER_S = 60.0  # for a message to get through, beside what the work itself may take
+ANSWER_S = 60.0  # seconds for a message to arrive, in addition to the time of the work itself
 
 
-class DeviceTurns:
-    """`ranks`: role -> index -> rank. `until(ready, deadline_s, what)` waits, see
-    `Changes.until`."""
+class SharedDevices:
+    """Moves the devices from one role to the other. `ranks` maps role -> index -> rank, `send`
+    takes (rank, message), and `until` waits like `Changes.until`."""
 
     def __init__(
         self,
@@ -35,45 +35,50 @@ class DeviceTurns:
         self._send = send
         self._until = until
         self._recorder = recorder
-        self.holder: p.Role | None = p.Role.TRAINER  # None: nobody, or an order broke off
-        self._turn = 0
-        self._answers: dict[int, p.DeviceChanged] = {}
-        self._figures: dict[str, float] = {}  # since `take_figures`
+        self.holder: p.Role | None = p.Role.TRAINER  # None during a move, or after a cancelled one
+        self._order_number = 0
+        self._answers: dict[int, p.DeviceChanged] = {}  # rank -> answer to the last order
+        self._figures: dict[str, float] = {}  # collected since `take_figures`
 
     async def to(self, role: p.Role) -> None:
-        """The devices are `role`'s when this returns, and nobody else's before. Broken off by a
-        cancellation it can be asked again, for either role. Raises `RunFailed` with the ranks that
-        did not answer."""
+        """Move the devices to `role`, which holds them when this returns.
+
+        After a cancellation it can be called again, for either role. Raises `RunFailed` with the
+        ranks that did not answer.
+        """
         if not self.shared or self.holder is role:
             return
         other = p.Role.ROLLOUT if role is p.Role.TRAINER else p.Role.TRAINER
         self.holder = None
-        await self._order(other, p.Sleep, "give their devices' memory back")
+        await self._order(other, p.Sleep, "release their devices' memory")
         await self._order(role, p.Wake, "take their devices' memory")
         self.holder = role
         self._recorder.instant("device_turn", holder=role.value)
 
     def received(self, answer: p.DeviceChanged) -> None:
-        """Answers to orders that were broken off are late."""
-        if answer.turn == self._turn:
+        """Take an answer to the last order; answers to cancelled orders are ignored."""
+        if answer.turn == self._order_number:
             self._answers[answer.rank] = answer
 
     def take_figures(self) -> dict[str, float]:
-        """For the step's row: seconds that the orders took, and the least memory that a rank of
-        each role moved and had free afterwards; empty unless devices are shared."""
+        """Return values for the step's row, and reset them; empty unless devices are shared.
+
+        They are the seconds that the orders took and, per role and order, the least memory that a
+        rank moved, and had free afterwards, in GiB.
+        """
         taken, self._figures = self._figures, {}
         return taken
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
-        ranks = self._asked(role, order)
+        ranks = self._recipients(role, order)
         if not ranks:
             return
-        self._turn += 1
+        self._order_number += 1
         self._answers = {}
         name = order.__name__.lower()
         with self._recorder.timed(f"device_{name}", role=role.value):
             for rank in ranks.values():
-                self._send(rank, order(self._turn))
+                self._send(rank, order(self._order_number))
             await self._until(
                 lambda: len(self._answers) == len(ranks),
                 self._deadline_s(role),
@@ -84,12 +89,12 @@ class DeviceTurns:
             )
         self._count(role, name)
 
-    def _asked(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
-        """Index -> rank of those that get the order."""
+    def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+        """Return index -> rank of the ranks that get the order."""
         return self._ranks[role]
 
     def _deadline_s(self, role: p.Role) -> float:
-        """An engine may have to be started, and takes new weights in its turn."""
+        """Return the deadline of an order. An engine may have to start and to load weights."""
         c = self._config
         if role is p.Role.TRAINER:
             return c.trainer.step_timeout_s + ANSWER_S

@@ -1,13 +1,13 @@
-"""Whose turn it is on the trainer's devices where hybrid engines are on some (rollout.hybrid).
+"""Moves the trainer's devices between the trainer and the hybrid engines on them (rollout.hybrid).
 
-    StepBegun ... UseWorker  -> trainer sleeps, engines wake   | beside the rollouts: nobody waits
+    StepBegun ... UseWorker  -> trainer sleeps, engines wake   | during the rollouts, without a wait
     GroupFinished ... RestWorker -> engines sleep, trainer wakes
-    a batch is complete -> the step loop waits for the latter, and counts how long
+    a batch is complete -> the step loop waits for the second move, and counts how long
 
-The scheduler decides when. All hybrid engines change sides together, as the trainer does: they are
-awake while it uses any of them, but for one that would have to be started and hasn't the time
-(rose/coordinator/hybrid_starts.py). On CPUs, where memory has room for both, the trainer is not
-told.
+The scheduler decides when to move. All hybrid engines wake and sleep together, because the trainer
+does. They are awake while the scheduler uses any of them, except an engine that is down and has not
+enough time to start (rose/coordinator/hybrid_starts.py). On CPUs, where memory has room for both,
+the trainer gets no orders.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from collections.abc import Callable, Collection
 
 from rose import protocol as p
 from rose.config import Config
-from rose.coordinator.device_turns import DeviceTurns
 from rose.coordinator.hybrid_starts import HybridStarts
+from rose.coordinator.shared_devices import SharedDevices
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.coordinator.worker import Worker
 from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
 
 
-class HybridTurns(DeviceTurns):
-    """As `DeviceTurns` of the trainer's ranks and the hybrid engines; `begin` moves them without
-    waiting. `up()`: ranks of the hybrid engines that are up; `on_fault` gets (what, detail)."""
+class HybridDevices(SharedDevices):
+    """`SharedDevices` for the trainer's ranks and the hybrid engines; `begin` moves the devices
+    without waiting. `up()` returns the ranks of the hybrid engines that are up; `on_fault` gets
+    (what, detail)."""
 
     def __init__(
         self,
@@ -39,28 +40,27 @@ class HybridTurns(DeviceTurns):
         up: Callable[[], Collection[int]],
         on_fault: Callable[[str, str], None],
     ) -> None:
-        self._changes = Changes(lambda what: None)  # shown to nobody, as nobody waits
+        self._changes = Changes(lambda what: None)  # moves are not displayed
         sides = {
             p.Role.TRAINER: ranks[p.Role.TRAINER] if config.trainer_sleeps else {},
             p.Role.ROLLOUT: hybrid_ranks(config),
         }
         super().__init__(config, sides, send, self._changes.until, recorder)
         if not config.trainer_sleeps:
-            self.holder = p.Role.ROLLOUT  # engines start beside the trainer, and are awake
+            self.holder = p.Role.ROLLOUT  # Engines start awake beside the trainer.
         names = {rank: f"rollout-{index}" for index, rank in hybrid_ranks(config).items()}
         self.starts = HybridStarts(names, up, config.trainer_sleeps, on_fault)
-        self._wanted = self.holder
+        self._wanted = self.holder  # role of the last move that began
         self._moving: asyncio.Task | None = None
         self._waits = 0  # calls of `to` that have not returned
         self._closed = False
-        self._waited_s = 0.0  # since the last `figures`
-        self._move_began = 0.0
-        self.delay = 0.0  # for which the scheduler answers, of the step before: `StepBegun`'s
+        self._waited_s = 0.0  # seconds that the step loop waited since the last `figures`
+        self._move_began = 0.0  # wall-clock seconds
+        self.delay = 0.0  # `StepBegun.hybrid_delay` of the next step, see `figures`
 
     def begin(self, role: p.Role) -> None:
-        """Begin to move to `role`, unless that is done or under way; a move to the other role is
-        broken off. Passed over while `to` waits, and after `close`: the next step begins with the
-        turn that the scheduler wants then."""
+        """Begin to move the devices to `role`, and cancel a move to the other role. Ignored while
+        `to` waits, and after `close`; the next step begins with the scheduler's next order."""
         if not (self._waits or self._closed):
             self._begin(role)
 
@@ -70,8 +70,8 @@ class HybridTurns(DeviceTurns):
             self._moving = asyncio.create_task(self._move(self._moving, role))
 
     async def to(self, role: p.Role) -> None:
-        """Raises as `DeviceTurns.to`, also for a move that nobody waited for, and `RunFailed` if
-        the move is broken off: no cancellation but the caller's own."""
+        """Move the devices to `role` and wait for it. Raises what `SharedDevices.to` raises, also
+        for a move that `begin` started, and `RunFailed` if another task cancels the move."""
         began = time.time()
         self._begin(role)
         if (moving := self._moving) is not None:
@@ -81,7 +81,7 @@ class HybridTurns(DeviceTurns):
             finally:
                 self._waits -= 1
             if moving.cancelled():
-                raise RunFailed(f"the devices' move to {role.value} was broken off")
+                raise RunFailed(f"the devices' move to {role.value} was cancelled")
             moving.result()
         if role is p.Role.TRAINER:
             self._waited_s += time.time() - began
@@ -91,11 +91,11 @@ class HybridTurns(DeviceTurns):
         self._changes.set()
 
     def changed(self) -> None:
-        """An engine has come up, or died."""
-        self.starts.look(time.time())
+        """Note that an engine has come up or died."""
+        self.starts.update(time.time())
 
     def close(self) -> None:
-        """Only `to` moves devices from here on: the run ends."""
+        """Ignore further calls of `begin`, because the run ends."""
         self._closed = True
 
     def cancel(self) -> None:
@@ -104,26 +104,32 @@ class HybridTurns(DeviceTurns):
             self._moving.cancel()
 
     def figures(
-        self, workers: list[Worker], times: dict[str, float], made: int, at: float
+        self, workers: list[Worker], times: dict[str, float], generated: int, at: float
     ) -> dict[str, float]:
-        """For the row of a step that ended at `at`, whose phases took `times` seconds and whose
-        rollouts made `made` tokens; `workers` are the hybrid engines. `hybrid_idle_used`: of the
-        time for which the trainer's devices had nothing to train, the share in which an engine had
-        turns there; `device_seconds_hybrid`: the same, of all of them. `hybrid_delay`: of the step,
-        the share for which the trainer waited for its devices."""
+        """Return the hybrid engines' values for the row of a step that ended at `at`.
+
+        `workers` are the hybrid engines, `times` the seconds of the step's phases, `generated` the
+        tokens of its rollouts. Among the values are
+        - `hybrid_idle_used`: the share of the time without training on the trainer's devices in
+          which an engine there had turns;
+        - `device_seconds_hybrid`: the seconds in which engines there had turns, summed over
+          devices;
+        - `hybrid_delay`: the share of the step for which the trainer waited for its devices.
+        """
         c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
         step_s = max(sum(times.values()), 1e-9)
         idle_s = max(step_s - times["train"] + waited_s, 1e-9)
-        delay, broken_off = waited_s / step_s, self.starts.take_broken_off()
-        self.delay = 0.0 if broken_off else delay  # an earlier tail would not have helped
+        delay, cancelled = waited_s / step_s, self.starts.take_cancelled()
+        # The scheduler can't avoid the wait for a cancelled start by a move at an earlier time.
+        self.delay = 0.0 if cancelled else delay
         given_s = sum(w.busy_s(at) for w in workers) * c.rollout.tensor_parallel
         return {
             "hybrid_idle_used": given_s / c.trainer.ranks / idle_s,
             "device_seconds_hybrid": given_s,
-            "hybrid_token_share": sum(w.tokens for w in workers) / max(made, 1),
+            "hybrid_token_share": sum(w.tokens for w in workers) / max(generated, 1),
             "hybrid_delay": delay,
             "seconds_hybrid_delay": waited_s,
-            "starts_broken_off": broken_off,
+            "starts_broken_off": cancelled,
         }
 
     async def _move(self, before: asyncio.Task | None, role: p.Role) -> None:
@@ -138,13 +144,13 @@ class HybridTurns(DeviceTurns):
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
         await super()._order(role, order, what)
         if (role, order) == (p.Role.ROLLOUT, p.Sleep):
-            self.starts.asleep()
+            self.starts.devices_released()
 
-    def _asked(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
-        ranks = super()._asked(role, order)
+    def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+        ranks = super()._recipients(role, order)
         if role is p.Role.ROLLOUT and order is p.Sleep:
-            self.starts.sleeps(time.time())
+            self.starts.sleep_ordered(time.time())
         elif role is p.Role.ROLLOUT:
             ranks = {index: rank for index, rank in ranks.items() if self.starts.worth(rank)}
-            self.starts.wakes(ranks.values(), self._move_began)
+            self.starts.wake_ordered(ranks.values(), self._move_began)
         return ranks

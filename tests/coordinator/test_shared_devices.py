@@ -6,7 +6,7 @@ import pytest
 
 from rose import protocol as p
 from rose.coordinator.coordinator import Stopped
-from rose.coordinator.device_turns import DeviceTurns
+from rose.coordinator.shared_devices import SharedDevices
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
@@ -82,7 +82,7 @@ def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(con
             peer.dies(rank)
         return False
 
-    coordinator, peer = peers.run(config(), tmp_path, stop_when=die)
+    coordinator, peer = peers.run(config("rollout.workers=2"), tmp_path, stop_when=die)
     assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.engine_restarts == 1
     assert set(peer.version.values()) == {STEPS} and len(peer.trained) == STEPS
     assert peer.turns_asleep == 0
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
             assert deadline_s > 240  # an engine may have to be started
             await changes.until(ready, 0.01, what)
 
-        device = DeviceTurns(
+        device = SharedDevices(
             config(),
             RANKS,
             lambda rank, m: rank == 3 and answer(device, rank, m.turn),
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
         device.holder = p.Role.ROLLOUT
         with pytest.raises(
             RunFailed,
-            match="rollout ranks to give their devices' memory back: no `DeviceChanged` of 1",
+            match="rollout ranks to release their devices' memory: no `DeviceChanged` of 1",
         ):
             await device.to(p.Role.TRAINER)
         assert device.holder is None
@@ -140,7 +140,7 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
     async def scene():
         changes = Changes(lambda what: None)
-        device = DeviceTurns(
+        device = SharedDevices(
             config(), RANKS, lambda rank, m: sent.append((rank, m)), changes.until, NullRecorder()
         )
         first = asyncio.create_task(device.to(p.Role.ROLLOUT))
@@ -168,7 +168,7 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
 
 def test_without_sharing_nobody_is_told_anything(config):
-    device = DeviceTurns(
+    device = SharedDevices(
         config("colocate=false"), RANKS, lambda rank, m: pytest.fail("told"), None, NullRecorder()
     )
     asyncio.run(device.to(p.Role.ROLLOUT))
