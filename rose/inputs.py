@@ -5,7 +5,7 @@ A run compares answers with each other, so all of its processes must read the sa
 data and tasks. Each process that reads such a file calls `verify`, which refuses one that was
 edited in the meantime. A run that continues is compared by rose/launch/resume.py.
 Left out: modules that a named file imports, folders that environments write to, root file systems
-of tasks, and keys of secrets.
+of tasks, keys of secrets, and what editors and git leave beside files.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,21 @@ NAME = "inputs.json"
 VARIABLE = "ROSE_INPUTS"  # the path of the run's file, for processes that a rank starts
 SECTIONS = ("env.", "eval.sets.", "reward.args.", "algorithm.", "scheduler.", "model.path")
 SECRETS = ("token_file", "api_key_file")
-FOLDERS = ("data", "held_out", "tasks", "path")  # keys whose folders the run only reads
+# Keys whose folders the run only reads. An environment may write to its log_path.
+FOLDERS = re.compile(r"(data|held_out|tasks|\.path)$")
+GROUPS = ("rose.environments", "rose.algorithms", "rose.policies")  # entry points of packages
 MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-SKIPPED = {"rootfs", "__pycache__"}  # a task's root file system is large, and read-only to the run
+# A task's root file system is large, and read-only to the run.
+SKIPPED = {"rootfs", "__pycache__", ".git", ".cache", ".ipynb_checkpoints"}
+# Files that NFS, vim, Emacs and macOS put beside others: deleted ones, swap files, backups.
+BESIDE = re.compile(r"\.nfs.*|\..*\.sw[a-z]|4913|.*~|\.#.*|#.*#|\.DS_Store")
 PROGRAM = b"\x7fELF"  # a compiled program changes with the system's updates
 WHOLE = 2**28  # bytes of a file that are read; of a larger one, stretches (a GB takes a second)
 STRETCH, STRETCHES = 2**20, 64
 # A second edit within a tick of a file system's clock leaves the times as they are, so the digest
 # of a file this young is not kept (git's "racily clean"; NFS and FAT count in seconds).
 FRESH_S = 4.0
+_noted: dict[str, dict[str, str]] = {}  # name -> key and digest
 READERS = 16  # threads: on a network file system each small file costs a round trip
 
 
@@ -51,7 +59,9 @@ def record(c: Config, run_dir: Path) -> None:
     """Write down what the attempt that begins now reads."""
     files = {path: {"key": key, "digest": digest(Path(path))} for path, key in named(c).items()}
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
-    found = {"files": files, "packages": {} if contained else packages()}
+    found = {"files": files, "packages": {} if contained else packages(_environments(c))}
+    # A job that was requeued begins its attempts in a process that loads no environments.
+    found["noted"] = recorded(run_dir).get("noted", {}) | _noted
     write_whole(Path(run_dir) / NAME, json.dumps(found, indent=1).encode(), sync=True)
 
 
@@ -66,12 +76,15 @@ def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
     for path, was in recorded(run_dir)["files"].items():
         if (now := digest(Path(path))) != was["digest"]:
             yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
+    for name, was in recorded(run_dir).get("noted", {}).items():
+        if _noted.get(name, was)["digest"] != was["digest"]:
+            yield was["key"], f"{name} have changed"
 
 
 def changed_packages(run_dir: Path) -> list[str]:
     """Each package whose version differs from the recorded one: "torch 2.12 -> 2.13"."""
     before = recorded(run_dir)["packages"]
-    now = packages() if before else {}
+    now = packages({os.path.dirname(name) for name in before} - {""}) if before else {}
     return [
         f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
         for name in sorted(before.keys() | now.keys())
@@ -85,13 +98,12 @@ def expect(run_dir: Path) -> None:
 
 
 def verify(*places: str | Path) -> None:
-    """Raise `ConfigError` for a place that the run's launch recorded and that differs from it by
-    now. FILE:FUNCTION is FILE. A place that no key names passes."""
+    """Raise `ConfigError` for a place, or a file that these words of a command mean, that the run's
+    launch recorded and that differs from it by now. What no key names passes."""
     if VARIABLE not in os.environ:
         return
-    known = _expected(os.environ[VARIABLE])
-    for place in places:
-        path = os.path.abspath(re.sub(r"(?<=\.py):\w+$", "", str(place)))
+    known = _expected(os.environ[VARIABLE])["files"]
+    for path in map(os.path.abspath, _meant([str(place) for place in places])):
         was = known.get(path)
         if was is not None and digest(Path(path)) != was["digest"]:
             raise ConfigError(
@@ -101,39 +113,82 @@ def verify(*places: str | Path) -> None:
             )
 
 
+def note(key: str, name: str, found: str) -> None:
+    """Take `found`, the digest of data that no file of the run holds, such as a library's tasks:
+    `record` writes it down. Raise `ConfigError` in a process of a run whose launch found others."""
+    if VARIABLE not in os.environ:
+        _noted[name] = {"key": key, "digest": found}
+        return
+    was = _expected(os.environ[VARIABLE]).get("noted", {}).get(name)
+    if was is not None and was["digest"] != found:
+        raise ConfigError(
+            f"{was['key']}: {name} have changed since this attempt of the run began, so its "
+            "processes would play different ones; restore them"
+        )
+
+
 @functools.cache  # a process belongs to one attempt
 def _expected(path: str) -> dict[str, Any]:
-    return recorded(Path(path).parent)["files"]
+    return recorded(Path(path).parent)
 
 
 def named(c: Config) -> dict[str, str]:
     """Absolute path -> key, of every file and folder that the run reads and a key names."""
     found: dict[str, str] = {}
-    for key, value in _texts(msgspec.to_builtins(c)):
+    for key, words in _values(c):
+        for place in _meant(words):
+            named = "." in place or "/" in place  # math and random are keywords
+            file = named and os.path.isfile(place) and not _is_program(place)
+            if file or ("/" in place and os.path.isdir(place) and FOLDERS.search(key)):
+                found.setdefault(os.path.abspath(place), key)
+    return found
+
+
+def _values(c: Config) -> Iterator[tuple[str, list[str]]]:
+    """Yield (key, its words) of all that may name files: a text, the texts of a list, or the words
+    of a command."""
+    added = _entry_points()
+    for key, words in _texts(msgspec.to_builtins(c)):
         if not key.startswith(SECTIONS) or key.endswith(SECRETS):
             continue
         if key == "model.path" and c.model.source != "folder":
             continue  # a recipe's folder is a cache, and a hub's snapshot a commit
-        for path in _paths(key, value):
-            found.setdefault(os.path.abspath(path), key)
-    return found
+        if key.endswith(".command") and len(words) == 1:
+            with suppress(ValueError):  # a quotation mark without another
+                words = [*words, *shlex.split(words[0])]
+        elif key.endswith(".name"):
+            words = [*words, *(value for name, value in added if name == words[0])]
+        yield key, words
 
 
-def _paths(key: str, value: str) -> Iterator[str]:
-    """Yield the paths that a value may mean and that are there."""
-    words = [value]
-    if key.endswith(".command"):
-        with suppress(ValueError):  # a word of a list, with a quotation mark in it
-            words = shlex.split(value)
-    for word in words:
-        for place in dict.fromkeys((word, word.partition("#")[0], word.rpartition(":")[0])):
-            named = "." in place or "/" in place  # math and random are keywords
-            if named and os.path.isfile(place) and not _is_program(place):
-                yield place
-            if os.path.isabs(place) and os.path.isdir(place) and key.endswith(FOLDERS):
-                yield place
-        if MODULE.fullmatch(word) and (origin := _origin(word.partition(":")[0])):
-            yield origin
+def _meant(words: Sequence[str]) -> Iterator[str]:
+    """Yield each path that words may mean: FILE, FILE:FUNCTION, FOLDER#SPLIT, --option=FILE, and
+    those of MODULE:FUNCTION and -m MODULE."""
+    for before, word in pairwise(("", *words)):
+        for part in filter(None, dict.fromkeys((word, word.partition("=")[2]))):
+            places = dict.fromkeys((part, part.partition("#")[0], part.rpartition(":")[0]))
+            yield from filter(None, places)
+        modules = [word.partition(":")[0]] if MODULE.fullmatch(word) else []
+        modules += [word, f"{word}.__main__"] if before == "-m" else []
+        yield from filter(None, map(_origin, modules))
+
+
+def _entry_points() -> list[tuple[str, str]]:
+    """(name, package.module:Class) of what installed packages add to ROSE."""
+    points = (point for group in GROUPS for point in entry_points(group=group))
+    return [(point.name.rpartition(".")[2], point.value) for point in points]
+
+
+def _environments(c: Config) -> set[str]:
+    """The package folders of the virtual environments whose Pythons keys name."""
+    named = {os.path.abspath(word) for _, words in _values(c) for word in words if "/" in word}
+    homes = {Path(path).parent.parent for path in named}
+    return {
+        str(folder)
+        for home in homes
+        if (home / "pyvenv.cfg").is_file()
+        for folder in home.glob("lib/python*/site-packages")
+    }
 
 
 def _is_program(path: str) -> bool:
@@ -148,7 +203,9 @@ def _origin(module: str) -> str | None:
     made = sys.modules.get(module)
     places = [getattr(made, "__file__", None)] if made else []
     stem = module.replace(".", "/")
-    places += [os.path.join(p, f"{stem}{end}") for p in sys.path for end in (".py", "/__init__.py")]
+    ends = (".py", "/__init__.py")
+    # Agents' programs start in the current folder.
+    places += [os.path.join(p, f"{stem}{end}") for p in (*sys.path, os.getcwd()) for end in ends]
     origin = next((os.path.abspath(p) for p in places if p and os.path.isfile(p)), None)
     installed = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     installed.add(str(Path(__file__).parent))
@@ -156,25 +213,28 @@ def _origin(module: str) -> str | None:
     return None if ours else origin
 
 
-def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text in the tree; items of a list have its key."""
+def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """(dotted key, texts) of every text and of every list with texts in the tree; other items of a
+    list have its key."""
     if isinstance(tree, dict):
         for name, branch in tree.items():
             yield from _texts(branch, f"{prefix}.{name}" if prefix else name)
     elif isinstance(tree, list):
         for branch in tree:
-            yield from _texts(branch, prefix)
-    elif isinstance(tree, str) and tree:
-        yield prefix, tree
+            yield from _texts(branch, prefix) if not isinstance(branch, str) else ()
+    listed = tree if isinstance(tree, list) else [tree]
+    if texts := [text for text in listed if isinstance(text, str) and text]:
+        yield prefix, texts
 
 
-def packages() -> dict[str, str]:
-    """Name -> version of what is installed for this Python, and Python itself."""
+def packages(others: Iterable[str] = ()) -> dict[str, str]:
+    """Name -> version of what is installed for this Python, and Python itself; of `others`, package
+    folders of other Pythons, FOLDER/NAME."""
     found = {"python": platform.python_version()}
-    for folder in sys.path:
+    for folder, place in [(each, "") for each in sys.path] + [(each, each) for each in others]:
         for path in Path(folder).glob("*-*.dist-info"):
             name, _, version = path.name.removesuffix(".dist-info").partition("-")
-            found.setdefault(name.lower(), version)
+            found.setdefault(os.path.join(place, name.lower()), version)
     return found
 
 
@@ -186,8 +246,7 @@ def digest(path: Path) -> str:
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(set(folders) - SKIPPED)
-        kept = (name for name in sorted(names) if not name.startswith(".nfs"))  # open and deleted
-        found += [Path(folder, name) for name in kept]
+        found += [Path(folder, name) for name in sorted(names) if not BESIDE.fullmatch(name)]
     with ThreadPoolExecutor(READERS) as readers:
         each = zip(found, readers.map(_of_file, found), strict=True)
         lines = [f"{file.relative_to(path)}\0{of}\n" for file, of in each]

@@ -7,15 +7,19 @@ Linux anyway.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -58,6 +62,18 @@ def search_path() -> str:
 def _prctl(option: int, value: int) -> None:
     if LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run `coroutine` as `asyncio.run` does, also where a task that others' code has started raises
+    `SystemExit`: the loop stops there, and would drop all of its tasks. Who awaits that task gets
+    the `SystemExit` and says what becomes of it."""
+    with asyncio.Runner() as runner:
+        task = runner.get_loop().create_task(coroutine)
+        while not task.done():
+            with suppress(SystemExit):
+                runner.get_loop().run_until_complete(task)
+        return task.result()
 
 
 def die_with_parent(parent: int | None = None) -> None:

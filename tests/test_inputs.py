@@ -3,11 +3,13 @@
 import json
 import os
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from rose import config as configuration
 from rose import inputs
+from rose.agent import envs
 from rose.agent.envs import _tasks
 from rose.agent.envs.agent import Agent, _lines
 from rose.config import ConfigError
@@ -26,6 +28,7 @@ def folder(tmp_path, monkeypatch):
     (task / "tests").mkdir(parents=True)
     (task / "instruction.md").write_text("Do it.")
     (task / "tests" / "test.sh").write_text("exit 0\n")
+    (tmp_path / "tasks" / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(inputs.VARIABLE, raising=False)
     return tmp_path
@@ -60,9 +63,17 @@ def test_every_file_that_a_key_names_is_found_and_no_keyword_or_secret(folder, m
     words = make_config("env=agent", """env.args.command=[bash,-c,"python judge.py; echo it's"]""")
     assert names(words) == {}  # a shell's text, which ROSE doesn't read
     module = make_config("env=agent", "env.args.function=mine:score")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        assert names(module) == {"mine.py": "env.args.function"}
+    assert names(module) == {"mine.py": "env.args.function"}
+    (folder / "own").mkdir()
+    for name in ("__init__.py", "__main__.py"):
+        (folder / "own" / name).write_text("")
+    for command in ("'python -m own --rows=rows.jsonl'", "[python,-m,own,--rows=rows.jsonl]"):
+        own = make_config("env=agent", f"env.args.command={command}")
+        assert set(names(own)) == {"__init__.py", "__main__.py", "rows.jsonl"}
+    installed = make_config("env=agent", "env.args.command='python -m pytest'")
+    assert names(installed) == {}
+    theirs = ["env.name=mine:Env", "env.args.log_path=./tasks", "env.args.train_data=./tasks"]
+    assert names(make_config(*theirs)) == {"mine.py": "env.name", "tasks": "env.args.train_data"}
     tasks = make_config("env=terminal", "env.max_new_tokens=4", f"env.args.tasks={folder}/tasks")
     assert names(tasks) == {"tasks": "env.args.tasks"}
 
@@ -73,6 +84,15 @@ def test_a_digest_is_of_contents_and_names(folder, monkeypatch):
     assert inputs.digest(folder / "tasks") == before
     (folder / "tasks/one/tests/__pycache__").mkdir()
     (folder / "tasks/one/tests/__pycache__/a.pyc").write_text("x")
+    for beside in (
+        ".instruction.md.swp",
+        "4913",
+        "test.sh~",
+        ".#a.md",
+        ".DS_Store",
+        "../../.git/index",
+    ):
+        (folder / "tasks/one/tests" / beside).write_text("an editor's or git's")
     assert inputs.digest(folder / "tasks") == before
     (folder / "tasks/one/instruction.md").rename(folder / "tasks/one/other.md")
     assert inputs.digest(folder / "tasks") != before
@@ -135,6 +155,49 @@ def test_other_versions_of_packages_are_told(folder, make_config):
     assert "torch 1.0 -> " in words and "gone 2.0 -> absent" in words and "numpy" not in words
 
 
+def test_a_package_that_is_installed_from_its_checkout_is_the_file_of_its_class(
+    folder, make_config, monkeypatch
+):
+    point = EntryPoint("lake", "mine:Lake", "rose.environments")
+    monkeypatch.setattr(inputs, "entry_points", lambda group: [point] * (group == point.group))
+    assert names(make_config("env.name=lake")) == {"mine.py": "env.name"}
+
+
+def test_packages_of_the_python_that_runs_an_agent_are_told_too(folder, make_config):
+    for name in ("bin", "lib/python3.11/site-packages/verifiers-0.4.0.dist-info"):
+        (folder / "venv" / name).mkdir(parents=True)
+    (folder / "venv/pyvenv.cfg").write_text("")
+    (folder / "venv/bin/python").symlink_to(sys.executable)
+    config = make_config("env=agent", f"env.args.command='{folder}/venv/bin/python -m own'")
+    local.write_config(config, folder)
+    assert resume.check_inputs(folder, "run") == ""
+    packages = folder / "venv/lib/python3.11/site-packages"
+    (packages / "verifiers-0.4.0.dist-info").rename(packages / "verifiers-0.4.1.dist-info")
+    words = resume.check_inputs(folder, "run")
+    assert f"{packages}/verifiers 0.4.0 -> 0.4.1" in words
+
+
+def test_data_that_no_file_holds_is_compared_by_what_was_noted(folder, make_config, monkeypatch):
+    """A library's environment may load its tasks from a hub."""
+    monkeypatch.setattr(inputs, "_noted", {})
+    inputs.note("env.args.id", "the tasks of x", "one")
+    local.write_config(make_config(), folder)
+    assert resume.check_inputs(folder, "run") == ""
+    monkeypatch.setattr(inputs, "_noted", {})
+    assert resume.check_inputs(folder, "run") == ""
+    # The attempt after a requeue loads no environments.
+    local.write_config(make_config(), folder)
+    inputs.note("env.args.id", "the tasks of x", "two")
+    assert "env.args.id: the tasks of x have changed" in resume.check_inputs(folder, "run")
+    monkeypatch.setenv(inputs.VARIABLE, str(folder / inputs.NAME))
+    inputs._expected.cache_clear()
+    inputs.note("env.args.id", "the tasks of x", "one")
+    inputs.note("env.args.id", "the tasks of y", "any")
+    with pytest.raises(ConfigError, match="the tasks of x have changed since this attempt"):
+        inputs.note("env.args.id", "the tasks of x", "two")
+    inputs._expected.cache_clear()
+
+
 @pytest.fixture
 def begun(folder, make_config, monkeypatch):
     """An attempt of this configuration has begun, and this process belongs to it."""
@@ -167,6 +230,22 @@ def test_whoever_reads_a_file_that_was_edited_refuses_it(folder, begun):
         lambda: _lines(f"{folder}/rows.jsonl"),
     ):
         with pytest.raises(ConfigError, match="has changed since this attempt of the run began"):
+            read()
+
+
+def test_a_module_that_was_edited_is_refused_by_whoever_imports_it(folder, begun, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    begun("env.name=mine:score", "reward=function", "reward.args.path=mine:score")
+    function.load("mine:score", "key")
+    (folder / "mine.py").write_text("class Env: pass")
+    made = type("Env", (), {"__module__": "mine"})
+    agents = Agent(function="mine:score"), Agent(command=[sys.executable, "-m", "mine"])
+    for read in (
+        lambda: function.load("mine:score", "key"),
+        lambda: envs._verify(made),
+        *(agent.verify for agent in agents),
+    ):
+        with pytest.raises(ConfigError, match="mine.py has changed since this attempt"):
             read()
 
 

@@ -2,6 +2,7 @@
 has; what is imported at once is no work for the garbage collector. What tests find and end of
 processes that fork all the time."""
 
+import asyncio
 import gc
 import importlib.util
 import os
@@ -92,3 +93,35 @@ def test_programs_find_this_python_where_path_has_none(monkeypatch):
         "python", path=os.path.dirname(sys.executable)
     )
     assert processes.bare_environment()["PATH"].split(os.pathsep)[0] == "/nowhere", "its own first"
+
+
+def test_a_task_that_exits_ends_no_other():
+    """An environment may have started the task."""
+    said = []
+
+    async def exits():
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    async def awaits():
+        try:
+            await asyncio.gather(exits(), asyncio.sleep(3600))
+        except SystemExit as exit:
+            said.append(f"exit {exit.code}")
+
+    async def goes_on(all_over):
+        await all_over.wait()
+        said.append("others went on")
+
+    async def scene():
+        all_over = asyncio.Event()
+        other = asyncio.create_task(goes_on(all_over))
+        await asyncio.create_task(awaits())
+        all_over.set()
+        await other
+        return "ended"
+
+    assert processes.run_to_its_end(scene()) == "ended"
+    assert said == ["exit 3", "others went on"]
+    with pytest.raises(SystemExit):
+        processes.run_to_its_end(exits())

@@ -4,12 +4,13 @@ for it for ever."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rose.agent import returned
-from rose.agent.blocked import Blocked, called, marks
+from rose.agent.blocked import INHERITED, Blocked, called, marks
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.protocol import Trajectory
@@ -71,15 +72,25 @@ class Guard:
 
     def stats(self) -> dict[str, float]:
         """The environment's own figures of the episode."""
+        return self._read("stats", {}, returned.stats)
+
+    def flag(self, name: str) -> bool:
+        """Return an attribute that is true or false."""
+        return self._read(name, None, returned.flag)
+
+    def _read(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:
+        """Read an attribute, which may be a property of the user's."""
+        what = f"{type(self.env).__name__}.{name}"
         try:
-            what = f"{type(self.env).__name__}.stats"
-            given = called(what, self.timeout_s, lambda: getattr(self.env, "stats", {}))
-        except (Exception, Blocked) as error:  # a property of the user's
-            raise self._failure("stats", f"raised {_raised(error)}") from error
+            given = called(what, self.timeout_s, lambda: getattr(self.env, name, default))
+        except Interrupted:
+            raise
+        except (Exception, Blocked, SystemExit, KeyboardInterrupt) as error:
+            raise self._failure(name, f"raised {_raised(error)}") from error
         try:
-            return returned.stats(given)
+            return check(given)
         except Exception as error:
-            raise self._failure("stats", f"gave {_wrong(error)}") from error
+            raise self._failure(name, f"gave {_wrong(error)}") from error
 
     async def checkpoint(self) -> bytes | None:
         """None of an environment that saves nothing."""
@@ -88,10 +99,10 @@ class Guard:
         return await self._call("checkpoint", checkpoint, bytes)
 
     async def resume(self, saved: bytes) -> None:
-        await self._call("resume", lambda: self.env.resume(saved), type(None))
+        await self._call("resume", lambda: self.env.resume(saved), object)
 
     async def close(self) -> None:
-        await self._call("close", self.env.close, type(None))
+        await self._call("close", self.env.close, object)
 
     async def _call(
         self,
@@ -135,8 +146,11 @@ class Guard:
 
 @marks
 async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
+    INHERITED.set((what, limit_s))
     try:
-        return await make()
+        if not inspect.isawaitable(given := make()):
+            raise TypeError("it is no coroutine: write `async def`")
+        return await given
     except Interrupted:
         raise
     except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the host with it

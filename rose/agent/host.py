@@ -20,7 +20,7 @@ from rose import processes
 from rose import protocol as p
 from rose.agent.blocked import Blocked, LoopWatch, called
 from rose.agent.chat import ChatFormat
-from rose.agent.envs import build, check
+from rose.agent.envs import _workers, build, check
 from rose.agent.envs.agent import Agent
 from rose.agent.forks import Fork, Forks
 from rose.agent.gateway.program import HOST
@@ -216,12 +216,14 @@ class TrajectoryHost:
         try:
             async with OwnTime(start.id, member.trajectory_timeout_s, key) as own:
                 self._own[start.id] = own
+                _workers.QUEUED.set(own.paused)
                 if isinstance(environment, Agent):
                     gateway = await self._gateway(environment.listen, key)
                     made = await run_agent(start, environment, gateway, *rest)
                 else:
                     forks = self._forks if c.rollout.branch.ways else None
-                    rest += (self._snapshots, forks, fork)
+                    waits = None if fork is None else asyncio.ensure_future(own.waiting(fork))
+                    rest += (self._snapshots, forks, waits)
                     made = await run_trajectory(start, environment, *rest)
         except EnvironmentFailure as failure:
             failure.task = _task_name(environment, start.env_seed, limit_s)

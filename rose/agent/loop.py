@@ -121,7 +121,7 @@ class _Episode:
         forks: Forks | None,
     ):
         self.scoring, self.forks = scoring, forks
-        self.saves = hasattr(env, "checkpoint")
+        self.saves = getattr(env, "checkpoint", None) is not None
         self.snapshots = snapshots if self.saves or start.follows else None
         self.capturing: asyncio.Task[None] | None = None  # of the environment's state
         self.writing: asyncio.Task[None] | None = None  # of the last snapshot
@@ -141,6 +141,7 @@ class _Episode:
         self.limit = ""  # becomes `Trajectory.limit`
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
+        self.rewards_turns = False
         self.outcome = ""  # of the last tool call
         self.commands_s = 0.0  # in the environment's steps
         self.stats: dict[str, float] = {}
@@ -154,6 +155,7 @@ class _Episode:
 
     async def run(self, clock: Clock, fork: asyncio.Future[Fork | None] | None) -> Trajectory:
         first, started = await self._resumed(fork) or await self._started(clock, fork)
+        self.rewards_turns = self.guard.flag("rewards_turns")
         if self.forks is not None:
             self.forks.passed(self.start.id, self.turns)
         done = False
@@ -181,6 +183,7 @@ class _Episode:
                 self._snapshot(first, started)
         if not done and (last := await self.guard.end()) is not None:
             self.reward += last.reward
+            self.turn_rewards[-1] += last.reward
             self.success = self.success or last.success
         if self.cut:
             self.truncated, self.limit = True, "answer" if self.room > 0 else "context"
@@ -403,16 +406,16 @@ class _Episode:
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
         """The environment's answers, or the loop's own to an unusable call, and who says what.
         Where nothing can be called, what looks like a call is text."""
-        reads = tools or self.env.requires_tool
-        action = self.chat.parse(text, tools) if reads else Action(text)
+        requires_tool = self.guard.flag("requires_tool")
+        action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)
         if isinstance(action, tool_calls.BadCall):
-            role = "tool" if self.env.requires_tool else "user"
+            role = "tool" if requires_tool else "user"
             return [Step(observation=action.message, invalid=True)], [(role, action.message)]
-        if action.call is None and self.env.requires_tool:
+        if action.call is None and requires_tool:
             reminder = REMINDER.format(self.chat.format.form)
             return [Step(observation=reminder, invalid=True)], [("user", reminder)]
         action = replace(action, truncated=self.cut, said=self.chat.said(text))
-        if len(action.calls) > 1 and getattr(self.env, "several_calls", False):
+        if len(action.calls) > 1 and self.guard.flag("several_calls"):
             return await self._act_at_once(action)
         role = "user" if action.call is None else "tool"
         steps: list[Step] = []
@@ -482,12 +485,12 @@ class _Episode:
             truncated=self.truncated,
             limit=self.limit,
             invalid_calls=self.invalid_calls,
-            stats={"migrations": float(self.migrations)} | self.stats | stats,
+            stats=stats | {"migrations": float(self.migrations)} | self.stats,
             started=started,
             finished=finished,
             domain=self.start.domain,
             turn_tokens=self.turn_tokens,
-            turn_rewards=self.turn_rewards if getattr(self.env, "rewards_turns", False) else [],
+            turn_rewards=self.turn_rewards if self.rewards_turns else [],
             inherited=self.inherited,
             experts=bytes(self.experts),
             as_drawn=True,

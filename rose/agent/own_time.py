@@ -7,11 +7,13 @@ again and again what costs no turn, or is refused, would go on for hours, and it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rose.agent.guard import EnvironmentFailure
+
+Result = TypeVar("Result")
 
 
 class OwnTime:
@@ -55,6 +57,11 @@ class OwnTime:
             self._pauses -= 1
             if not self._pauses and not self._over:
                 self._timeout.reschedule(loop.time() + self._left_s)
+
+    async def waiting(self, other: Awaitable[Result]) -> Result:
+        """Await another trajectory, whose turns are no time of this one's."""
+        with self.paused():
+            return await other
 
     @property
     def _over(self) -> bool:

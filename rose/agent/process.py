@@ -26,7 +26,7 @@ from rose.comm import frames
 from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
 from rose.launch.layout import Rank, layout
 from rose.observe.recorder import NullRecorder, Recorder
-from rose.processes import importing
+from rose.processes import importing, run_to_its_end
 
 RANK_BYTES = 4
 READ_BYTES = 2**20  # at once from the channel
@@ -97,7 +97,7 @@ def main() -> int:
         else NullRecorder()
     )
     channel = socket.socket(fileno=args.channel)
-    return asyncio.run(run(me, config, args.run, args.attempt, channel, recorder))
+    return run_to_its_end(run(me, config, args.run, args.attempt, channel, recorder))
 
 
 if __name__ == "__main__":

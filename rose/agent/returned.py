@@ -20,17 +20,25 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def start(given: Start) -> Start:
     """Return what `reset` gave, in Python's own types. Raises `ValueError`."""
-    messages = _list(given.messages, "messages")
-    if not messages:
-        raise ValueError("no messages; at least one is needed")
-    for number, message in enumerate(messages):
-        _check_message(message, f"messages[{number}]")
+    messages = start_messages(given)
     tools = _list(given.tools, "tools")
     for number, tool in enumerate(tools):
         _check_tool(tool, f"tools[{number}]")
     if not isinstance(given.task, dict):
         raise ValueError(f"the task {values.shown(given.task)}, not a dict")
     return Start(_plain(messages, "messages"), _plain(tools, "tools"), _plain(given.task, "a task"))
+
+
+def start_messages(given: Start) -> list[dict[str, Any]]:
+    """Return a start's messages, checked as they are. Raises `ValueError`."""
+    if not isinstance(given, Start):
+        raise ValueError(f"{values.shown(given)}, not a Start")
+    messages = _list(given.messages, "messages")
+    if not messages:
+        raise ValueError("no messages; at least one is needed")
+    for number, message in enumerate(messages):
+        _check_message(message, f"messages[{number}]")
+    return messages
 
 
 def step(given: Step) -> Step:
@@ -57,14 +65,20 @@ def stats(given: Any) -> dict[str, float]:
     found = {}
     for name, value in given.items():
         try:
-            found[_text(name, "the name")] = values.number(value)
-            if not math.isfinite(found[name]):
+            found[_text(name, "the name")] = number = values.number(value)
+            if not math.isfinite(number):
                 raise ValueError("not finite")
         except ValueError:
             raise ValueError(
                 f"{values.shown(name)}: {values.shown(value)}, not a text with a finite number"
             ) from None
     return found
+
+
+def flag(given: Any) -> bool:
+    """Return an attribute that is true or false; None, as of an environment without it, is false.
+    A method of its name would be true in every condition. Raises `ValueError`."""
+    return given is not None and _flag(given)
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -100,19 +114,22 @@ def _list(given: Any, what: str) -> list[Any]:
 def _text(given: Any, what: str) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{what} {values.shown(given)}, not text")
-    return str(given)
+    # What the text is, where a class of its own has another str(); no message carries a half of a
+    # character, of which the tokens have a question mark.
+    return str.__str__(given).encode("utf-8", "replace").decode()
 
 
-def _flag(given: Any, what: str) -> bool:
+def _flag(given: Any, what: str = "") -> bool:
     try:
         return values.flag(given)
     except ValueError:
-        raise ValueError(f"{what} {values.shown(given)}, not true or false") from None
+        raise ValueError(f"{what} {values.shown(given)}, not true or false".strip()) from None
 
 
 def _plain(given: Any, what: str) -> Any:
-    """`given` as JSON has it. Scorers, snapshots and templates take nothing else."""
+    """`given` as JSON in UTF-8 has it. Scorers, snapshots and templates take nothing else."""
     try:
-        return json.loads(json.dumps(given, default=values.to_json))
+        written = json.dumps(given, ensure_ascii=False, default=values.to_json)
+        return json.loads(written.encode("utf-8", "replace"))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{what} with more than plain JSON ({error})") from None

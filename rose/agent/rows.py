@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from rose import config
 from rose.agent import envs, returned
-from rose.agent.envs.base import Start
+from rose.agent.envs.base import Environment, Start
 from rose.config import ConfigError
+from rose.reward import values
 
 if TYPE_CHECKING:
     from rose.agent.chat import ChatFormat
@@ -32,7 +35,22 @@ SAY_S = 5.0  # seconds between two lines of progress
 def known(c: config.Config) -> dict[str, Iterable[tuple[str, Start]]]:
     """The tasks of each environment that knows them, by its key in the configuration."""
     found = {key: envs.build(member) for key, member in c.environments.values()}
-    return {key: made.starts() for key, made in found.items() if hasattr(made, "starts")}
+    return {key: _given(key, made) for key, made in found.items() if hasattr(made, "starts")}
+
+
+def _given(key: str, environment: Environment) -> Iterator[tuple[str, Start]]:
+    """Yield each task that the environment's `starts` does. Raises `ConfigError` where that raises
+    or yields anything but pairs."""
+    what = f"{key}.name: {type(environment).__name__}.starts"
+    try:
+        for task in environment.starts():
+            if not isinstance(task, tuple) or len(task) != 2:
+                raise ConfigError(f"{what} gave {values.shown(task)}, not (name, Start)")
+            yield task
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's method
+        raise ConfigError(f"{what} raised {error!r}") from error
 
 
 def check(c: config.Config, chat: ChatFormat, say: Callable[[str], None]) -> None:
@@ -62,15 +80,15 @@ def _tried(
     tasks: Iterable[tuple[str, Start]], chat: ChatFormat, most: int, say: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
     """Each task's name, and why it can't begin with `most` tokens of context; "" if it can."""
-    overheads: dict[str, int] = {}  # bytes that the template writes around messages of one shape
+    overheads: dict[bytes, int] = {}  # bytes that the template writes around messages of one shape
     began, said, done, tasks = time.monotonic(), time.monotonic(), 0, iter(tasks)
     while some := list(islice(tasks, AT_ONCE)):
         why, long = {}, {}  # Tasks by place, as names may repeat.
         for place, (_, start) in enumerate(some):
             try:
                 if _bytes(start, chat, overheads) >= most:
-                    long[place] = chat.written(start.messages, start.tools)
-            except (ValueError, ConfigError) as error:  # The template refuses them.
+                    long[place] = _written(start, chat)
+            except Exception as error:  # The template refuses them, or they are no messages.
                 why[place] = str(error)
         for place, tokens in zip(long, chat.counts(list(long.values())), strict=True):
             if tokens >= most:
@@ -82,13 +100,20 @@ def _tried(
             say(f"prompts whose tokens were counted: {done:,} in {said - began:.0f} s")
 
 
-def _bytes(start: Start, chat: ChatFormat, overheads: dict[str, int]) -> int:
-    """The bytes that the template writes for a task. Raises `ValueError` for messages that are
-    none, and what the template raises."""
-    own = sum(len((m.get("content") or "").encode("utf-8", "replace")) for m in start.messages)
-    shape = json.dumps([start.tools, [sorted(m) + [m["role"]] for m in start.messages]])
+def _bytes(start: Start, chat: ChatFormat, overheads: dict[bytes, int]) -> int:
+    """The bytes that the template writes for a task. Messages of one shape differ in their contents
+    alone. Raises `ValueError` for messages that are none, and what the template raises."""
+    messages = returned.start_messages(start)
+    own = sum(len((m.get("content") or "").encode("utf-8", "replace")) for m in messages)
+    rest = [{key: m[key] for key in m if key != "content"} for m in messages]
+    written = json.dumps([start.tools, rest], default=values.to_json)
+    shape = xxhash.xxh3_128_digest(written.encode())
     if shape not in overheads:
-        returned.start(start)
-        written = chat.written(start.messages, start.tools)
-        overheads[shape] = len(written.encode("utf-8", "replace")) - own
+        overheads[shape] = len(_written(start, chat).encode("utf-8", "replace")) - own
     return own + max(0, overheads[shape])
+
+
+def _written(start: Start, chat: ChatFormat) -> str:
+    """The first prompt. Raises as `_bytes`."""
+    start = returned.start(start)
+    return chat.written(start.messages, start.tools)

@@ -44,7 +44,7 @@ class Scoring:
         rank = self._ranks[p.seed_of(prompt) % len(self._ranks)]
         try:
             asked = p.ScoreTrajectory(episode.trajectory, prompt, msgspec.json.encode(episode))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             return p.TrajectoryScored(
                 episode.trajectory,
                 error=f"what {episode.domain} says of its task (Start.task) is not plain JSON: "

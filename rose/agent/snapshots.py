@@ -123,8 +123,8 @@ class Snapshots:
         """Returns when it is on disk, or never will be."""
         try:
             await asyncio.to_thread(self._write, snapshot)
-        except (OSError, TypeError) as error:  # a reward or an action of a strange type
-            self.say(f"a snapshot could not be written: {error}")
+        except Exception as error:  # Integers of a call may be larger than msgpack has a form for.
+            self.say(f"a snapshot could not be written: {type(error).__name__}: {error}")
         else:
             self._on_saved(snapshot)
 

@@ -111,12 +111,18 @@ def reward_row(
         ),
         "reward_wait_s_mean": float(np.mean([t.stats["reward_wait_s"] for t in scored])),
         "reward_wait_s_max": max(t.stats["reward_wait_s"] for t in scored),
-        "reward_queue_s_mean": float(np.mean([t.stats["reward_queue_s"] for t in scored])),
-        "reward_score_s_mean": float(np.mean([t.stats["reward_score_s"] for t in scored])),
-        "reward_timeouts": sum(t.stats["reward_timed_out"] > 0 for t in scored),
+        "reward_queue_s_mean": _mean("reward_queue_s", scored),
+        "reward_score_s_mean": _mean("reward_score_s", scored),
+        "reward_timeouts": sum(t.stats.get("reward_timed_out", 0.0) > 0 for t in scored),
         "reward_failures": failures,
-        "reward_by_jobs": float(np.mean([t.stats.get("reward_by_job", 0.0) for t in scored])),
+        "reward_by_jobs": _mean("reward_by_job", scored),
     }
+
+
+def _mean(name: str, trajectories: list[Trajectory]) -> float:
+    """The mean of a statistic, which counts as 0 where it is missing: an environment of the user's
+    may have one that is called as a single one of ROSE's."""
+    return float(np.mean([t.stats.get(name, 0.0) for t in trajectories]))
 
 
 def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
     if not kept:
         return {}
     sums = {
-        name: sum(stats[f"checkpoint_{name}"] for stats in kept)
+        name: sum(stats.get(f"checkpoint_{name}", 0.0) for stats in kept)
         for name in ("none", "files", "process", "skipped", "seconds", "raw_bytes", "bytes")
     }
     turns = sums["none"] + sums["files"] + sums["process"] + sums["skipped"]

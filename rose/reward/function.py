@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,19 @@ def load(where: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def result(value: Any) -> Any:
+    """Return what a function has returned, or what comes of it where it is to be awaited: a
+    function may be async without looking so, behind a decorator or as an object. Call this outside
+    of an event loop."""
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
 def _module(name: str, where: str, key: str):
+    inputs.verify(where)
     try:
         return importlib.import_module(name)
     except Exception as error:  # of the user's code, which may raise anything

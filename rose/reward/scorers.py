@@ -55,13 +55,16 @@ class Function:
         try:
             async with asyncio.timeout(limit_s):
                 if plain:
-                    value = await asyncio.to_thread(self.call, episode, **self.args)
+                    value = await asyncio.to_thread(self._result, episode)
                 else:
                     value = await self.call(episode, **self.args)
         except TimeoutError:
             kind = Hung if plain else ScoringFailed
             raise kind(f"{self.path} gave no score within its limit of {limit_s:g} s") from None
         return score_of(value, self.path)
+
+    def _result(self, episode: Episode) -> Any:
+        return function.result(self.call(episode, **self.args))
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ def number(value: Any) -> float:
     """`value` as a float. Raises `ValueError` where it is no number."""
     if type(value) is float:
         return value
-    if callable(item := getattr(value, "item", None)):  # NumPy and torch have it
+    if callable(getattr(value, "item", None)):  # NumPy and torch have it
         try:
-            value = item()
+            value = _item(value)
         except Exception:  # Each library has its own error for several elements.
             raise ValueError("not one number") from None
     if isinstance(value, str | bytes | bytearray) or not (
@@ -76,9 +76,9 @@ def flag(value: Any) -> bool:
 def to_json(value: Any) -> Any:
     """The `default` of `json.dumps`: NumPy's and torch's values as Python's, structs as objects.
     Raises `TypeError` for what JSON has no word for."""
-    if callable(item := getattr(value, "item", None)):
+    if callable(getattr(value, "item", None)):
         try:
-            value = item()
+            value = _item(value)
         except Exception:
             raise TypeError(f"{shown(value)} is not one value") from None
         if isinstance(value, bool | int | float | str):
@@ -86,6 +86,14 @@ def to_json(value: Any) -> Any:
     if hasattr(type(value), "__float__"):  # decimal.Decimal has it
         return number(value)
     return msgspec.to_builtins(value, enc_hook=_unknown)
+
+
+def _item(value: Any) -> Any:
+    """Return the one element of an array or a tensor. What NumPy masks, as the mean of nothing, has
+    an `item` of 0. Raises `ValueError`, and what the library raises."""
+    if type(value).__module__.startswith("numpy.ma") and value.mask.any():
+        raise ValueError("masked")
+    return value.item()
 
 
 def _unknown(value: Any) -> Any:

@@ -68,8 +68,9 @@ async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> No
         error, hung = str(raised), True
     except TimeoutError:
         error = f"no score within its limit of {work.limit_s:g} s"
-    except Exception as raised:  # of a user's function, which may raise anything
+    except (Exception, SystemExit) as raised:  # A user's function may raise anything.
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+        error = error.encode("utf-8", "backslashreplace").decode()  # A message carries no halves.
     said = Answer(work.number, score, error, time.monotonic() - began)
     writer.write(frames.frame(msgspec.msgpack.encode(said)))
     if hung:

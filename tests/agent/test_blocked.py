@@ -92,6 +92,32 @@ def test_a_step_that_blocks_fails_its_trajectory_and_others_go_on(watched, block
     assert sentence.startswith("Slow.step has blocked the event loop")
 
 
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_task_of_a_method_that_blocks_is_named_and_ended(watched, awaits):
+    class Polls:
+        async def step(self, action):
+            polling = asyncio.create_task(self.poll())
+            await (polling if awaits else asyncio.sleep(0))
+            return Step("well", done=True)
+
+        async def poll(self):
+            await asyncio.sleep(0)
+            sleeps()
+
+    async def scene():
+        guard = Guard(Polls(), "g0.0", LIMIT_S, "env")
+        if awaits:
+            with pytest.raises(EnvironmentFailure, match=r"Polls\.step blocked the event loop"):
+                await guard.step(Action(""))
+        else:
+            assert (await guard.step(Action(""))).observation == "well"
+
+    began = time.monotonic()
+    _, [sentence] = watched(scene)
+    assert time.monotonic() - began < DEADLINE_S
+    assert sentence.startswith("a task of Polls.step has blocked the event loop")
+
+
 def test_a_constructor_and_a_property_that_block_are_named_too(watched):
     class Slow:
         def __init__(self):

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from rose import protocol as p
+from rose.agent.envs import _workers
 from rose.agent.host import TrajectoryHost
+from rose.agent.own_time import OwnTime
 from rose.observe import failed
 from rose.observe.recorder import NullRecorder
 from tests.agent.wander import Wander
@@ -58,6 +60,24 @@ def test_a_task_name_that_fails_costs_nothing(ended, monkeypatch, name):
     message = ended()
     assert len(message.trajectory.task) <= 6 * 200
     msgspec.msgpack.encode(message)
+
+
+def test_waits_for_a_worker_process_are_no_time_of_the_trajectory(ended, monkeypatch):
+    step, pauses = Wander.step, []
+
+    async def calls(self, action):
+        assert await _workers.call("json:dumps", obj=1) == "1"
+        return await step(self, action)
+
+    def counted(self):
+        pauses.append("begins")
+        return paused(self)
+
+    paused = OwnTime.paused
+    monkeypatch.setattr(OwnTime, "paused", counted)
+    monkeypatch.setattr(Wander, "step", calls)
+    assert ended().trajectory.turns == 2
+    assert len(pauses) == 4  # two turns of the model, and two calls
 
 
 def test_one_that_fails_is_kept_with_its_task_and_what_was_said(ended, monkeypatch, tmp_path):

@@ -189,6 +189,17 @@ def test_where_a_tree_ends_before_it_forks_its_other_leaves_begin_with_the_promp
     assert len({r.turn for r in rollout.requests}) == len(rollout.requests)
 
 
+def test_waits_for_what_they_fork_off_are_no_time_of_the_trajectories(lake):
+    paused = []
+
+    def look(host, request):
+        if request.turn == "g0.0.t0":  # All others wait for it.
+            paused.extend(own._pauses for own in host._own.values())
+
+    lake(group=4).run(look)
+    assert paused == [1, 1, 1, 1]
+
+
 def test_a_trajectory_outlives_the_one_that_it_would_fork_off(lake, monkeypatch):
     """That is cancelled, or fails; and what forks off the replacement's siblings still does."""
 

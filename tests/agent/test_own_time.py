@@ -48,6 +48,14 @@ def test_waits_for_turns_do_not_count_also_where_several_overlap():
     assert asyncio.run(scene()) == "ended"
 
 
+def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
+    async def scene():
+        async with OwnTime("g0.1", SHORT_S, "env") as own:
+            return await own.waiting(asyncio.sleep(2 * SHORT_S, "forked"))
+
+    assert asyncio.run(scene()) == "forked"
+
+
 def test_time_before_a_turn_is_not_given_back_by_it():
     async def scene():
         async with OwnTime("g0.1", SHORT_S, "env") as own:

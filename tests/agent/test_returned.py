@@ -1,6 +1,7 @@
 """Whatever an environment gives, it costs its trajectory at most, and the error names it."""
 
 import asyncio
+import enum
 import sys
 
 import numpy as np
@@ -8,17 +9,22 @@ import pytest
 
 from rose import config
 from rose.agent import returned
+from rose.agent.envs import FLAGS
 from rose.agent.envs.base import Start, Step
 from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import run_trajectory
+from rose.comm.wire import encode
+from rose.coordinator import step_metrics
 from rose.protocol import (
     FinishReason,
     Phase,
     Sampling,
     StartTrajectory,
+    TrajectoryFinished,
     TurnResult,
     pack_floats,
     pack_tokens,
+    unpack_tokens,
 )
 
 START = StartTrajectory(
@@ -142,13 +148,24 @@ WRONG = [
     (dict(stats=lambda: {1: 2.0}), "Odd.stats gave 1: 2.0, not a text"),
     (dict(stats=lambda: {"a": float("inf")}), "Odd.stats gave 'a': inf"),
     (dict(stats=lambda: raises(RuntimeError("no"))), r"Odd.stats raised RuntimeError\('no'\)"),
+    (dict(stats=lambda: sys.exit(2)), r"Odd.stats raised SystemExit\(2\)"),
+    (
+        dict(requires_tool=lambda self: False),
+        "Odd.requires_tool gave <bound method .*not true or false",
+    ),
+    (
+        dict(rewards_turns=property(lambda self: raises(KeyError("x")))),
+        "Odd.rewards_turns raised Key",
+    ),
 ]
 
 
 @pytest.mark.parametrize("given, words", WRONG)
 def test_what_is_wrong_fails_the_trajectory_and_names_class_method_and_value(chats, given, words):
+    own = {name: given[name] for name in given if name in FLAGS}
+    odd = type("Odd", (Odd,), own)(**{name: given[name] for name in given if name not in own})
     with pytest.raises(EnvironmentFailure, match=words) as failure:
-        play(chats, Odd(**given))
+        play(chats, odd)
     str(failure.value).encode()  # a message carries it
     assert len(str(failure.value)) < 5000
 
@@ -175,6 +192,47 @@ def test_numpy_s_values_are_taken_and_become_python_s(chats):
 
 def test_an_observation_that_nobody_reads_may_be_missing(chats):
     assert play(chats, Odd(step=lambda: Step(None, done=True, reward=1))).reward == 1.0
+
+
+def test_a_method_that_is_not_async_is_named_with_the_remedy(chats):
+    class Plain(Odd):
+        def step(self, action):
+            return Step("well", done=True)
+
+    with pytest.raises(EnvironmentFailure, match=r"Plain\.step raised .*write `async def`"):
+        play(chats, Plain())
+
+
+def test_what_close_returns_costs_nothing(chats):
+    class Closed(Odd):
+        async def close(self):
+            return True
+
+    assert play(chats, Closed(step=lambda: Step("well", done=True, reward=1))).reward == 1.0
+
+
+def test_a_class_of_texts_is_the_text_and_a_half_of_a_character_a_question_mark(chats):
+    class Word(str, enum.Enum):  # noqa: UP042 as users' classes do
+        WON = "won"
+
+    def reset():
+        return Start([{"role": "user", "content": Word.WON}], [], {"row": "\ud83d", "of": Word.WON})
+
+    made = play(chats, Odd(reset, lambda: Step(Word.WON), stats=lambda: {"\ud83d": 1.0}))
+    said = chats["tiny"].decode(unpack_tokens(made.tokens))
+    assert said.count("user\nwon") == 2 and "Word" not in said
+    assert made.stats["?"] == 1.0
+    assert returned.start(reset()).task == {"row": "?", "of": "won"}
+    encode(TrajectoryFinished(made))
+
+
+def test_figures_that_are_called_as_rose_s_own_change_none_of_its(chats):
+    odd = {"migrations": 7.0, "checkpoint_seconds": 1.0, "reward_wait_s": 2.0}
+    made = play(chats, Odd(stats=lambda: odd))
+    assert made.stats == odd | {"migrations": 0.0}
+    assert step_metrics.checkpoint_row([[made]])["checkpoint_files"] == 0
+    times = {"rollout": 1.0, "idle": 0.0}
+    assert step_metrics.reward_row([[made]], times, 0)["reward_score_s_mean"] == 0.0
 
 
 def test_messages_that_the_template_refuses_are_the_environment_s_failure(chats, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from rose.agent import rows
@@ -80,3 +81,42 @@ def test_what_the_template_refuses_is_named(chats, monkeypatch):
     found = dict(rows._tried(tasks, chat, 400, print))
     assert not found["row 1"] and "no system role here" in found["row 2"]
     assert "the role 'human'" in found["row 3"]
+
+
+def test_what_a_users_starts_gives_is_named_and_ends_no_launch(chats):
+    ask = {"role": "user", "content": "up"}
+    call = {"role": "assistant", "content": None, "tool_calls": [called("up")]}
+    long = call | {"tool_calls": [called("up " * 600)]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "up"}]}
+    tool = {"type": "function", "function": {"name": "go", "parameters": {"maximum": np.int64(3)}}}
+    tasks = {
+        "call": (Start([ask, call, ask]), ""),
+        "long call": (Start([ask, long, ask]), "tokens"),
+        "numpy": (Start((ask,), [tool], {"answer": np.int64(4)}), ""),
+        "parts": (Start([parts]), "parts can't be given"),
+        "none": (None, "None, not a Start"),
+        "fine": (Start([ask]), ""),
+        "of that shape": (Start([ask | {"content": None}]), "the content None, not text"),
+    }
+    given = [(name, start) for name, (start, _) in tasks.items()]
+    for name, why in rows._tried(given, chats["tiny"], 400, print):
+        words = tasks[name][1]
+        assert words in why if words else not why, name
+
+
+def called(text):
+    return {"id": "1", "type": "function", "function": {"name": "go", "arguments": {"to": text}}}
+
+
+@pytest.mark.parametrize(
+    "starts, words",
+    [
+        (lambda: [Start([])], r"env\.name: Own\.starts gave Start\(.*, not \(name, Start\)"),
+        (lambda: open("/nowhere"), r"env\.name: Own\.starts raised FileNotFoundError"),
+        (lambda: None, r"env\.name: Own\.starts raised TypeError"),
+    ],
+)
+def test_starts_that_raise_or_give_no_pairs_are_refused(starts, words):
+    own = type("Own", (), {"starts": staticmethod(starts)})()
+    with pytest.raises(ConfigError, match=words):
+        list(rows._given("env", own))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from rose import protocol as p
+from rose.agent.envs.base import Start
 from rose.agent.loop import run_trajectory
 from rose.agent.snapshots import KEPT, Snapshots, _read
 from tests.agent.wander import Wander
@@ -217,6 +218,15 @@ def test_a_folder_that_takes_no_files_costs_snapshots_only(world, capsys):
     (world.folder / START.id).write_text("in the way")
     assert is_one_walk(world, world.goes())
     assert "a snapshot could not be written" in capsys.readouterr().out
+
+
+def test_what_no_file_can_hold_costs_snapshots_only(world, capsys):
+    class Large(Wander):
+        async def reset(self, seed):
+            return Start((await super().reset(seed)).messages, task={"answer": 10**30})
+
+    assert is_one_walk(world, world.goes(env=Large(LENGTH)))
+    assert "a snapshot could not be written: OverflowError" in capsys.readouterr().out
 
 
 def test_a_step_waits_for_the_checkpoint_of_the_state_before_it(world):

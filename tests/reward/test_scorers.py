@@ -4,13 +4,17 @@ import asyncio
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from rose.comm import frames
 from rose.config import ConfigError
-from rose.reward import command, scorers
+from rose.reward import command, scorers, worker
 from rose.reward.episode import Episode, Said, Score, ScoringFailed, score_of
+from rose.reward.messages import Answer, Work
 
 FUNCTIONS = """
 import asyncio
@@ -30,6 +34,15 @@ def words(episode):
 
 def infinite(episode):
     return float("inf")
+
+def exits(episode):
+    raise SystemExit(3)
+
+async def exits_later(episode):
+    raise SystemExit(3)
+
+def half(episode):
+    raise ValueError("\\ud83d")
 
 number = 3
 """
@@ -74,6 +87,21 @@ def test_a_function_may_be_plain_or_async_and_take_arguments(file):
 def test_what_is_no_finite_number_is_no_score(file, name, said):
     with pytest.raises(ScoringFailed, match=f"{name} (returned|gave the reward) {said}"):
         scored(scorers.build("function", {"path": f"{file}:{name}"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("exits", "SystemExit: 3"), ("exits_later", "SystemExit: 3"), ("half", "ValueError: \\ud83d")],
+)
+def test_whatever_a_function_raises_its_worker_answers(file, name, error):
+    answers = []
+    written = SimpleNamespace(write=answers.append)
+    scorer = scorers.build("function", {"path": f"{file}:{name}"})
+    work = Work(1, 60.0, msgspec.json.encode(episode()))
+    asyncio.run(worker.answer(scorer, work, written))
+    [answer] = answers
+    found = msgspec.msgpack.decode(answer[len(frames.frame(b"")) :], type=Answer)
+    assert (found.number, found.score, found.error) == (1, None, error)
 
 
 def test_score_of_takes_numpys_numbers():

@@ -14,7 +14,10 @@ from rose.agent.gateway import call
 from rose.agent.gateway.server import reward_of
 from rose.agent.guard import EnvironmentFailure, Guard
 from rose.reward import values
-from rose.reward.episode import Score, ScoringFailed, score_of
+from rose.reward.episode import Episode, Score, ScoringFailed, score_of
+from rose.reward.scorers import Function
+
+DEADLINE_S = 60.0
 
 # (what a function returns, the reward, the success; None: no word on it)
 TAKEN = [
@@ -36,6 +39,7 @@ TAKEN = [
     ("{'reward': True}", 1.0, None),
     ("Score(reward=numpy.float32(0.5), success=numpy.bool_(True))", 0.5, True),
     ("1e15", 1e15, None),
+    ("(later((numpy.float32(0.5), True)))", 0.5, True),  # an async function behind a plain one
 ]
 REFUSED = [
     "'1'",
@@ -47,6 +51,7 @@ REFUSED = [
     "1e16",
     "10**400",
     "numpy.float64(1e300)",
+    "numpy.ma.masked_array([1.0], True).mean()",
     "numpy.array([1.0, 1.0])",
     "1j",
     "[1]",
@@ -73,12 +78,19 @@ def of(text):
 
 def of_agent(task):
     return eval(task["text"])
+
+def of_episode(episode):
+    return eval(episode.task["text"])
+
+async def later(value):
+    return value
 """
 
 
 def value_of(text):
     torch = pytest.importorskip("torch") if "torch" in text else None
     names = {"numpy": np, "math": math, "Decimal": Decimal, "Score": Score, "torch": torch}
+    names["later"] = lambda value: value
     return eval(text, names)
 
 
@@ -91,7 +103,13 @@ def functions(tmp_path_factory):
 
 def by_function(text, functions, monkeypatch, tmp_path):
     """reward=function, and a reward worker's own check."""
-    return score_of(value_of(text), "it")
+    value_of(text)
+    episode = Episode(
+        trajectory="g0.0", domain="odd", seed=1, task={"text": text}, transcript=[], reward=0.0,
+        success=False, truncated=False, turns=1,
+    )  # fmt: skip
+    scorer = Function(f"{functions}:of_episode")
+    return score_of(asyncio.run(scorer.score(episode, DEADLINE_S)), "it")
 
 
 def by_worker(text, functions, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ nothing of models, tokens, MPI or how it is run. Files with a leading underscore
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -19,10 +20,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from rose import config
+from rose import config, inputs
 from rose.agent.envs.agent import Agent
 from rose.agent.envs.base import Environment
 from rose.config import ConfigError, outside
+from rose.reward import values
 
 # What an environment needs that ROSE itself does without; pyproject.toml has the same as extras.
 PACKAGES = {
@@ -33,6 +35,10 @@ PACKAGES = {
     "pyarrow": "pyarrow",
     "datasets": "datasets",
 }
+# What an environment may say of itself, and what it may have besides.
+FLAGS = ("requires_tool", "several_calls", "rewards_turns")
+METHODS = ("reset", "step", "close")
+OPTIONAL = ("end", "checkpoint", "resume", "starts")
 
 
 def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
@@ -75,15 +81,37 @@ def build(env: config.Env) -> Environment:
         made = cls(**env.args)
     except ConfigError:
         raise
-    except Exception as error:  # of a class that isn't ours
+    except (Exception, SystemExit) as error:  # The class is a user's.
         raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
     # programs of their own (env=agent) are run by the gateway, and take no steps
-    if not isinstance(made, Agent) and (lacks := outside.lacking(made, Environment)):
+    if not isinstance(made, Agent) and (wrong := _wrong(made)):
         raise ConfigError(
-            f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, it "
-            f"lacks {', '.join(lacks)} (rose/agent/envs/base.py)"
+            f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, "
+            f"{wrong} (rose/agent/envs/base.py)"
         )
     return made
+
+
+def _wrong(made: Environment) -> str:
+    """Return what is wrong with an environment's attributes; "" if nothing. A method in the place
+    of a flag would be true in every condition."""
+    try:
+        if lacks := outside.lacking(made, Environment):
+            return f"it lacks {', '.join(lacks)}"
+        found = {name: getattr(made, name, None) for name in (*FLAGS, *METHODS, *OPTIONAL)}
+    except Exception as error:  # Each of these may be a property.
+        return f"one of its properties raised {error!r}"
+    for name, given in found.items():
+        if given is None and name not in METHODS:
+            continue
+        try:
+            if name in FLAGS:
+                values.flag(given)
+            elif not callable(given):
+                return f"its {name} is {values.shown(given)}, not a method"
+        except ValueError:
+            return f"its {name} is {values.shown(given)}, not true or false"
+    return ""
 
 
 def check(
@@ -143,6 +171,9 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
         keyword = args.get(key) == defaults[key].default  # math, random: whatever lies here
+        # A file's name may have such a mark in it.
+        if isinstance(args.get(key), str) and Path(args[key]).exists():
+            place, mark, rest = args[key], "", ""
         # package:function is no folder's
         there = Path(place).is_file() if mark == ":" else Path(place).exists()
         if isinstance(args.get(key), str) and not keyword and there:
@@ -151,9 +182,17 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     return msgspec.structs.replace(env, args=args)
 
 
+@functools.cache  # A process has what it imported, whatever becomes of the file.
+def _verify(cls: type) -> None:
+    """Raise `ConfigError` if the file of a user's class was edited before this process read it."""
+    inputs.verify(f"{cls.__module__}:{cls.__name__}")
+
+
 def _find(name: str) -> type:
     if name not in (ours := names()):
-        return outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
+        cls = outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
+        _verify(cls)
+        return cls
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:

@@ -178,7 +178,7 @@ def _named(field: str, places: tuple[str, ...], here: str) -> dict[int, str]:
 
 @functools.cache
 def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
-    path, _, split = place.partition("#")
+    path, _, split = (place, "", "") if os.path.exists(place) else place.partition("#")
     try:
         rows = _read(key, Path(path), split)
     except ConfigError:
@@ -191,10 +191,9 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
         if isinstance(row, dict) and (wrong := _wrong_roles(row.get(field))):
             raise ConfigError(f"env.args.prompt_field={field!r}: row {number} of {place} {wrong}")
         if not isinstance(row, dict) or not _is_prompt(row.get(field)):
-            fields = ", ".join(row) if isinstance(row, dict) else repr(row)[:80]
             raise ConfigError(
                 f"env.args.prompt_field={field!r}: row {number} of {place} has no text there, nor "
-                f"a list of messages with role and content; it has {fields}"
+                f"a list of messages with role and content; {_instead(row, field)}"
             )
         try:
             json.dumps(row)
@@ -223,11 +222,23 @@ def _wrong_roles(prompt: Any) -> str:
     return ""
 
 
+def _instead(row: Any, field: str) -> str:
+    """Say what a row has instead of a prompt."""
+    if not isinstance(row, dict):
+        return f"it is {row!r:.80}"
+    if isinstance(row.get(field), list) and row[field]:
+        at, message = next((n, m) for n, m in enumerate(row[field]) if not _is_message(m))
+        return f"message {at + 1} there is {message!r:.200}, whose content must be text"
+    return f"it has {', '.join(row)}"
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("content"), str) and "role" in value
+
+
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(
-            isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value
-        )
+        return bool(value) and all(map(_is_message, value))
     return isinstance(value, str) and bool(value.strip())
 
 

@@ -73,7 +73,7 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     split = [(root / name).is_dir() for name in SPLITS]
     folders = [root / name for name in SPLITS] if all(split) else [root]
     broken: list[str] = []
-    read = [[_read(p, root, broken) for p in sorted(f.iterdir()) if p.is_dir()] for f in folders]
+    read = [[_read(p, root, broken) for p in _folders(f)] for f in folders]
     if broken:
         shown = "; ".join(broken[:8]) + (f"; and {len(broken) - 8} more" if broken[8:] else "")
         raise ConfigError(f"env.args.tasks={place!r}: {shown}")
@@ -85,6 +85,11 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     if not train and not held_out:
         raise ConfigError(f"env.args.tasks={place!r}: no task folders in it")
     return train or held_out, held_out or train
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in it that may be tasks, which a checkout's .git is not."""
+    return [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
 
 
 def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:

@@ -267,7 +267,7 @@ async def serve(player, answer):
             said = await player.play(order)
         except asyncio.CancelledError:
             said = {"error": "cancelled"}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             said = {"error": _text(error)}
         running.pop(order["name"], None)
         answer({"name": order["name"]} | said)
@@ -312,7 +312,13 @@ def main():
     tasks = b"".join(map(_digest, [*player.train, *player.held_out]))
     counts = {"train": len(player.train), "held_out": len(player.held_out)}
     answer(counts | {"tasks": hashlib.sha256(tasks).hexdigest()})
-    asyncio.run(serve(player, answer))
+    with asyncio.Runner() as runner:
+        task = runner.get_loop().create_task(serve(player, answer))
+        # An environment's SystemExit stops the loop, and would cancel every other episode.
+        while not task.done():
+            with contextlib.suppress(SystemExit):
+                runner.get_loop().run_until_complete(task)
+        task.result()
     return 0
 
 

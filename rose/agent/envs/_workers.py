@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ class Queueing:
 
 
 _queueing: ContextVar[Queueing | None] = ContextVar("queueing", default=None)
+# Makes a context for the wait for a free process, or for an agent's command to begin: a host lets
+# the trajectory's own time (rose/agent/own_time.py) stand still there.
+QUEUED: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
+    "queued", default=nullcontext
+)
 
 
 class FunctionFailed(RuntimeError):
@@ -97,10 +103,15 @@ async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any
     place, _, name = spec.rpartition(":")
     whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
     line = json.dumps([whole, arguments], default=msgspec.to_builtins).encode() + b"\n"
-    turn = _Turn(limit_s)
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    turn = _Turn(limit_s, lambda: loop.call_soon_threadsafe(begun.set))
+    working = asyncio.wrap_future(_pool().submit(turn.run, line))
     try:
-        answer = await asyncio.wrap_future(_pool().submit(turn.run, line))
+        with QUEUED.get()():
+            await begun.wait()
+        answer = await working
     except asyncio.CancelledError:
+        working.cancel()
         turn.cancel()
         raise
     if answer.get("too_slow"):
@@ -116,10 +127,11 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class _Turn:
-    """One call, which a thread of the pool makes and the event loop may cancel."""
+    """A call that a thread of the pool makes and the event loop may cancel. The thread calls
+    `on_begin` first."""
 
-    def __init__(self, limit_s: float | None) -> None:
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float | None, on_begin: Callable[[], object]) -> None:
+        self._limit_s, self._on_begin = limit_s, on_begin
         self._queue = _queueing.get() or Queueing()
         self._queue.join(self)
         self._lock = threading.Lock()
@@ -128,6 +140,8 @@ class _Turn:
 
     def run(self, line: bytes) -> dict[str, Any]:
         self._queue.leave(self)
+        with suppress(RuntimeError):  # The loop has been closed, and nobody waits.
+            self._on_begin()
         with self._lock:
             if self._cancelled:
                 return {"error": "cancelled before it began"}
@@ -192,7 +206,8 @@ def serve() -> None:
             if "episode" in arguments:
                 arguments["episode"] = msgspec.convert(arguments["episode"], Episode)
             answers.write(BEGUN)
-            text = json.dumps({"value": called(**arguments)}, default=values.to_json)
+            value = function.result(called(**arguments))
+            text = json.dumps({"value": value}, default=values.to_json)
         except BaseException as error:
             text = json.dumps({"error": f"{type(error).__name__}: {error}"[:SAID]})
         answers.write(text.encode() + b"\n")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose import processes
+from rose import inputs, processes
 from rose.agent.envs.agent import Agent
 from rose.config import ConfigError
 
@@ -84,6 +84,8 @@ class Verifiers(Agent):
             }
         )
         self.tasks = _load(tuple(self.command), self.settings, self.environment)
+        whose = f"the tasks of {id} with {args or {}}, {held_out} of them held out"
+        inputs.note("env.args.id", whose, self.tasks["tasks"])
 
 
 @functools.cache  # each trajectory makes an environment of its own

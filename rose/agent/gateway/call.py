@@ -16,13 +16,11 @@ task. Either may be async.
 from __future__ import annotations
 
 import ast
-import asyncio
 import atexit
 import contextlib
 import gc
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import random
@@ -66,18 +64,11 @@ def call(name: str, arguments: list[str]) -> None:
     """Call the function and write what it returns, if anything, as the reward."""
     task = json.loads(Path(os.environ["ROSE_TASK"]).read_text(encoding="utf-8"))
     found = function.load(name, "env.args.reward" if arguments else "env.args.function")
-    result = found(
-        *[json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments], task
-    )
-    if inspect.isawaitable(result):
-        result = asyncio.run(_wait(result))
+    given = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]
+    result = function.result(found(*given, task))
     if result is not None:
         written = json.dumps(result, default=values.to_json)
         Path(os.environ["ROSE_REWARD"]).write_text(written, encoding="utf-8")
-
-
-async def _wait(result: Any) -> Any:
-    return await result
 
 
 def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:

@@ -24,6 +24,7 @@ import msgspec
 from rose import config
 from rose.agent import returned
 from rose.agent.chat import ChatFormat
+from rose.agent.envs import _workers
 from rose.agent.envs.agent import Agent
 from rose.agent.envs.verifiers import Verifiers
 from rose.agent.gateway import program
@@ -37,9 +38,11 @@ from rose.agent.loop import RequestTurn
 from rose.agent.scoring import Clock, Scoring, score, transcript
 from rose.config import ConfigError
 from rose.protocol import Sampling, StartTrajectory, Trajectory
+from rose.reward import values
 from rose.reward.episode import Episode
 
-REWARD_BYTES = 4096
+# The file ROSE_REWARD has at most so many: an agent may note something beside its reward.
+REWARD_BYTES = 2**16
 FILES = ("reward.json", "log", "judge.log")  # a program's folder has these
 SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
 BEGIN_S = 30.0  # After so long a command that has not called yet no longer holds others up.
@@ -74,9 +77,7 @@ async def run_agent(
             try:
                 reward, success = await run.go(required=scoring is None)
                 if not session.history.leaves():
-                    raise EnvironmentFailure(
-                        start.id, "the program ended without a call of the model"
-                    )
+                    raise _without_a_turn(session)
             except BaseException as error:  # With these it is kept for people to look at.
                 error.made = _trajectory(start, session, 0.0, False, {}, started, clock())
                 error.output = program.printed(run.log, KEPT_BYTES)
@@ -106,6 +107,14 @@ async def run_agent(
     return msgspec.structs.replace(
         made, reward=reward, success=success, stats=made.stats | stats, finished=clock()
     )
+
+
+def _without_a_turn(session: Session) -> EnvironmentFailure:
+    """Return the failure of a program that got no answer of the model."""
+    cause = "the program ended without a call of the model"
+    if session.too_long and not session.turns:
+        cause = f"the agent's first call was refused: {session.too_long}"
+    return EnvironmentFailure(session.start.id, cause)
 
 
 def remove_stale() -> None:
@@ -188,7 +197,8 @@ class _Run:
         first call, and if all of a batch began at once, none would call for a long time. Raises
         OSError."""
         places = self.gateway.beginning
-        await places.acquire()
+        with _workers.QUEUED.get()():
+            await places.acquire()
         held = [places]
 
         def release(*_: object) -> None:
@@ -270,7 +280,7 @@ class _Run:
         if self.session.reward is not None:
             return self.session.reward
         try:
-            return reward_of(json.loads(_beginning(self.reward)), "the agent")
+            return reward_of(_json(self.reward), "the agent")
         except FileNotFoundError:
             if not required:
                 return 0.0, False
@@ -292,16 +302,28 @@ class _Run:
             json.dump(value, file)
 
 
-def _beginning(path: Path) -> bytes:
-    """Its first `REWARD_BYTES`. What a program left there may be anything: a pipe doesn't block.
-    Raises OSError, and `ValueError` if it is no file."""
+def _json(path: Path) -> Any:
+    """The JSON in a file. What a program left there may be anything: a pipe doesn't block. Raises
+    OSError, `RecursionError`, and `ValueError` with what it is instead."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode):
             raise ValueError(f"{path} is no file")
-        return os.read(file, REWARD_BYTES)
+        if about.st_size > REWARD_BYTES:
+            raise ValueError(
+                f"it has {about.st_size:,} bytes; a reward has {REWARD_BYTES:,} at most"
+            )
+        data = os.read(file, REWARD_BYTES)
     finally:
         os.close(file)
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise ValueError(
+            f"it holds {values.shown(data)}, which is no JSON; a number is needed, or "
+            '{"reward": number, "success": true or false}'
+        ) from None
 
 
 def _shown(conversation: tuple[Message, ...]) -> list[dict[str, Any]]:

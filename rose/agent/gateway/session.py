@@ -120,8 +120,10 @@ class Session:
         self._max_context, self._sampling, self._clock = max_context, sampling, clock
         self.history = History(chat)
         self.turns = self.migrations = self.invalid_calls = 0
-        # "context" or "turns" once a call was refused because that is used up
+        # "context" or "turns" once a call was refused because that is used up, until a later one
+        # becomes a turn, as one with a shortened history does
         self.limit = ""
+        self.too_long = ""  # the last refusal for the context
         self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = loop.create_future()
@@ -259,12 +261,11 @@ class Session:
 
     def _too_long(self, tokens: str) -> ApiError:
         self.limit = "context"
-        return ApiError(
-            400,
+        self.too_long = (
             f"the messages have {tokens} tokens; the model's context holds {self._max_context} "
-            "(model.max_context), the answer included",
-            "context_length_exceeded",
+            "(model.max_context), the answer included"
         )
+        return ApiError(400, self.too_long, "context_length_exceeded")
 
     async def _take_turn(self, query: Query) -> Answer:
         place = await self._chat.in_thread(query.size, self._place, query)
@@ -279,6 +280,7 @@ class Session:
             )
         turn = f"{self.start.id}.t{self.turns}"
         self.turns += 1
+        self.limit = ""
         most = min(self._limits.max_new_tokens, query.max_tokens or room, room)
         limit = "context" if most == room else "answer"
         result = await self._request_turn(self._request(turn, context, most, query))

@@ -429,6 +429,7 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
     [
         ({"data": "nowhere.jsonl"}, "env.args.data='nowhere.jsonl': no such file or folder"),
         ({"data": "broken.jsonl"}, "broken.jsonl': line 2 is no JSON"),
+        ({"data": "lines.json"}, "a file with a row on each line is named .jsonl"),
         ({"data": "rewards.py"}, "must be a .jsonl, .json or .parquet file"),
         ({"prompt_field": "question"}, "row 1 of sums.jsonl has no text there"),
         ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
@@ -443,6 +444,7 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
 )
 def test_bad_prompts_and_rewards_are_refused(folder, args, words):
     (folder / "broken.jsonl").write_text('{"prompt": "x", "answer": 1}\nnonsense\n')
+    (folder / "lines.json").write_text('{"prompt": "x", "answer": 1}\n' * 2)
     with pytest.raises(ConfigError) as error:
         envs.check(env_of("prompts", **({"data": "sums.jsonl"} | args)))
     assert words in str(error.value)
@@ -459,6 +461,11 @@ def chat(*said, answer="3"):
         (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
         (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
         (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
+        (
+            {"prompt": [{"role": "user", "content": ["x"]}]},
+            {},
+            "message 1 there is {'role': 'user',",
+        ),
         (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
         (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
         (
@@ -547,6 +554,10 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     args = front.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
+    (folder / "sums.jsonl").rename(folder / "c#.jsonl")  # no split of a folder
+    env = env_of("prompts", data="c#.jsonl")
+    envs.check(env)
+    assert envs.with_whole_paths(env).args["data"] == f"{folder}/c#.jsonl"
 
 
 def test_a_keyword_is_none_of_the_files_that_lie_here(folder):

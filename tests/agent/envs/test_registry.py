@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -245,3 +246,36 @@ def test_a_missing_argument_is_named(monkeypatch, tmp_path):
     source = "class Bare:\n    def __init__(self, size): pass\n"
     with pytest.raises(ConfigError, match=r"env\.args\.size: missing; bare needs it"):
         envs.check(plugin(monkeypatch, tmp_path, "bare", source))
+
+
+PLAIN = """
+class Odd:
+    requires_tool = False
+    async def reset(self, seed): pass
+    async def step(self, action): pass
+    async def close(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ("def requires_tool(self): return False", "its requires_tool is <bound method .*not true"),
+        ("rewards_turns = 'yes'", "its rewards_turns is 'yes', not true or false"),
+        ("end = 10", "its end is 10, not a method"),
+        ("checkpoint = 'last.pt'", "its checkpoint is 'last.pt', not a method"),
+        ("several_calls = property(lambda self: 1 / 0)", "its properties raised ZeroDivisionError"),
+        ("step = None", "its step is None, not a method"),
+        ("def __init__(self): raise SystemExit(2)", r"odd raised SystemExit\(2\)"),
+    ],
+)
+def test_a_class_whose_attributes_mean_nothing_is_refused(monkeypatch, tmp_path, more, words):
+    monkeypatch.delitem(sys.modules, f"{envs.__name__}.odd", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        envs.check(plugin(monkeypatch, tmp_path, "odd", f"{PLAIN}    {more}\n"))
+
+
+@pytest.mark.parametrize("more", ["rewards_turns = 1", "end = None"])
+def test_numbers_that_are_flags_and_methods_that_are_none_are_taken(monkeypatch, tmp_path, more):
+    monkeypatch.delitem(sys.modules, f"{envs.__name__}.odd", raising=False)
+    envs.check(plugin(monkeypatch, tmp_path, "odd", f"{PLAIN}    {more}\n"))

@@ -264,7 +264,10 @@ def test_a_context_that_is_too_long_is_each_apis_own_refusal(serve):
             async with anthropic_client(world) as client:
                 with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                     await client.messages.create(max_tokens=5, **long)
-            assert world.session.limit and world.policy.requests == []
+                assert world.session.limit == "context" and world.policy.requests == []
+                # An agent that goes on with a shorter history was not ended by the limit.
+                await client.messages.create(max_tokens=5, model="m", messages=[USER])
+            assert world.session.limit == ""
 
     asyncio.run(go())
 

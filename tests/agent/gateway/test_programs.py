@@ -280,7 +280,10 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
         ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
-        ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: Expecting value", {}),
+        ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536", {}),
+        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")', "ROSE_REWARD: it holds b'True', which is no JSON", {}),
+        ('ask("left right " * 4000)', "the agent's first call was refused: the messages have", {}),
+        ('try: ask("left right " * 4000)\nexcept OSError: reward(0.0)', "first call was refused: the messages have", {}),
         ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
         ("reward(1)", "ended without a call", {}),
         ("import time; time.sleep(600)", "neither called nor ended within env.step_timeout_s=1.5 s", {"step_timeout_s": 1.5}),

@@ -166,20 +166,21 @@ def answers(args) -> list[str]:
 @pytest.mark.slow
 def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypatch):
     monkeypatch.setattr(players, "CANCEL_S", 5.0)
-    sums = {"id": "rose_sums", "args": {"first": 2, "rows": 5}, "held_out": {"first": 50}}
+    sums = {"id": "rose_sums", "args": {"first": 2, "rows": 8}, "held_out": {"first": 50}}
     places = answers(outside | sums)
-    raising, hanging, blocking = (
-        next(s for s in range(0, 1000, 2) if places[random.Random(s).randrange(5)] == answer)
-        for answer in ("3", "5", "7")
+    raising, hanging, blocking, exiting = (
+        next(s for s in range(0, 1000, 2) if places[random.Random(s).randrange(8)] == answer)
+        for answer in ("3", "5", "7", "9")
     )
-    (raised, hung, fine), [blocked], [later] = play(
+    (raised, hung, fine, exited), [blocked], [later] = play(
         outside | sums,
-        [(raising, ["3"]), (hanging, ["5"]), (1, ["no"])],
+        [(raising, ["3"]), (hanging, ["5"]), (1, ["no"]), (exiting, ["9"])],
         [(blocking, ["7"])],
         [(3, ["no"])],
         step_timeout_s=30.0,
     )
     assert "RuntimeError: nobody can judge 3" in raised.cause
+    assert "SystemExit: 4" in exited.cause
     assert "neither called nor ended within env.step_timeout_s=30 s" in hung.cause
     assert "neither called nor ended within" in blocked.cause
     assert fine.reward == 0.25, "other episodes go on"

@@ -29,6 +29,8 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
             raise RuntimeError("nobody can judge 3")
         if task.answer == "5":
             await asyncio.sleep(3600)
+        if task.answer == "9":
+            raise SystemExit(4)
         if task.answer == "7":
             time.sleep(3600)
         return float(task.answer in said)
