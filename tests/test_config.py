@@ -258,10 +258,10 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("env=games env.name=frozen_lake", ["env.members=", "no such key"]),
         ("+env.members.calculator.weight=1", ["env.members=", "no such key"]),
         ("env.max_new_tokens=768", ["env.max_new_tokens=768", "model.max_context="]),
-        ("cluster.slots=3", ["cluster.slots=3", "4 ranks"]),
-        ("cluster.gpus=1 colocate=false", ["cluster.gpus=1", "needs 2"]),
+        ("cluster.slots=4", ["cluster.slots=4", "5 ranks"]),
+        ("cluster.gpus=2", ["cluster.gpus=2", "needs 3"]),
         ("cluster.gpu_memory_gib=0", ["cluster.gpu_memory_gib=0"]),
-        ("deterministic=true rollout.workers=2", ["rollout.workers=2", "deterministic=true"]),
+        ("deterministic=true", ["rollout.workers=2", "deterministic=true"]),
         (
             "trainer.stream=true deterministic=true rollout.workers=1",
             ["trainer.stream=True", "in which groups finish"],
@@ -310,12 +310,12 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["scheduler.batching.name='tail_batching'", "synchronous", "bounded_staleness"],
         ),
         (
-            "trainer.elastic_replicas=2 rollout.workers=2 scheduler/batching=bounded_staleness "
+            "trainer.elastic_replicas=2 scheduler/batching=bounded_staleness "
             "scheduler/provisioning=libra algorithm=decoupled_ppo",
             ["trainer.elastic_replicas=2", "at most 1", "one at least goes on rolling out"],
         ),
         (
-            "trainer.elastic_replicas=1 rollout.workers=2 scheduler/batching=bounded_staleness "
+            "trainer.elastic_replicas=1 scheduler/batching=bounded_staleness "
             "algorithm=decoupled_ppo",
             ["scheduler.provisioning.name='fixed'", "scheduler/provisioning=libra"],
         ),
@@ -468,8 +468,7 @@ def test_requests_keep_their_cache_where_versions_come_while_they_run(
     "cores, overrides, trainer, rollout",
     [
         (1, [], 1, 1),
-        (2, [], 2, 2),
-        (2, ["rollout.workers=2"], 2, 1),
+        (2, [], 2, 1),
         (2, ["+experiment=smollm"], 2, 2),
         (6, ["trainer.ranks=2", "rollout.workers=4"], 3, 1),
         (64, ["rollout.workers=1"], 8, 8),
@@ -519,7 +518,9 @@ def test_every_mpi_is_a_configuration_and_says_whether_ranks_may_join(make_confi
 def test_where_no_rank_can_join_it_is_said_unless_none_is_wanted(make_config):
     openmpi = "cluster/mpi=openmpi"
     words = make_config(openmpi).why_not_borrowed
-    assert "cluster.mpi.join=false (of openmpi)" in words and "only its rollout.workers=1" in words
+    assert (
+        "cluster.mpi.join=false (of openmpi)" in words and "2 dedicated rollout ranks only" in words
+    )
     assert make_config().why_not_borrowed == ""
     assert make_config(openmpi, "serving=none").why_not_borrowed == ""
     assert make_config(openmpi, "rollout.replay=earlier").why_not_borrowed == ""

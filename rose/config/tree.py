@@ -160,7 +160,7 @@ class Config(Section):
             return ""
         return (
             f"cluster.mpi.join=false (of {self.cluster.mpi.name}): serving ranks can't join, so "
-            f"the run has only its rollout.workers={self.rollout.workers}; serving=none "
+            f"the run has its {self.rollout.workers} dedicated rollout ranks only; serving=none "
             "says that this is meant"
         )
 

@@ -82,7 +82,7 @@ def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(con
             peer.dies(rank)
         return False
 
-    coordinator, peer = peers.run(config("rollout.workers=2"), tmp_path, stop_when=die)
+    coordinator, peer = peers.run(config(), tmp_path, stop_when=die)
     assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.engine_restarts == 1
     assert set(peer.version.values()) == {STEPS} and len(peer.trained) == STEPS
     assert peer.turns_asleep == 0

@@ -274,7 +274,7 @@ def launch(tmp_path, monkeypatch, capsys):
         (["experiment=qwen7b"], ["+experiment=qwen7b"]),
         (["trainer.steps=abc"], ["trainer.steps='abc'", "int"]),
         (["trainer.batch_size=63"], ["trainer.batch_size=63", "rollout.group_size=8", "try 64"]),
-        (["cluster.slots=3"], ["cluster.slots=3", "4 ranks"]),
+        (["cluster.slots=3"], ["cluster.slots=3", "5 ranks"]),
         (
             ["+experiment=qwen7b", "rollout.tensor_parallel=3", "rollout.workers=1"],
             ["rollout.tensor_parallel=3", "28 attention"],
@@ -315,7 +315,7 @@ def launch(tmp_path, monkeypatch, capsys):
             ["+rollout.engine_args.block_sise=32"],
             ["rollout.engine_args.block_sise=32", "no such argument", "did you mean block_size"],
         ),
-        (["cluster=gpus", "cluster.gpus=1", "colocate=false"], ["cluster.gpus=1", "needs 2"]),
+        (["cluster=gpus", "cluster.gpus=2"], ["cluster.gpus=2", "needs 3"]),
         (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
         (["name=a/b"], ["name='a/b'", "letters"]),
         (["-m", "seed=1,2", "name=x,x"], ["two points of the sweep"]),
@@ -616,7 +616,7 @@ def test_a_sweep_plans_every_point_under_a_name_of_its_own(launch):
     assert code == 0
     for seed in (1, 2):
         for routing in ("round_robin", "least_loaded"):
-            assert f"frozenlake-seed={seed},scheduler.routing={routing}: 4 ranks" in out
+            assert f"frozenlake-seed={seed},scheduler.routing={routing}: 5 ranks" in out
 
 
 def test_a_finished_run_prints_its_table_again(launch, tmp_path, make_config):

@@ -115,7 +115,7 @@ def test_a_machine_has_memory_for_the_trainer_and_hybrid_engines_at_once(make_co
     trainer, engine = memory.trainer(c, shape), memory.rollout(c, shape)
     states, staged = memory.host_gib(c, trainer, engine)
     states += c.trainer.ranks * trainer.total
-    engines = 2 * engine.total + staged
+    engines = 3 * engine.total + staged
     both = states + engines
     plan.make(c, shape, host_gib=both + 1)
     with pytest.raises(ConfigError, match=rf"rollout.hybrid=1: {states:.1f} GiB .* {engines:.1f}"):

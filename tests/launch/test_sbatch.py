@@ -298,10 +298,7 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
             ("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"),
             ["cluster.slurm.trainer.nodes=2", "trainer.ranks=3"],
         ),
-        (
-            ("rollout.workers=3", "cluster.slurm.rollout.nodes=2"),
-            ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"],
-        ),
+        (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
         (
             ("cluster.slurm.trainer.sbatch=[exclusive]",),
             ["cluster.slurm.trainer.sbatch.0='exclusive'", "--exclusive"],
