@@ -65,18 +65,18 @@ def test_the_last_line_the_report_and_rose_state_have_it(meter, tmp_path, monkey
     one.tick(100.0 + 7200, borrowed=0, made=MADE)
     words = io.StringIO()
     terminal.final_table(tmp_path, Console(file=words, width=120))
-    assert words.getvalue().splitlines()[-1].startswith("Cost: 4 device-hours dedicated")
+    assert words.getvalue().splitlines()[-1].startswith("Cost: 6 device-hours dedicated")
     page = build_report(tmp_path).read_text()
-    assert "Device-hours dedicated" in page and "<th scope=row>Attempt 1</th><td>4</td>" in page
+    assert "Device-hours dedicated" in page and "<th scope=row>Attempt 1</th><td>6</td>" in page
     monkeypatch.setattr(sys, "argv", ["rose state", str(tmp_path)])
-    assert state.main() == 0 and "Cost: 4 device-hours" in capsys.readouterr().out
+    assert state.main() == 0 and "Cost: 6 device-hours" in capsys.readouterr().out
     meter(2).write()
     (tmp_path / "status" / "cost" / "attempt-002.json").write_text("{")
     page, code, said = build_report(tmp_path).read_text(), state.main(), capsys.readouterr().out
     assert (
-        "<th scope=row>Attempt 1</th><td>4</td>" in page and "attempt-002.json is damaged" in page
+        "<th scope=row>Attempt 1</th><td>6</td>" in page and "attempt-002.json is damaged" in page
     )
-    assert code == 0 and "Cost: 4 device-hours" in said and "attempt-002.json is damaged" in said
+    assert code == 0 and "Cost: 6 device-hours" in said and "attempt-002.json is damaged" in said
     (tmp_path / "status" / "cost" / "attempt-001.json").unlink()
     assert "Unknown:" in build_report(tmp_path).read_text()
     assert state.main() == 2 and "Cost unknown" in capsys.readouterr().out
