@@ -265,7 +265,7 @@ class Save:
 
     # seconds of a core, while the model generates; the next command waits until the capture ended
     capture_s: float
-    bytes: float  # compressed size, sent to the store
+    bytes: float  # size as sent to the store
 
 
 @dataclass(frozen=True)

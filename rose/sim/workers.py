@@ -31,7 +31,7 @@ class Hub(Protocol):
     def synced(self) -> None:
         """No dedicated worker may be waited for any more."""
 
-    def rests(self, worker: str) -> bool:
+    def is_resting(self, worker: str) -> bool:
         """By the scheduler's word."""
 
 
@@ -80,7 +80,7 @@ class Workers:
         worker.version, worker.asked_at = version, asked_at
         self.by_name[name] = worker
         if pool.serving is not None:
-            self._beside(worker, pool.serving)
+            self._attach_serving(worker, pool.serving)
         if version == self.version and asked_at >= 0:
             self._is_ready(worker)
         self._feed(
@@ -95,12 +95,12 @@ class Workers:
                 shape=_shape(pool, worker.serial),
             )
         )
-        if self._hub.rests(name):
+        if self._hub.is_resting(name):
             worker.end_hold(now)
         if worker.budget is not None:
-            self._look(worker, 0)
+            self._update_budget(worker, 0)
 
-    def _beside(self, worker: SimWorker, serving: spec.Serving) -> None:
+    def _attach_serving(self, worker: SimWorker, serving: spec.Serving) -> None:
         worker.load, worker.ahead = serving.devices.load(worker.serial)
         key = id(worker.load), worker.pool.name
         if key not in self._tables:
@@ -191,7 +191,9 @@ class Workers:
         self._requests[action.request] = pool, False
         self._feed(ev.CapacityQueued(at=self._loop.now, request=action.request))
         queued = self._draw.exponential(pool.allocation.queue_s) if pool.allocation.queue_s else 0.0
-        self._loop.at(self._loop.now + queued, self._answer, (action.request, self._loop.now))
+        self._loop.at(
+            self._loop.now + queued, self._answer_request, (action.request, self._loop.now)
+        )
 
     def _pool_of(self, request: str) -> spec.Pool:
         pools = [pool for pool in self._spec.pools if pool.on_request]
@@ -205,7 +207,7 @@ class Workers:
             )
         return (named or pools)[0]
 
-    def _answer(self, what: tuple[str, float], _ticket: int) -> None:
+    def _answer_request(self, what: tuple[str, float], _ticket: int) -> None:
         request, asked_at = what
         if request not in self._requests:
             return  # given back meanwhile
@@ -246,7 +248,7 @@ class Workers:
     def use(self, action: ev.UseWorker) -> None:
         """It wakes up: `switch_s` of the pool, and new weights if it needs them."""
         worker, now = self.by_name[action.worker], self._loop.now
-        self._changes_side(worker)
+        self._note_switch(worker)
         worker.hold(now)
         worker.asked_at = now
         if worker.pool.switch_s:
@@ -259,7 +261,7 @@ class Workers:
 
     def rest(self, action: ev.RestWorker) -> None:
         worker = self.by_name[action.worker]
-        self._changes_side(worker)
+        self._note_switch(worker)
         worker.end_hold(self._loop.now)
         worker.asked_at = -1.0
 
@@ -330,16 +332,16 @@ class Workers:
 
     # ----------------------------------------------------------------- what is lent
 
-    def _look_later(self, worker: SimWorker) -> None:
+    def _plan_budget_update(self, worker: SimWorker) -> None:
         at = worker.budget.next_change(self._loop.now)
         if at < math.inf:
-            self._loop.at(at, self._look, worker)
+            self._loop.at(at, self._update_budget, worker)
 
-    def _look(self, worker: SimWorker, _ticket: int) -> None:
+    def _update_budget(self, worker: SimWorker, _ticket: int) -> None:
         if worker.alive:
             worker.budget.update(self._loop.now)
             self._report_capacity(worker)
-            self._look_later(worker)
+            self._plan_budget_update(worker)
 
     def step_begins(self) -> None:
         """What was called back may be lent again."""
@@ -390,15 +392,15 @@ class Workers:
     def to_rollout(self) -> None:
         self._switch(True, 0.0)
 
-    def away(self) -> int:
+    def gpus_rolling_out(self) -> int:
         """GPUs of the trainer that roll out while it trains."""
         return sum(
             worker.pool.tensor_parallel
             for worker in self.by_name.values()
-            if worker.pool.split and not self._hub.rests(worker.name)
+            if worker.pool.split and not self._hub.is_resting(worker.name)
         )
 
-    def _changes_side(self, worker: SimWorker) -> None:
+    def _note_switch(self, worker: SimWorker) -> None:
         if worker.pool.split:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
