@@ -112,8 +112,7 @@ class DraftingEngine(SimEngine):
         self._rise = sum(level.count * level.rate for level in self._levels)
 
     def _flat_of(self, drafted: float | np.ndarray, prefill_s: float) -> float | np.ndarray:
-        """Seconds of a step of all decodes, without attention, for so many drafted tokens and
-        seconds of prefill."""
+        """Seconds of a step of all decodes with `drafted` tokens, attention aside."""
         c, decodes = self._c, self._decodes
         computed = decodes + drafted
         flat = max(c.c0, prefill_s) + c.c5 + c.c3 * computed

@@ -34,8 +34,8 @@ NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
 
 
 class Sequence:
-    """One attempt at a turn, as the engine sees it. `key` names the trajectory, whose prefix stays
-    cached between turns."""
+    """An attempt at a turn in an engine. `key` names the trajectory, whose prefix stays cached
+    between turns."""
 
     __slots__ = (
         "key",
