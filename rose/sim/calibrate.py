@@ -58,14 +58,12 @@ def _steps(path: Path) -> Iterator[tuple[Work, float]]:
             ) from None
 
 
-# --------------------------------------------------------------------------- training and
-# synchronisation
+# --------------------------------------------------------------------------- phases of a step
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Times of a live trainer, for `rose.sim.spec.Trainer` with gpus=0. Training takes step_s +
-    token_s x tokens."""
+    """Times of a live trainer, for a `spec.Trainer` with gpus=0 (step_s + token_s x tokens)."""
 
     step_s: float
     token_s: float

@@ -181,8 +181,7 @@ class DraftingEngine(SimEngine):
         self._enter(seq, self._level_of(seq.group), 0.0)
 
     def _enter(self, seq: Sequence, at: int, progress: float) -> None:
-        """Add the sequence to level `at`. `progress` is its number of tokens since it began to
-        decode."""
+        """Add the sequence to level `at`. It has decoded `progress` tokens so far."""
         level = self._levels[at]
         level.count += 1
         seq._level, seq._decode_start = at, level.done - progress

@@ -71,8 +71,7 @@ class Simulation:
         self._free_at = 0.0  # end of the trainer's current round ahead of the step's training
         self._ahead_s = 0.0  # seconds of all such rounds of the step
         self._trained_at = self._published_at = 0.0
-        # True after a version is published, until all dedicated workers hold it.
-        self._syncing = False
+        self._syncing = False  # a published version is not yet on all dedicated workers
         self._version = 0
         self._do = {
             ev.AssignTurn: self._assign,
@@ -168,8 +167,7 @@ class Simulation:
             self._next_round(None, 0)
 
     def _next_round(self, _what: None, _ticket: int) -> None:
-        """Train all waiting groups in one round. (The live rounds have a limit; see
-        rose.coordinator.training.)"""
+        """Train all waiting groups in one round. (A live run limits the size of a round.)"""
         if not self._waiting or self._batch is not None:
             return
         groups, self._waiting = self._waiting, []
@@ -191,8 +189,7 @@ class Simulation:
         self._loop.at(now + seconds, self._trained, None)
 
     def _computing_s(self, groups: list[Group]) -> float:
-        """Seconds of forward and backward passes. That smaller rounds fill their micro-batches less
-        is left out."""
+        """Seconds of forward and backward passes, as if all micro-batches were full."""
         trainer = self._spec.trainer
         tokens = sum(group.context for group in groups)
         seconds = trainer.token_s * tokens
@@ -228,8 +225,7 @@ class Simulation:
         self.feed(ev.VersionPublished(at=self._loop.now, version=version))
 
     def synced(self) -> None:
-        """End the step, and begin the next, once every dedicated worker holds the step's
-        weights."""
+        """End the step, once every dedicated worker holds its weights, and begin the next."""
         if not self._syncing or self._workers.waited_for:
             return
         step, training_at, groups = self._batch
@@ -392,8 +388,7 @@ class Simulation:
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        # The last attempt ended, but the message of its end was lost or came too late. Only the
-        # tokens that were reported count.
+        # The end of the last attempt was lost or came too late: only its reported tokens count.
         if trajectory.attempt_tokens:
             trajectory.turn_tokens += trajectory.reported
             trajectory.attempt_tokens = trajectory.reported = 0
@@ -431,8 +426,7 @@ class Simulation:
             self._leave_engine(trajectory)
 
     def _leave_engine(self, trajectory: Trajectory) -> None:
-        """Remove the open turn from its engine and keep its tokens, so that another engine can
-        continue from there."""
+        """Remove the open turn from its engine. Another engine can continue from its tokens."""
         worker = trajectory.worker
         if worker is not None and worker.turns.pop(trajectory.turn, None) is not None:
             worker.engine.remove(worker.work(self._loop.now), trajectory)
@@ -520,8 +514,7 @@ class Simulation:
         self._loop.at(self._loop.now + self._spec.progress_s, self._report, worker)
 
     def returned(self, worker: SimWorker, trajectories: list[Trajectory]) -> None:
-        """Return the turns that a worker's engine dropped because the worker was lost or memory was
-        revoked."""
+        """Return the turns of a worker that was lost, or that lost memory, to the scheduler."""
         for trajectory in trajectories:
             worker.turns.pop(trajectory.turn, None)
             made = trajectory.attempt_tokens - trajectory.reported

@@ -34,8 +34,7 @@ NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
 
 
 class Sequence:
-    """An attempt at a turn in an engine. `key` names the trajectory, whose prefix stays cached
-    between turns."""
+    """An attempt at a turn. The prefix of the trajectory `key` stays cached between turns."""
 
     __slots__ = (
         "key",
@@ -57,9 +56,7 @@ class Sequence:
         self.key, self.group, self.prompt = key, group, prompt
         self.context = 0  # tokens before those that are still to be generated
         self.left = 0  # tokens still to be generated
-        # Tokens that this attempt has generated. They are counted when the sequence leaves the
-        # decode batch; `SimEngine.tokens_by` returns them at any time.
-        self.attempt_tokens = 0
+        self.attempt_tokens = 0  # tokens generated; stale while it decodes (see `tokens_by`)
         self._state = NONE
         self._todo = 0  # tokens still to be prefilled
         self._own = 0  # tokens in the KV cache, without the group's prompt
@@ -85,14 +82,12 @@ class SimEngine:
         self.preemptions = 0
         self.prefilled = 0  # tokens
         self.decoded = 0  # tokens
-        # A run is a sequence of steps with the same batch. This is the begin of the current run,
-        # or the end of the last one.
+        # Begin of the current run of steps with one batch, or end of the last run.
         self._at = 0.0
         self._steps = 0  # number of steps in the run
         self._chunks: list[tuple[Sequence, int]] = []  # (sequence, tokens) of a prefill step
         self._prefilled_at = 0.0  # end of the prefill step
-        # Number of decode steps that follow the prefill step before the batch changes. If there
-        # are any, `due` is their end.
+        # Decode steps after the prefill step until the batch changes; `due` is their end.
         self._steps_after_prefill = 0
         self._decode_steps = 0  # decode steps done so far
         self._decodes = 0  # sequences that decode
@@ -504,8 +499,7 @@ class SimEngine:
         self._waiting.appendleft(seq)
 
     def _preempt(self) -> None:
-        """Preempt the newest decoding sequence. As in vLLM, its blocks stay cached until they are
-        needed."""
+        """Preempt the newest decoding sequence. As in vLLM, its blocks stay cached for now."""
         newest = max(self._decoding(), key=lambda seq: seq._order)
         self.preemptions += 1
         self._back_to_queue(newest)

@@ -32,8 +32,7 @@ MOST_FACTOR = 50.0  # ours: beyond it max_new_tokens or the tool's timeout ends 
 
 @dataclass(frozen=True)
 class Drift:
-    """A value that moves with the policy version: first + (last - first) (1 - exp(-version /
-    steps))."""
+    """A value by policy version: first + (last - first) (1 - exp(-version / steps))."""
 
     first: float
     last: float
@@ -92,9 +91,8 @@ class Domain:
     trajectory_share: float  # the trajectory's share in the variance of log lengths
 
     def scaled(self, parameter: str, factor: float) -> Domain:
-        """Return the domain with one parameter multiplied by `factor`, for the sensitivity table:
-        the median of a distribution, both ends of a drift. Raises `ValueError` for a parameter that
-        is no number."""
+        """Return the domain with one parameter (a distribution's median, a drift's ends) multiplied
+        by `factor`, for the sensitivity table. Raises `ValueError` if it is no number."""
         value = getattr(self, parameter)
         if isinstance(value, Heavy):
             return replace(self, **{parameter: replace(value, median=value.median * factor)})
@@ -225,8 +223,7 @@ class _Group:
         prompt = min(self._prompt, max_context // 2)
         after = prompt + np.cumsum(self._output + self._observed, axis=1)
         room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)
-        # The room shrinks from turn to turn. The turn that would exceed max_context is cut there
-        # and is the last.
+        # Room shrinks with each turn. The turn that would exceed max_context is cut and is the last.
         turns = np.minimum(self._turns, (room > 0).sum(1))
         last = np.arange(self._size), turns - 1
         won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed
@@ -272,8 +269,7 @@ NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # numerics: points of a
 
 @lru_cache(maxsize=4096)
 def _centre(mean: float, sigma: float) -> float:
-    """Return the c for which the mean over prompts of 1 / (1 + exp(-(c + sigma x))), with x
-    standard normal, is `mean`."""
+    """Return the c for which the mean of 1 / (1 + exp(-(c + sigma x))), x normal, is `mean`."""
     low, high = -40.0, 40.0  # numerics: logits that enclose any mean
     while high - low > 1e-6:  # numerics: logits
         middle = (low + high) / 2

@@ -1,5 +1,4 @@
-"""Groups and trajectories in progress. A live run has them on the environment hosts and in
-rose.coordinator.control."""
+"""Groups and trajectories in progress (live: environment hosts, rose.coordinator.control)."""
 
 from __future__ import annotations
 
@@ -116,9 +115,8 @@ class Groups:
     def admit(
         self, name: str, index: int, version: int, now: float, spare: float
     ) -> list[Trajectory]:
-        """Begin a group and return its trajectories. A second attempt at a prompt ("g12r1") gets
-        the same prompt with other draws. `spare` is the share of additional members
-        (`AdmitGroup`)."""
+        """Begin a group and return its trajectories. A retry ("g12r1") has the same prompt with
+        other draws. `spare` is the share of additional members (`AdmitGroup`)."""
         retry = int(name.partition("r")[2] or 0)
         draw = np.random.Generator(np.random.PCG64([self._seed, index, retry]))
         group = self.open[name] = Group(name, version, draw)

@@ -35,9 +35,8 @@ def hosts(
     detect_s: float,
     restart_s: float,
 ) -> spec.Sandboxes:
-    """Return `count` environment hosts, of which `killed` lists planned failures as (seconds,
-    host). Nothing costs time but the start of a sandbox, `start_s`. Raises `ValueError` for a host
-    outside 0..count - 1."""
+    """Return `count` environment hosts, with planned failures `killed` as (seconds, host). Only the
+    start of a sandbox costs time. Raises `ValueError` for a host outside 0..count - 1."""
     for at, host in killed:
         if not 0 <= host < count:
             raise ValueError(f"host {host}, killed at {at:g} s: there are {count}, from 0")

@@ -167,8 +167,7 @@ MFU_SOURCE = (
     "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven "
     "lengths"
 )
-# Forward passes over the batch besides the update's (sim.trainer.forward_passes). Our trainer makes
-# none.
+# Forward passes besides the update's (sim.trainer.forward_passes); our trainer makes none.
 PASSES = 0
 # Bytes of a dense version / bytes of our codec's differences, at a learning rate of 1e-6.
 DELTA_RATIO = 151.0  # docs/benchmarks.md, "publish to flipped"
@@ -184,8 +183,7 @@ FULL_RATIO = 1 / 0.669
 # (SmolLM2-135M) takes about 1 s of CPU.
 ENCODE_BYTES_S = 0.27 * GB
 ENCODE_CORES = 8  # cores per trainer rank; ours
-# Bytes of the model that a device applies per second. docs/benchmarks.md: an engine on a CPU pauses
-# for 26 ms per 269 MB.
+# Bytes/s that a device applies. docs/benchmarks.md: an engine on a CPU pauses 26 ms for 269 MB.
 APPLY_BYTES_S = 10.3 * GB
 
 
@@ -314,8 +312,7 @@ def trainer(
     width FLOP of attention per pair of a token and an earlier one; the backward pass costs twice as
     much. Recomputed activations and `passes` are further forward passes."""
     forwards = 3 + recompute + passes
-    # AdamW in bf16 and float32 reads and writes 28 bytes a parameter, divided among the ranks
-    # (ZeRO).
+    # AdamW in bf16 and float32 moves 28 bytes a parameter, divided among the ranks (ZeRO).
     step_s = 28 * shape.parameters / (gpus * gpu.hbm_bytes_s * EFFICIENCY.memory)
     publish_s = BF16 * shape.parameters / gpus / (ENCODE_BYTES_S * ENCODE_CORES)
     return Trainer(
@@ -337,8 +334,7 @@ def link(
     relay: bool,
     tensor_parallel: int = 1,
 ) -> Link:
-    """Return the link of a pool, over which versions travel as differences of our codec (`sparse`)
-    or dense."""
+    """Return a pool's link. Versions are sent as our codec's differences (`sparse`) or dense."""
     dense = float(BF16 * shape.parameters)
     return Link(
         latency_s=latency_s,

@@ -26,8 +26,7 @@ MINUTE_S = 60.0  # definition: seconds of a minute
 
 
 class Pace:
-    """The work time of one device. It passes at `rates` of the simulated time, piecewise constant
-    and periodic."""
+    """The work time of a device: it passes at `rates`, piecewise constant and periodic."""
 
     def __init__(self, load: spec.Load, rates: np.ndarray, ahead: float) -> None:
         at = np.append(load.at, load.period_s)
@@ -107,8 +106,7 @@ class Changes:
 
 
 class Budget:
-    """The share of a device's KV memory that rollouts may hold now. `frozen` forbids growth after
-    serving took memory."""
+    """The share of a device's KV memory that rollouts may hold; it can't grow while `frozen`."""
 
     def __init__(self, serving: spec.Serving, changes: Changes, ahead: float) -> None:
         self._serving, self._changes, self._ahead = serving, changes, ahead
@@ -145,8 +143,7 @@ class Budget:
         return self.share
 
 
-# --------------------------------------------------------------------------- latency of online
-# requests
+# --------------------------------------------------------------------------- online latency
 
 
 class Observer:
@@ -226,8 +223,7 @@ def _latencies(load: spec.Load) -> Latencies:
 
 
 def _share_and_p99(values: np.ndarray, weights: np.ndarray, limit: float) -> tuple[float, float]:
-    """Return (share of at most `limit`, 99th percentile) of the weighted values; nan if all weights
-    are 0."""
+    """Return (share up to `limit`, 99th percentile) of weighted values; nan without weight."""
     if not weights.sum():
         return math.nan, math.nan
     order = np.argsort(values)
@@ -243,8 +239,7 @@ def _widths(load: spec.Load) -> np.ndarray:
 def _unrolled(
     load: spec.Load, ahead: float, seconds: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (begin, width, index in the load) of the pieces within [0, seconds). The first and
-    the last piece are cut."""
+    """Return (begin, width, index in the load) of the pieces within [0, seconds), cut to it."""
     first, last = math.floor(ahead / load.period_s), math.floor((ahead + seconds) / load.period_s)
     begins = (
         load.at[None, :] + load.period_s * np.arange(first, last + 1)[:, None]

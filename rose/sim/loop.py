@@ -17,9 +17,9 @@ class Loop:
         self._count = 0
 
     def at(self, time: float, call: Callable[..., None], what: Any) -> int:
-        """Schedule `call(what, ticket)` at `time`, or now if `time` has passed. Return the ticket,
-        a serial number. A caller that reschedules keeps the newest ticket and ignores calls with
-        an older one."""
+        """Schedule `call(what, ticket)` at `time`, or now if that has passed, and return the
+        ticket. A caller that reschedules keeps the newest ticket and ignores calls with an older
+        one."""
         self._count += 1
         heapq.heappush(self._heap, (time if time > self.now else self.now, self._count, call, what))
         return self._count

@@ -30,8 +30,7 @@ P99 = 0.99  # definition: the 99th percentile, as a share
 
 @dataclass(frozen=True)
 class Served:
-    """The course of serving. Requests are in order of arrival; runs of equal steps in order of
-    time."""
+    """The course of serving: requests by arrival, and runs of equal steps by time."""
 
     at: np.ndarray  # (requests,) float64, seconds of arrival
     ttft_s: np.ndarray  # (requests,) float64
@@ -71,8 +70,7 @@ def gap_p99(served: Sequence[Served]) -> float:
 
 
 def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0) -> Served:
-    """Serve the trace. Raises `ValueError` for an empty trace, or a request larger than the KV
-    cache."""
+    """Serve a trace. Raises `ValueError` if it is empty, or a request exceeds the KV cache."""
     if not len(trace):
         raise ValueError("a trace without requests: there is nothing to serve")
     prompts, outputs = np.maximum(trace.prompt_tokens, 1), np.maximum(trace.output_tokens, 1)
@@ -174,8 +172,7 @@ class _Run:
         return min(known * BLOCK, self._prompts[request] - 1)
 
     def _keep(self, request: int) -> None:
-        """Put the request's prompt into the cache as the most recently used, and evict what no
-        longer fits."""
+        """Cache the prompt's blocks as most recently used, and evict blocks that no longer fit."""
         if self._blocks is None:
             return
         self._shared += self._prompts[request]
@@ -188,8 +185,7 @@ class _Run:
             self._cache.popitem(last=False)
 
     def _prefill_step(self) -> None:
-        """Advance by one step with chunks of prompts, in which decoding requests generate a token
-        as well."""
+        """Advance by one step with chunks of prompts and a token of each decoding request."""
         c, decodes = self._e.step, len(self._ends)
         room, cost, whole = max(1, self._e.max_batched_tokens - decodes), 0.0, 0
         before = self._used()
@@ -220,8 +216,7 @@ class _Run:
         heappush(self._ends, (self._steps + self._outputs[request] - 1, request))
 
     def _decode_run(self) -> None:
-        """Advance by decode steps until the first request ends, or a request arrives that can be
-        admitted."""
+        """Advance by decode steps until a request ends, or one arrives that can be admitted."""
         steps = self._ends[0][0] - self._steps
         began, before, decodes = self._now, self._used(), len(self._ends)
         arrival = (

@@ -26,8 +26,7 @@ FREE = spec.Link(0.0, 1e12, 0.0, True, 0.0, 0.0)  # made up: a link that costs n
 
 
 class _Arrivals:
-    """An environment whose groups have one trajectory of one turn. Group i arrives at `at[i]` and
-    generates `tokens[i]` tokens."""
+    """Groups of one trajectory of one turn: group i arrives at `at[i]` with `tokens[i]` tokens."""
 
     max_new_tokens = 1
 
@@ -45,8 +44,7 @@ class _Arrivals:
 
 
 class _Agents:
-    """An environment of agents with lognormal turns and short tool calls; the lengths are made
-    up."""
+    """Agents with lognormal turns and short tool calls, of made-up lengths."""
 
     max_new_tokens = 1024  # made up: an agent's turn
 
@@ -96,9 +94,8 @@ def queue(
     seed: int,
     lengths: Callable[[np.random.Generator, int], np.ndarray],
 ) -> np.ndarray:
-    """Return the seconds that each of `count` arrivals spends in the system, (count,), at
-    utilisation `load`. `lengths(draw, count)` returns lengths of mean 1, in units of
-    `mean_tokens`."""
+    """Return the seconds of each of `count` arrivals in the system, (count,), at utilisation
+    `load`. `lengths(draw, count)` returns lengths of mean 1, in units of `mean_tokens`."""
     draw = np.random.default_rng(seed)
     tokens = np.maximum(np.ceil(lengths(draw, count) * mean_tokens - 0.5), 1).astype(np.int64)
     seconds = count * mean_tokens * TOKEN_S / (load * workers)
@@ -128,8 +125,7 @@ def dedicated(workers: int, engine: spec.Engine) -> spec.Pool:
 
 
 def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
-    """Simulate one training step on `gpus` engines of one GPU each, with cache-affine routing and
-    groups of 16."""
+    """Simulate a training step on `gpus` one-GPU engines, with cache-affine routing."""
     step = spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8)  # made up: like 8B parameters on an H800
     engine = spec.Engine(step, 64, 8192, 400_000, True)  # made up: likewise
     group_size = 16  # made up: as ROSE's evaluation has it

@@ -11,8 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Step:
-    """A training step. Times are seconds of the simulation; began <= training_at <= trained_at <=
-    published_at <= ended."""
+    """A training step; began <= training_at <= trained_at <= published_at <= ended, in seconds."""
 
     step: int
     began: float
@@ -67,8 +66,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Latency:
-    """Latency of online serving over the run: shares of the requests within their targets, and 99th
-    percentiles in seconds."""
+    """Latency of online serving: shares of the requests within the targets; P99 in seconds."""
 
     ttft_attained: float
     tpot_attained: float
@@ -166,8 +164,7 @@ class Result:
         return sum(granted.seconds for granted in self.allocations)
 
     def utilisation(self, kind: str) -> float:
-        """Share of their held time in which the workers of this kind had a turn, weighted by GPUs;
-        nan if none was held."""
+        """Share of held GPU time in which workers of this kind had a turn; nan if none was held."""
         workers = [w for w in self.workers if w.kind == kind]
         held = sum(w.held_s * w.gpus for w in workers)
         return sum(w.busy_s * w.gpus for w in workers) / held if held else float("nan")

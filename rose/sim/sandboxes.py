@@ -86,8 +86,7 @@ class Box(Task):
         self.since = 0.0  # time at which the command came, or began to run
         self.running = False  # the command runs
         self.turn = 0  # number of turns whose commands have run
-        # The last turn is being classified or captured. No command runs meanwhile.
-        self.saving = False
+        self.saving = False  # the last turn is being classified or captured; no command runs
         self.commands_s = 0.0  # seconds of all commands so far
         self.saved = 0  # number of turns that are saved
         # Turns that are captured and not stored yet. Each capture includes the turns before it.
@@ -237,8 +236,7 @@ class Sandboxes:
         box.host.cores.run(box.command[0] + self._what.turn_s, box, self._ran)
 
     def _ran(self, box: Box) -> None:
-        """Pass the observation to the model, and save meanwhile what the turn changed, unless it
-        was the last turn."""
+        """Pass the observation to the model. If a turn follows, save the sandbox meanwhile."""
         more, box.command, box.running = box.command[1], None, False
         box.commands_s += self._loop.now - box.since
         box.turn, box.asked = box.trajectory.number, more
@@ -360,8 +358,7 @@ class Sandboxes:
             self._loop.at(self._loop.now + after, self._fail, (host, at, True))
 
     def _fail(self, what: tuple[Host, int, bool], _ticket: int) -> None:
-        """Kill a host. `again`: the failure is random and not planned, so that another one is drawn
-        after the restart."""
+        """Kill a host. `again`: the failure was drawn, and the next is drawn after the restart."""
         host, _, again = what
         if not host.alive:
             return

@@ -47,8 +47,7 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
-    # Runs don't overlap, so that the work done by a time is linear within a run and constant
-    # between runs.
+    # Runs don't overlap: the work done by a time is linear within and constant between them.
     points = np.stack([served.began, served.ended], 1).ravel()
     done = np.interp(edges, points, np.stack([work[:-1], work[1:]], 1).ravel())
     at = np.minimum((served.at / piece_s).astype(np.int64), pieces - 1)
@@ -91,8 +90,7 @@ class Beside:
 
 
 def contended(engine: Engine, contention: float) -> Beside:
-    """Return the online engine beside uncontrolled rollouts: each step takes 1 + `contention` times
-    as long."""
+    """Return the engine beside uncontrolled rollouts: steps take 1 + `contention` times as long."""
     slower = dataclasses.asdict(engine.step)
     return Beside(
         replace(engine, step=StepTime(**{name: c * (1 + contention) for name, c in slower.items()}))
@@ -102,8 +100,7 @@ def contended(engine: Engine, contention: float) -> Beside:
 def devices(
     trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None
 ) -> Devices:
-    """Serve `trace`, the requests of `variants` devices together, and return the loads for a pool
-    of `count` devices."""
+    """Serve `trace`, the requests of `variants` devices, and return loads for `count` devices."""
     parts = split(trace, variants)
     served = [online.serve(part, engine) for part in parts]
     loads = [load(found, engine.kv_tokens) for found in served]
@@ -125,9 +122,8 @@ def provisioned(
     trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = ROUNDS
 ) -> float:
     """Find the factor on the trace's times (`Trace.scaled`) at which one device, alone, just meets
-    its P99 targets. An operator who sizes the service by its peaks would give a device this load.
-    Raises `ValueError` if even single requests miss the targets, or all requests at once meet
-    them."""
+    its P99 targets: the load for which an operator would size the service. Raises `ValueError` if
+    even single requests miss the targets, or all requests at once meet them."""
 
     def meets(factor: float) -> bool:
         return (

@@ -108,8 +108,7 @@ class Link:
     latency_s: float  # per version, independent of its size
     bytes_s: float  # bandwidth that all workers of the pool share
     version_bytes: float  # size of one version on the link: dense, or as differences
-    # True: a version crosses the link once for the whole pool (broadcast, relay).
-    # False: it crosses once per worker.
+    # True: a version crosses the link once for the pool (broadcast, relay); False: once per worker
     relay: bool
     apply_s: float  # pause of the engine while it applies a version; it computes until then
     # Size of a version for a worker that lacks the version before: it joined, or missed some.
@@ -127,8 +126,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool of identical workers, named `{name}-{i}`. A worker is one engine on
-    `tensor_parallel` GPUs."""
+    """A pool of identical workers `{name}-{i}`, each an engine on `tensor_parallel` GPUs."""
 
     name: str
     kind: Kind
@@ -137,11 +135,9 @@ class Pool:
     engine: Engine
     link: Link
     allocation: Allocation
-    # Number of workers, all there from the start. In spot pools and pools with `on_request` this
-    # is the most workers at a time.
+    # Number of workers, all there from the start; in spot and `on_request` pools the most.
     count: int
-    # True: the scheduler requests each worker by RequestCapacity. A request named "name" or
-    # "name-..." goes to the pool of that name.
+    # True: each worker is requested; a request "name" or "name-..." goes to the pool "name"
     on_request: bool = False
     serving: Serving | None = None  # cooperative pools: the online serving on the same devices
     available: Available | None = None  # spot pools: number of machines over time
@@ -151,22 +147,19 @@ class Pool:
     # Hybrid pools. True: provisioning decides which workers train (those that rest) and which roll
     # out. False: all workers change sides with the phases of a step.
     split: bool = False
-    # Hybrid pools: time of each switch between training and rollout. Cooperative pools: time that
-    # a worker needs to wake up (RestWorker -> UseWorker).
+    # hybrid: time of each switch between training and rollout; cooperative: time to wake up
     switch_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Available:
-    """Number of spot machines over time: arrays (changes,), `at` ascending from 0. The last number
-    holds for ever."""
+    """Number of spot machines over time. Arrays (changes,); the last number holds for ever."""
 
     at: np.ndarray  # float64, seconds
     workers: np.ndarray  # int32, number available from `at` on
 
 
-# --------------------------------------------------------------------------- serving beside
-# cooperative workers
+# --------------------------------------------------------------------------- co-serving
 
 
 @dataclass(frozen=True)
@@ -208,8 +201,7 @@ class Serving:
     ttft_slo_s: float  # P99
     tpot_slo_s: float  # P99
     overhead: float  # gate: share of the idle time lost to admission
-    # memory_only: while both sides compute, both take 1 + contention times as long. With 1 they
-    # take turns.
+    # memory_only: while both sides compute, both take 1 + contention times as long
     contention: float
     reserve: float  # share of KV memory that is never lent, beside what serving holds
     # gate: the lent share is halved while it and serving's exceed this share of KV memory together.
@@ -226,8 +218,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Episode:
-    """The course of one trajectory, independent of the engines that serve it. Tuples have one
-    element per turn."""
+    """The course of a trajectory on any engine. Tuples have an element per turn."""
 
     prompt_tokens: int  # context of the first turn, shared by the group's members
     output_tokens: tuple[int, ...]  # generated tokens, each >= 1
@@ -338,8 +329,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Spec:
-    """A simulated run of `steps` training steps. The fields from `tick_s` to `stream` describe the
-    live coordinator and hosts."""
+    """A simulated run. `tick_s` to `stream` describe the behaviour of the live processes."""
 
     name: str
     steps: int

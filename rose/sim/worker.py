@@ -1,5 +1,4 @@
-"""A simulated worker: its engine, the turns in it, and the times in which it was busy or held its
-GPUs."""
+"""A simulated worker: its engine, its turns, and when it was busy or held its GPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class SimWorker:
         self.busy_since = -1.0
         self.spans = array("d")
         self.held_s, self.held_since = 0.0, now
-        # Time at which the worker was requested or called to work, until it can take turns; -1.
+        # Time at which the worker was requested or woken up, until it can take turns; then -1.
         self.asked_at = -1.0
         self.alive, self.loading = True, False
         # (KV tokens, revoked) of the last report to the scheduler

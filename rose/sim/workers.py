@@ -247,8 +247,7 @@ class Workers:
         self._used[self._requests.pop(request)[0].name] -= 1
 
     def use(self, action: ev.UseWorker) -> None:
-        """Wake the worker up, which takes the pool's `switch_s`. The scheduler orders new weights
-        if the worker needs them."""
+        """Wake the worker up, in the pool's `switch_s`. The scheduler orders weights if needed."""
         worker, now = self.by_name[action.worker], self._loop.now
         self._note_switch(worker)
         worker.hold(now)
@@ -388,8 +387,7 @@ class Workers:
     # ----------------------------------------------------------------- hybrid pools
 
     def to_training(self, seconds: float) -> float:
-        """Stop rollout on the hybrid workers, for a training of `seconds`. Return the seconds until
-        their GPUs can train."""
+        """Stop rollout on hybrid workers for `seconds`. Return the delay until their GPUs train."""
         return self._switch(False, seconds)
 
     def to_rollout(self) -> None:

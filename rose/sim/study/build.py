@@ -36,8 +36,7 @@ def ours(c: Config) -> SimSystem:
 
 
 def systems(c: Config) -> dict[str, SimSystem]:
-    """Return all systems by name: first the rivals, then the configured one, which replaces a rival
-    of the same name."""
+    """Return all systems: the rivals, then the configured one, which replaces a namesake."""
     return {name: each for name, each in c.sim.systems.items() if name != c.sim.label} | {
         c.sim.label: ours(c)
     }

@@ -29,8 +29,7 @@ GENERATED = tuple(inspect.signature(traces.generate).parameters)
 def make(
     s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: int
 ) -> spec.Serving:
-    """Return the serving on a pool of `workers` whose online `engine` has the whole device's KV
-    memory. Raises `ConfigError`."""
+    """Return the serving on a pool of `workers` with this online engine. Raises `ConfigError`."""
     source = json.dumps([s.trace, s.args], sort_keys=True)
     beside = {
         "gate": serving.Beside(engine, s.pace * s.slo.tpot_p99_s, s.hold_s),
@@ -79,8 +78,7 @@ def _devices(
 
 
 def _trace(source: str, seed: int, rate: float, seconds: float | None = None) -> traces.Trace:
-    """Return a trace with `rate` requests/s on average: generated, or a file's from its
-    beginning."""
+    """Return a trace of `rate` requests/s on average: generated, or a file's beginning."""
     path, args = json.loads(source)
     if path is None:
         return traces.generate(

@@ -24,8 +24,7 @@ OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "journal")
 
 
 def main(configs: Sequence[Config], console: Console, command: str) -> int:
-    """Simulate, report, and return the exit status. Raises `ConfigError` before anything is
-    simulated."""
+    """Simulate, report, and return the exit status. Raises `ConfigError` before it simulates."""
     for c in configs:
         check(c, configs[0].mode)
     for c in configs:

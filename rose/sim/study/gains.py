@@ -56,8 +56,7 @@ class Interval(NamedTuple):
 
 
 def quantile(degrees: int) -> float:
-    """97.5% quantile of Student's t: from the table, beyond it by the Cornish-Fisher expansion
-    (error below 1e-3)."""
+    """97.5% quantile of Student's t; beyond the table by Cornish-Fisher (error below 1e-3)."""
     if degrees < 1:
         raise ValueError(f"degrees={degrees}: at least 1")
     if degrees <= len(T_975):
@@ -78,7 +77,6 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def gain(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the geometric mean of ours / theirs, seed by seed, with its interval. Both must be
-    positive and of one length."""
+    """Return the geometric mean, and its interval, of ours / theirs (positive) over the seeds."""
     found = interval([math.log(a / b) for a, b in zip(ours, theirs, strict=True)])
     return Interval(*map(math.exp, found))

@@ -31,8 +31,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Means over the steps after the warm-up, in seconds, tokens and shares of 0..1. NaN: the run
-    has no such value."""
+    """Means over the steps after the warm-up, in seconds, tokens, shares of 0..1. NaN: no value."""
 
     point: str  # name of the sweep's point, or of the run
     system: str
@@ -173,8 +172,7 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 
 
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
-    """Return the latencies of the first pool, and the shares of its devices' compute that serving
-    takes and lends."""
+    """Return the first pool's latencies, and the shares of compute that serving takes and lends."""
     if not serving:
         return {
             f"{when}{what}_p99_s": math.nan

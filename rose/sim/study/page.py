@@ -67,8 +67,7 @@ def sweep(
     label: str,
     command: str,
 ) -> None:
-    """Write the page that compares the points of a sweep with its first point. `outcomes` has those
-    of all points."""
+    """Write the page that compares the points of a sweep with its first point."""
     mine = [msgspec.structs.replace(o, system=o.point) for o in outcomes if o.system == label]
     names = {point: _short(point, title) for point in points}
     mine = [msgspec.structs.replace(o, system=names[o.point]) for o in mine]

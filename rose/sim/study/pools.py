@@ -1,5 +1,4 @@
-"""Builds the pools of simulated workers from `sim.pool`, the run's engines, and the times of
-rose.sim.hardware."""
+"""Builds the pools of simulated workers from `sim.pool`, `rollout` and rose.sim.hardware."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
 def make(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int) -> list[spec.Pool]:
-    """Return the pools of one entry of `sim.pool`, one for each degree of tensor parallelism.
-    Raises `ConfigError`."""
+    """Return a pool for each degree of a `sim.pool` entry's engines. Raises `ConfigError`."""
     p = c.sim.pool[name]
     _check_degrees(c, name, system)
     return [_pool(c, name, shape, system, seed, degree) for degree in degrees(p)]
@@ -89,8 +87,7 @@ def gpus(p: SimPool) -> int:
 
 
 def device(p: SimPool, degree: int) -> str:
-    """Return the name for `WorkerJoined.hardware`, which policies compare. It includes the degree
-    where a pool has several."""
+    """Return the name for `WorkerJoined.hardware`, with the degree where a pool has several."""
     return f"{p.gpu}x{degree}" if isinstance(p.tensor_parallel, list) else p.gpu
 
 
@@ -173,8 +170,7 @@ def _online(c: Config) -> ModelShape:
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
-    """Return the online engine. Its KV memory is what the weights of both models leave; the unused
-    part is lent."""
+    """Return the online engine, whose KV memory is what the weights of both models leave."""
     shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(
@@ -198,8 +194,7 @@ def _link(c: Config, p: SimPool, shape: ModelShape, degree: int) -> spec.Link:
 
 
 def _available(c: Config, most: int, seed: int) -> spec.Available:
-    """Return the availability of spot machines from a file, from its beginning, or generated, with
-    at most `most` machines at once."""
+    """Return the times of at most `most` spot machines, from a file's beginning or generated."""
     s = c.sim.spot
     try:
         found = spot.read(Path(s.trace), seed) if s.trace else spot.generate(seed, SPOT_S, **s.args)

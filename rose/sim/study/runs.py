@@ -142,8 +142,7 @@ def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outc
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of fresh interpreters, which copy no thread or lock of ours. They are ended at
-    once on an error."""
+    """Yield a pool of fresh interpreters without our threads and locks; an error ends them."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _alone, (os.getpid(),))
     try:

@@ -54,8 +54,7 @@ class Answer:
 
 
 def target(c: Config) -> float:
-    """Return the seconds that a step may take. Raises `ConfigError` unless exactly one target is
-    given."""
+    """Return the seconds a step may take. Raises `ConfigError` unless one target is given."""
     p = c.sim.plan
     if (p.steps_per_hour is None) == (p.hours is None):
         raise ConfigError(
@@ -71,8 +70,7 @@ def target(c: Config) -> float:
 
 
 def borrowed_pool(c: Config) -> str:
-    """Return the pool whose size is searched beside that of the dedicated pool; "" if there is
-    none. Raises `ConfigError`."""
+    """Return the pool that is sized beside the dedicated one, or "". Raises `ConfigError`."""
     found = [
         name
         for name in c.sim.pools
@@ -259,8 +257,7 @@ def summary(answer: Answer) -> dict[str, Any]:
 
 
 def answer(c: Config, console: Console, command: str) -> None:
-    """Search, print the trade-off and the reasons, and write report.html, result.csv and
-    result.json."""
+    """Search, print trade-off and reasons, and write report.html, result.csv and result.json."""
     found = search(c, lambda jobs: runs.carry_out(jobs, runs.cores(c.sim.processes), console))
     show(console, shown(found, f"{c.name}: a step within {found.target_s:.1f} s"))
     for reason in found.reasons:

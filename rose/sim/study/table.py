@@ -1,5 +1,4 @@
-"""Writes outcomes as a table in the terminal, as result.csv (a row per system and seed) and as
-result.json (with gains)."""
+"""Writes outcomes as a table, as result.csv (a row per system and seed), and as result.json."""
 
 from __future__ import annotations
 

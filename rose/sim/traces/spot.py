@@ -55,8 +55,7 @@ class Availability:
 
     @property
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(times from 0 at which the count changes, counts from these times on): (n,) float64, (n,)
-        int64."""
+        """Times from 0 at which the count changes, and the counts: (n,) float64, (n,) int64."""
         at = np.unique(np.concatenate([[0.0], self.begin, self.end[self.end < self.seconds]]))
         return at, self.count(at)
 

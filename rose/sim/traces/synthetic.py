@@ -90,8 +90,7 @@ def _lengths(of: Lengths, which: int, count: int, draw: np.random.Generator) -> 
 
 def _sigma(peak: float, windows: int) -> float:
     """Return the sigma of a lognormal factor of mean 1 whose largest of `windows` draws is expected
-    near `peak`. It solves exp(z s - s^2/2) = peak, with z the normal quantile of Blom's (windows -
-    0.375) / (windows + 0.25)."""
+    near `peak`: exp(z sigma - sigma^2/2) = peak, with z the normal quantile of Blom's rank."""
     z = NormalDist().inv_cdf((windows - 0.375) / (windows + 0.25))  # definition: Blom's
     if not 1 <= peak <= math.exp(z * z / 2):
         raise ValueError(

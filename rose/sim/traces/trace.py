@@ -59,8 +59,7 @@ class Trace:
         return replace(self, at=self.at * time_factor)
 
     def tokens_scaled(self, prompt: float, output: float) -> Trace:
-        """Return the trace with all lengths multiplied and rounded, at least 1, and without
-        `blocks`."""
+        """Return the trace without `blocks`, its lengths multiplied and rounded, at least 1."""
 
         def times(lengths: np.ndarray, factor: float) -> np.ndarray:
             return np.clip(np.rint(lengths * factor), 1, LARGEST).astype(np.int32)
@@ -68,8 +67,7 @@ class Trace:
         return Trace(self.at, times(self.prompt_tokens, prompt), times(self.output_tokens, output))
 
     def clipped(self, max_prompt: int, max_output: int) -> Trace:
-        """Return the trace with longer prompts and outputs cut to these lengths, in tokens. No
-        request is dropped."""
+        """Return the trace with all requests, longer prompts and outputs cut to these tokens."""
         return replace(
             self,
             prompt_tokens=np.minimum(self.prompt_tokens, np.int32(max_prompt)),
