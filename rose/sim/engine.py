@@ -68,12 +68,12 @@ class Sequence:
 
 
 class SimEngine:
-    """The engine. At the work time `due` (inf while it is idle) the caller must call `step`. `now`
-    is a work time in every method."""
+    """A simulated engine. The caller must call `step` at the work time `due` (inf while idle).
+    `now` is a work time in every method."""
 
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
-        self._floor = config.step.c0 + config.step.c5  # least seconds of a step without prefill
+        self._floor = config.step.c0 + config.step.c5  # seconds of a step, its tokens aside
         self._max_sequences = config.max_sequences
         self._max_tokens = config.max_batched_tokens
         self._caches = config.prefix_caching

@@ -223,7 +223,7 @@ class _Group:
         prompt = min(self._prompt, max_context // 2)
         after = prompt + np.cumsum(self._output + self._observed, axis=1)
         room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)
-        # Room shrinks with each turn. The turn that would exceed max_context is cut and is the last.
+        # Room shrinks with each turn. A turn that would exceed max_context is cut and is the last.
         turns = np.minimum(self._turns, (room > 0).sum(1))
         last = np.arange(self._size), turns - 1
         won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed

@@ -204,10 +204,10 @@ class Serving:
     # memory_only: while both sides compute, both take 1 + contention times as long
     contention: float
     reserve: float  # share of KV memory that is never lent, beside what serving holds
-    # gate: the lent share is halved while it and serving's exceed this share of KV memory together.
-    # It may not grow again before the next training step.
+    # gate: while serving's and the lent KV together exceed this share of the memory, the lent KV is
+    # halved. It may not grow again before the next training step.
     high_watermark: float
-    # least change of lendable KV that is reported to the worker, as a share of the whole cache
+    # least change of lendable KV that is reported, as a share of the whole cache
     step: float
     # P99 of the seconds between two tokens of a request, alone and beside rollouts; nan: unknown
     gap_p99_s: tuple[float, float] = (math.nan, math.nan)

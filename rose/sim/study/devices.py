@@ -78,7 +78,7 @@ def _devices(
 
 
 def _trace(source: str, seed: int, rate: float, seconds: float | None = None) -> traces.Trace:
-    """Return a trace of `rate` requests/s on average: generated, or a file's beginning."""
+    """Return a trace, generated or from a file, with `rate` requests/s on average."""
     path, args = json.loads(source)
     if path is None:
         return traces.generate(

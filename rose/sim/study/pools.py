@@ -160,7 +160,7 @@ def _engine(
         c.rollout.max_batched_tokens,
         tokens,
         c.rollout.prefix_caching,
-        # Live cooperative engines don't draft: their latency is predicted without drafts.
+        # Live cooperative engines don't draft: the gate predicts users' latency without drafts.
         _drafts(c) if system.draft == "group" and p.kind != "cooperative" else None,
     )
 
@@ -194,7 +194,7 @@ def _link(c: Config, p: SimPool, shape: ModelShape, degree: int) -> spec.Link:
 
 
 def _available(c: Config, most: int, seed: int) -> spec.Available:
-    """Return the times of at most `most` spot machines, from a file's beginning or generated."""
+    """Return the number of spot machines over time, at most `most`, from a file or generated."""
     s = c.sim.spot
     try:
         found = spot.read(Path(s.trace), seed) if s.trace else spot.generate(seed, SPOT_S, **s.args)

@@ -35,7 +35,7 @@ UNREAD = (
     "eval",
     "transfer",
 )
-# The same of `sim`.
+# Keys of `sim` that don't, or that a job has fields for.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 

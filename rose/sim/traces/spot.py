@@ -63,10 +63,8 @@ class Availability:
         """Return the part within [start_s, start_s + seconds), with times from `start_s`."""
         stop = min(start_s + seconds, self.seconds)
         held = (self.begin < stop) & (self.end > start_s)
-        begin, end = (
-            np.maximum(self.begin[held], start_s) - start_s,
-            np.minimum(self.end[held], stop) - start_s,
-        )
+        begin = np.maximum(self.begin[held], start_s) - start_s
+        end = np.minimum(self.end[held], stop) - start_s
         order = np.argsort(begin, kind="stable")
         return Availability(begin[order], end[order], max(0.0, stop - start_s))
 
@@ -159,7 +157,8 @@ def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
             raise TraceError(f"{path}, line {line}, column 2: {row[1]!r} is neither add nor remove")
         changes.append((at, line, row[2], row[1] == "add"))
     first = changes[0][0]
-    return [(at - first, *rest) for at, *rest in changes], changes[-1][0] - first
+    since_first = [(at - first, line, name, added) for at, line, name, added in changes]
+    return since_first, changes[-1][0] - first
 
 
 def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:

@@ -67,7 +67,7 @@ class Trace:
         return Trace(self.at, times(self.prompt_tokens, prompt), times(self.output_tokens, output))
 
     def clipped(self, max_prompt: int, max_output: int) -> Trace:
-        """Return the trace with all requests, longer prompts and outputs cut to these tokens."""
+        """Return the trace with longer prompts and outputs cut to these lengths, in tokens."""
         return replace(
             self,
             prompt_tokens=np.minimum(self.prompt_tokens, np.int32(max_prompt)),
