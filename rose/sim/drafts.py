@@ -158,10 +158,10 @@ class DraftingEngine(SimEngine):
 
     def _decode(self, steps: int) -> list[Sequence]:
         self._at += self._seconds(steps, self._decodes, self._attended)
-        made = self._rise * steps
-        self._attended += made
-        self._held += made
-        self.decoded += made
+        generated = self._rise * steps
+        self._attended += generated
+        self._held += generated
+        self.decoded += generated
         ended: list[Sequence] = []
         for at, level in enumerate(self._levels):
             level.done += steps * level.rate
@@ -190,16 +190,16 @@ class DraftingEngine(SimEngine):
     def _leave_decode(self, seq: Sequence) -> None:
         self._leave(seq, self._whole(seq, self._levels[seq._level].done - seq._decode_start))
 
-    def _leave(self, seq: Sequence, made: int) -> None:
-        """Take the sequence out of the batch with `made` tokens. Its level counted a fraction more,
-        which is subtracted from the engine's sums."""
+    def _leave(self, seq: Sequence, generated: int) -> None:
+        """Take the sequence out of the batch after `generated` tokens. What its level counted
+        beyond these is subtracted from the engine's sums."""
         level = self._levels[seq._level]
-        beyond = level.done - seq._decode_start - made
+        beyond = level.done - seq._decode_start - generated
         level.count -= 1
-        seq.attempt_tokens += made
-        seq.left -= made
-        seq.context += made
-        seq._own += made
+        seq.attempt_tokens += generated
+        seq.left -= generated
+        seq.context += generated
+        seq._own += generated
         self._decodes -= 1
         self._attended -= seq.context + beyond
         self._held -= beyond

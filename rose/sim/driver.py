@@ -345,7 +345,7 @@ class Simulation:
         )
 
     def _turn_ended(self, trajectory: Trajectory) -> None:
-        now, made, number = self._loop.now, trajectory.turn_tokens, trajectory.number
+        now, generated, number = self._loop.now, trajectory.turn_tokens, trajectory.number
         turn = trajectory.turn
         del self._turns[turn]
         self._counts.turns += 1
@@ -355,7 +355,7 @@ class Simulation:
             self._boxes.command(trajectory, seconds, more)
         else:
             self._loop.at(now + seconds, self._request if more else self._finish, trajectory)
-        self.feed(ev.TurnEnded(at=now, turn=turn, tokens=made))
+        self.feed(ev.TurnEnded(at=now, turn=turn, tokens=generated))
 
     def _finish(self, trajectory: Trajectory, _ticket: int) -> None:
         if trajectory.dead:
@@ -477,13 +477,13 @@ class Simulation:
             or not trajectory.worker.alive
         ):
             return
-        made, reported = trajectory.attempt_tokens, trajectory.reported
+        generated, reported = trajectory.attempt_tokens, trajectory.reported
         self._take_tokens(trajectory)
         if trajectory.turn_tokens >= trajectory.episode.output_tokens[trajectory.number]:
             self._turn_ended(trajectory)
             return
         self._counts.chunks += 1
-        self._progress(trajectory, made - reported)
+        self._progress(trajectory, generated - reported)
         self.feed(
             ev.TurnReturned(
                 at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True
@@ -508,22 +508,22 @@ class Simulation:
             return
         work = worker.work(self._loop.now)
         for trajectory in list(worker.turns.values()):
-            made = worker.engine.tokens_by(work, trajectory)
-            self._progress(trajectory, made - trajectory.reported)
-            trajectory.reported = made
+            generated = worker.engine.tokens_by(work, trajectory)
+            self._progress(trajectory, generated - trajectory.reported)
+            trajectory.reported = generated
         self._loop.at(self._loop.now + self._spec.progress_s, self._report, worker)
 
     def returned(self, worker: SimWorker, trajectories: list[Trajectory]) -> None:
         """Return the turns of a worker that was lost, or that lost memory, to the scheduler."""
         for trajectory in trajectories:
             worker.turns.pop(trajectory.turn, None)
-            made = trajectory.attempt_tokens - trajectory.reported
+            generated = trajectory.attempt_tokens - trajectory.reported
             self._take_tokens(trajectory)
             if not worker.alive:
                 trajectory.attempt = 0  # The WorkerLost event returns all turns of the worker.
                 continue
             self._counts.returned += 1
-            self._progress(trajectory, made)
+            self._progress(trajectory, generated)
             self.feed(
                 ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt)
             )

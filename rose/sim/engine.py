@@ -319,10 +319,10 @@ class SimEngine:
         """Advance by `steps` decode steps. Return the sequences that end with the last one."""
         self._at += self._seconds(steps, self._decodes, self._attended)
         self._decode_steps += steps
-        made = self._decodes * steps
-        self._attended += made
-        self._held += made
-        self.decoded += made
+        generated = self._decodes * steps
+        self._attended += generated
+        self._held += generated
+        self.decoded += generated
         ended, ends = [], self._ends
         while ends and ends[0][0] <= self._decode_steps:
             _, _, admission, seq = heappop(ends)
@@ -380,11 +380,11 @@ class SimEngine:
 
     def _leave_decode(self, seq: Sequence) -> None:
         """Take the sequence out of the decode batch and bring its token counts up to date."""
-        made = self._decode_steps - seq._decode_start
-        seq.attempt_tokens += made
-        seq.left -= made
-        seq.context += made
-        seq._own += made
+        generated = self._decode_steps - seq._decode_start
+        seq.attempt_tokens += generated
+        seq.left -= generated
+        seq.context += generated
+        seq._own += generated
         self._decodes -= 1
         self._attended -= seq.context
 

@@ -123,6 +123,7 @@ class Budget:
         self.frozen = False
 
     def update(self, now: float) -> float:
+        """Set and return the share, by what serving holds now."""
         serving = self._serving
         if serving.executor == "none":
             self.share = 1.0

@@ -381,6 +381,7 @@ class Sandboxes:
                 self._lose(box)
 
     def _lose(self, box: Box) -> None:
+        """Rewind the trajectory of a sandbox that was lost with its host, and plan its recovery."""
         trajectory, replay = box.trajectory, self._what.recovery == "replay"
         turns = trajectory.number if replay else box.saved
         if not replay:

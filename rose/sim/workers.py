@@ -406,6 +406,7 @@ class Workers:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
     def _switch(self, rollout: bool, seconds: float) -> float:
+        """Switch the hybrid workers that change with the phases. Return the longest delay."""
         longest = 0.0
         if not rollout:
             longest, self._regroup_s = self._regroup_s, 0.0

@@ -124,7 +124,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
     seconds = steps[-1].ended - (result.steps[warmup - 1].ended if warmup else 0.0)
     stale = [age for step in steps for age in step.staleness]
     counts = result.counts
-    made = result.tokens + counts.dropped_tokens + counts.crashed_tokens + counts.remade_tokens
+    generated = result.tokens + counts.dropped_tokens + counts.crashed_tokens + counts.remade_tokens
     return Outcome(
         point=point,
         system=system,
@@ -135,7 +135,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         train_s=fmean(step.trained_at - step.training_at for step in steps),
         trajectories_s=sum(step.trajectories for step in steps) / seconds,
         tokens_s=sum(step.tokens for step in steps) / seconds,
-        dropped=1 - result.tokens / made if made else math.nan,
+        dropped=1 - result.tokens / generated if generated else math.nan,
         staleness=fmean(stale) if stale else math.nan,
         staleness_max=float(max(stale, default=0)),
         tail=_tail(result.trajectory_s),
@@ -146,7 +146,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         migrations=counts.migrations / len(result.steps),
         wall_s=wall_s,
         hidden=_hidden(steps),
-        **(_sandboxes(result, made) if result.sandboxes else {}),
+        **(_sandboxes(result, generated) if result.sandboxes else {}),
         picture=_picture(result) if drawn else None,
     )
 
@@ -197,10 +197,10 @@ def _allocation(result: Result) -> float:
     return result.allocation_s / (held + result.allocation_s) if held else math.nan
 
 
-def _sandboxes(result: Result, made: int) -> dict[str, float]:
+def _sandboxes(result: Result, generated: int) -> dict[str, float]:
     counts, steps = result.counts, len(result.steps)
     return {
-        "remade": counts.remade_tokens / made if made else math.nan,
+        "remade": counts.remade_tokens / generated if generated else math.nan,
         "saved_mb": counts.saved_bytes / 1e6 / steps,
         "save_s": counts.save_s / max(1, len(result.trajectory_s)),
         "lost_hosts": counts.lost_hosts / steps,
