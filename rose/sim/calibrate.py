@@ -1,12 +1,12 @@
-"""From measurements of a live run to what the simulator needs, for predictions of further live
-runs.
+"""Calibration of the simulator on measurements of a live run, to predict other live runs.
 
-- an engine's step time: from its step log (environment variable ROSE_COSERVING_STEPS), by the
-  predictor that the co-serving gate uses;
-- episodes: from a run's journal, every turn with its tokens and the time until the next;
-- the trainer's and the synchronisation's time: from metrics.jsonl.
+- `of_steps` fits an engine's step time to its step log (environment variable ROSE_COSERVING_STEPS)
+  with the predictor that the co-serving gate uses.
+- `of_journal` takes episodes from a run's journal: every turn with its tokens and the time until
+  the next.
+- `of_metrics` fits the times of training and synchronisation to metrics.jsonl.
 
-Runs that were calibrated on are not to be predicted: whoever compares leaves them out.
+A comparison with live runs must leave out the runs that were calibrated on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rose.sim.spec import Episode, StepTime
 
 
 class CalibrationError(ValueError):
-    """What a measurement lacks, and where."""
+    """An error that names what a measurement lacks, and where."""
 
 
 # --------------------------------------------------------------------------- engines
 
 
 def of_steps(paths: Iterable[str | Path]) -> tuple[StepTime, float]:
-    """(step time, mean relative error) fitted to the steps in these logs, JSON lines of {began,
-    ended, prefill, decodes, decode_context}. Raises `OSError`, `CalibrationError` naming file and
-    line."""
+    """Fit the step time to the steps in these logs, and return it with its mean relative error. A
+    log has JSON lines of {began, ended, prefill, decodes, decode_context}. Raises `OSError`, and
+    `CalibrationError` naming file and line."""
     paths = list(paths)
     samples = [sample for path in paths for sample in _steps(Path(path))]
     try:
@@ -58,25 +58,26 @@ def _steps(path: Path) -> Iterator[tuple[Work, float]]:
             ) from None
 
 
-# --------------------------------------------------------------------------- training and
-# synchronisation
+# --------------------------------------------------------------------------- phases of a step
 
 
 @dataclass(frozen=True)
 class Phases:
-    """`rose.sim.spec.Trainer` with gpus=0: train = step_s + token_s x tokens; sync_s: mean from the
-    step's end until the engines hold the version."""
+    """Times of a live trainer, for a `spec.Trainer` with gpus=0 (step_s + token_s x tokens)."""
 
     step_s: float
     token_s: float
-    sync_s: float
-    steps: int
+    sync_s: float  # mean from the end of training until the engines hold the version
+    steps: int  # number of steps in the fit
 
 
 def of_metrics(path: str | Path, tokens: dict[int, int] | None = None, skip: int = 1) -> Phases:
-    """Calibrate from a run's metrics.jsonl, without its first `skip` steps, in which kernels are
-    compiled. `tokens`: by step, those trained on; null: the rows' own `tokens`. Least squares with
-    both coefficients >= 0. Raises `OSError`, `CalibrationError` for fewer than two steps."""
+    """Fit `Phases` to a run's metrics.jsonl by least squares with both coefficients >= 0.
+
+    The first `skip` steps, in which kernels are compiled, are left out. `tokens` has the trained
+    tokens of each step; None: the rows' own `tokens`. Raises `OSError`, and `CalibrationError` for
+    fewer than two steps.
+    """
     rows = [row for _, row in _lines(Path(path)) if row.get("kind") == "step"][skip:]
     if len(rows) < 2:
         raise CalibrationError(
@@ -91,7 +92,7 @@ def of_metrics(path: str | Path, tokens: dict[int, int] | None = None, skip: int
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(a, b) >= 0 of the best y = a + b x."""
+    """Return (a, b), both >= 0, of the least-squares fit y = a + b x."""
     spread = ((x - x.mean()) ** 2).sum()
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / spread) if spread else 0.0
     if slope <= 0:
@@ -116,7 +117,7 @@ class _Turn:
 
 @dataclass
 class _Seen:
-    """What a journal has of one trajectory."""
+    """The record of one trajectory in a journal."""
 
     group: str
     turns: list[_Turn] = field(default_factory=list)
@@ -124,9 +125,9 @@ class _Seen:
 
 
 def of_journal(path: str | Path, rewards: dict[str, float] | None = None) -> list[list[Episode]]:
-    """The training groups of a journal (lines of {"event": ..., "actions": ...}), of each the
-    trajectories that ended. `rewards`: by trajectory; null, or one that is not there: 0. Raises
-    `OSError`, `CalibrationError` if none ended."""
+    """Return the training groups of a journal (lines of {"event": ..., "actions": ...}), each as
+    the episodes of its trajectories that ended. `rewards` has the reward of each trajectory;
+    missing ones are 0. Raises `OSError`, and `CalibrationError` if no trajectory ended."""
     seen, admitted = _read(Path(path))
     groups: dict[str, list[Episode]] = {}
     for name, trajectory in seen.items():
@@ -140,7 +141,7 @@ def of_journal(path: str | Path, rewards: dict[str, float] | None = None) -> lis
 
 
 def _read(path: Path) -> tuple[dict[str, _Seen], dict[str, float]]:
-    """Trajectories by name, in order of their first turn; and when groups were admitted."""
+    """Return (trajectories by name, in order of their first turn; admission times by group)."""
     seen: dict[str, _Seen] = {}
     admitted: dict[str, float] = {}
     open_turns: dict[str, _Turn] = {}
@@ -190,9 +191,9 @@ def _episode(seen: _Seen, began: float, reward: float) -> Episode:
 
 
 class Recorded:
-    """`rose.sim.spec.Environment` of recorded groups: each prompt is one of them at random, its
-    members drawn from that group's with replacement; versions don't matter. Raises `ValueError` for
-    none."""
+    """A `rose.sim.spec.Environment` of recorded groups. Each prompt is a random one of the groups,
+    and its members are drawn from that group with replacement, independently of the version. Raises
+    `ValueError` if there is no group, or an empty one."""
 
     def __init__(self, groups: list[list[Episode]], max_new_tokens: int) -> None:
         if not groups or not all(groups):
@@ -207,8 +208,8 @@ class Recorded:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of a file of JSON lines; a last line that a crash tore is left out. Raises
-    `CalibrationError`."""
+    """Yield (line number, object) of a file of JSON lines, without a last line that a crash left
+    incomplete. Raises `CalibrationError` for a line that is not JSON."""
     with path.open("rb") as file:
         for line, text in enumerate(file, 1):
             if not text.endswith(b"\n"):

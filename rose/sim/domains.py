@@ -1,15 +1,15 @@
-"""The environments of the papers: how their trajectories go.
+"""The environments of the papers as `Domain`s: statistics of their trajectories.
 
 Each number has its source on its line (tests/sim/test_constants.py); `sim.environment.factors`
-scales any of them. Where lines say
+scales any of them. Three of the sources need an explanation:
 
-- "the paper's rollout": tokens a turn such that a rollout without borrowed GPUs takes what it
-  took in ROSE (arXiv 2605.06534): figure 1a, table 1 and its gains (as a public reading note has
-  them: 86.9 % of a step; 496 s with ROSE, 1.31 times as fast; Qwen3-32B 70.5 %, 960 s, 1.46)
-  give some 680 s (FrozenLake) and 1,740 s (ALFWorld);
-- "traj_envs.yaml": ROLL's examples/config/traj_envs.yaml (github.com/alibaba/ROLL),
-  max_actions_per_traj, of every environment;
-- "from memory": the paper was not looked up again.
+- "the paper's rollout": the tokens per turn are chosen such that a rollout without borrowed GPUs
+  takes as long as in ROSE (arXiv 2605.06534). Figure 1a, table 1 and the gains, as a public reading
+  note quotes them (86.9 % of a step, 496 s with ROSE, 1.31 times as fast; Qwen3-32B 70.5 %, 960 s,
+  1.46), give about 680 s (FrozenLake) and 1,740 s (ALFWorld).
+- "traj_envs.yaml": max_actions_per_traj in ROLL's examples/config/traj_envs.yaml
+  (github.com/alibaba/ROLL), the same for every environment.
+- "from memory": the number was not looked up in the paper again.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ FROZEN_LAKE = Domain(
     output_factor=Drift(1.0, 1.2, 40),  # ours: thoughts grow as the policy learns
     turns=Heavy(6, 0.25),  # ours: a shortest path on the 4 x 4 map takes 6
     turns_factor=Drift(1.1, 1.0, 30),  # ours: detours get fewer
-    failed_turns=Heavy(6, 0.6),  # ours: a hole ends it soon, wandering late
+    failed_turns=Heavy(6, 0.6),  # ours: a hole ends it early, wandering late
     success=Drift(0.25, 0.75, 25),  # docs/benchmarks.md: 20-28 to 68-74 % in 30 steps, tiny model
     hardness=1.2,  # ours: maps differ less than maths problems
     tool_s=Heavy(0.01, 0.5, tail=0.01),  # ours: a step of a small program
-    tool_fails=Drift(0.10, 0.02, 15),  # ours: moves that can't be read, which is learnt first
+    tool_fails=Drift(0.10, 0.02, 15),  # ours: unparsable moves, which the policy unlearns first
     failed_output=1.5,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
     reset_s=Heavy(0.05, 0.5, tail=0.01),  # ours: a map is drawn
     crash=0.0,
-    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
-    trajectory_share=0.4,  # ours: who thinks long does so in every turn
+    group_share=0.3,  # ours: lengths of a group correlate (Seer, arXiv 2511.14617)
+    trajectory_share=0.4,  # ours: long thoughts recur in all turns of a trajectory
 )
 
 ALFWORLD = Domain(
     name="alfworld",
-    # with 10 turns 82 % of the requests' tokens are input (ROSE: 77 to 86 %), with GiGPO's 50 97 %
+    # With 10 turns, 82 % of all tokens are input (ROSE: 77 to 86 %); with GiGPO's 50 turns, 97 %.
     max_turns=10,  # ROLL's traj_envs.yaml
     max_new_tokens=8192,  # ours: longer than most turns
     prompt=Heavy(700, 0.15),  # ours: the task, a room and its possible actions
@@ -51,7 +51,7 @@ ALFWORLD = Domain(
     output_factor=constant(1.0),
     turns=Heavy(8, 0.3),  # ours: most of the 10
     turns_factor=constant(1.0),
-    failed_turns=Heavy(10, 0.15),  # ours: who fails uses all turns
+    failed_turns=Heavy(10, 0.15),  # ours: failing trajectories use all turns
     success=Drift(0.148, 0.776, 50),  # GiGPO (arXiv 2505.10978), table 1, from memory; 3 x 50 steps
     hardness=1.5,  # ours: six kinds of tasks
     tool_s=Heavy(0.1, 0.7, tail=0.03),  # ours: a text simulator's step
@@ -59,8 +59,8 @@ ALFWORLD = Domain(
     failed_output=1.5,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
     reset_s=Heavy(1.5, 0.6, tail=0.03),  # ours: a game file is loaded
     crash=0.002,  # ours: rare
-    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
-    trajectory_share=0.3,  # ours: who thinks long does so in every turn
+    group_share=0.3,  # ours: lengths of a group correlate (Seer, arXiv 2511.14617)
+    trajectory_share=0.3,  # ours: long thoughts recur in all turns of a trajectory
 )
 
 SWE = Domain(
@@ -73,7 +73,7 @@ SWE = Domain(
     output_factor=Drift(1.0, 1.2, 100),  # ours: thoughts grow as the policy learns
     turns=Heavy(28, 0.4),  # ours: half of what is allowed
     turns_factor=Drift(1.0, 1.1, 100),  # ours: it learns to test more
-    failed_turns=Heavy(38, 0.5),  # ours: who fails tries for longer
+    failed_turns=Heavy(38, 0.5),  # ours: failing trajectories try for longer
     success=Drift(0.23, 0.42, 70),  # DeepSWE (together.ai/blog/deepswe): 23 to 42 % in 200 steps
     hardness=2.0,  # ours: issues differ as much as maths problems
     tool_s=Heavy(0.8, 1.0, tail=0.05, alpha=1.1),  # ours: most are quick, test suites are not
@@ -81,7 +81,7 @@ SWE = Domain(
     failed_output=1.5,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
     reset_s=Heavy(8, 0.7, tail=0.03, alpha=1.2),  # ours: a container and a repository
     crash=0.01,  # ours: containers die now and then
-    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
+    group_share=0.3,  # ours: lengths of a group correlate (Seer, arXiv 2511.14617)
     trajectory_share=0.2,  # ours: less, as turns are many and of many kinds
 )
 
@@ -95,16 +95,16 @@ SEARCH = Domain(
     output_factor=Drift(1.0, 1.2, 80),  # ours: thoughts grow as the policy learns
     turns=Heavy(2.4, 0.35),  # ours: most questions take two or three searches
     turns_factor=Drift(0.8, 1.2, 80),  # ours: it learns to search more
-    failed_turns=Heavy(3.2, 0.4),  # ours: who fails searches for longer
+    failed_turns=Heavy(3.2, 0.4),  # ours: failing trajectories search for longer
     success=Drift(0.25, 0.43, 100),  # Search-R1 (arXiv 2503.09516), table 2, from memory: 0.431
-    hardness=2.0,  # ours: known or not
+    hardness=2.0,  # ours: the policy knows an answer or doesn't
     tool_s=Heavy(0.4, 0.6, tail=0.03),  # ours: a retrieval server under load
     tool_fails=constant(0.03),  # ours: timeouts
     failed_output=1.2,  # ours: a turn after a failed call is longer (Libra, arXiv 2606.03077)
     reset_s=Heavy(0.01, 0.1),  # ours: nothing to set up
     crash=0.0,
-    group_share=0.3,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
-    trajectory_share=0.3,  # ours: who thinks long does so in every turn
+    group_share=0.3,  # ours: lengths of a group correlate (Seer, arXiv 2511.14617)
+    trajectory_share=0.3,  # ours: long thoughts recur in all turns of a trajectory
 )
 
 MATHS = Domain(
@@ -125,13 +125,13 @@ MATHS = Domain(
     failed_output=1.0,
     reset_s=Heavy(0.001, 0.1),  # ours: nothing to set up
     crash=0.0,
-    group_share=0.4,  # ours: lengths of a group go together (Seer, arXiv 2511.14617)
+    group_share=0.4,  # ours: lengths of a group correlate (Seer, arXiv 2511.14617)
     trajectory_share=0.0,
 )
 
-# Single responses (one turn) and R2E-Gym as other papers' evaluations have them (conf/experiment/
-# papers): lengths where the paper says them, else ours, and every field that is not named as MATHS
-# or SWE has it.
+# The workloads of other papers' evaluations (conf/experiment/papers): single responses of one turn,
+# and R2E-Gym. Lengths are the paper's where it states them, else ours. Fields that are not named
+# are those of MATHS or SWE.
 
 ROLLPACKER = replace(
     MATHS,
@@ -200,7 +200,7 @@ DOMAINS = {
 
 
 def domain(name: str) -> Domain:
-    """Raises `ValueError` for an unknown name."""
+    """Return the domain of this name. Raises `ValueError` for an unknown name."""
     if name not in DOMAINS:
         raise ValueError(
             f"environment {name!r}: its trajectories are unknown; known are {', '.join(DOMAINS)} "

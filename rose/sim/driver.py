@@ -1,9 +1,9 @@
-"""Drives the scheduler through simulated time: feeds its events, carries out its actions.
-`simulate` is the whole.
+"""The driver of the scheduler in simulated time: it feeds events and carries out actions.
+`simulate` is the entry point.
 
-What rose.coordinator.coordinator and turns do in a live run, in the same order: step begun,
-rollout, training, version published, dedicated workers loaded, next step. Like them it tells of
-tokens now and then, not of each.
+It does what rose.coordinator.coordinator and rose.coordinator.turns do in a live run, in the same
+order: step begun, rollout, training, version published, dedicated workers loaded, next step. Like
+them it reports tokens at intervals, not one by one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from rose.sim.sandboxes import Sandboxes
 from rose.sim.worker import SimWorker
 from rose.sim.workers import Workers
 
-# no turn has run for so long while some waited: no worker will come
+# A run fails when turns have waited for this long while none ran: no worker will come.
 STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
 
 
 def simulate(
     what: spec.Spec, scheduler: Scheduler, seed: int, journal: Journal | None = None
 ) -> result.Result:
-    """A whole run: `what.steps` training steps by a fresh scheduler; the same for the same seed.
-    Raises `RuntimeError` with the simulated time when the run can't go on: no worker can ever take
-    a turn, or the scheduler gives up."""
+    """Simulate a whole run of `what.steps` training steps with a fresh scheduler. The result is the
+    same for the same seed. Raises `RuntimeError` with the simulated time when the run can't go on:
+    no worker can ever take a turn, or the scheduler gives up."""
     collecting = gc.isenabled()
-    gc.disable()  # nothing here is cyclic for long, and looking for it costs a third of the time
+    # The run leaves few reference cycles, and searching for them would cost a third of the time.
+    gc.disable()
     try:
         return Simulation(what, scheduler, seed, journal).run()
     finally:
@@ -54,7 +55,7 @@ class Simulation:
         stream = 1 << 32  # numerics: no group has this index
         draw = np.random.Generator(np.random.PCG64([seed, stream]))
         self._workers = Workers(what, self._loop, draw, self)
-        self._turns: dict[str, Trajectory] = {}  # open ones
+        self._turns: dict[str, Trajectory] = {}  # open turn -> its trajectory
         self._counts = result.Counts()
         self._boxes = what.sandboxes and Sandboxes(
             what.sandboxes, self._loop, seed, self, self._counts
@@ -62,15 +63,15 @@ class Simulation:
         self._steps: list[result.Step] = []
         self._turn_s, self._trajectory_s = array("f"), array("f")
         self._began = 0.0
-        self._ran_at = 0.0  # the last tick at which no turn waited, or one ran
-        self._batch: tuple[int, float, list] | None = (
-            None  # (step, since when, its groups) in training
-        )
-        self._waiting: list[Group] = []  # certain to be in the step's batch, not trained
-        self._ahead: set[str] = set()  # of the step: trained, or being trained
-        self._free_at = self._ahead_s = 0.0  # when the trainer's round ends; sum of its rounds
+        self._ran_at = 0.0  # time of the last tick at which no turn was open, or one ran
+        # (step, begin of training, its groups) while a batch is in training
+        self._batch: tuple[int, float, list] | None = None
+        self._waiting: list[Group] = []  # groups certain to be in the step's batch, not trained
+        self._ahead: set[str] = set()  # groups of the step in training, or trained, ahead of it
+        self._free_at = 0.0  # end of the trainer's current round ahead of the step's training
+        self._ahead_s = 0.0  # seconds of all such rounds of the step
         self._trained_at = self._published_at = 0.0
-        self._syncing = False  # the step's version is out, and not with all dedicated workers yet
+        self._syncing = False  # a published version is not yet on all dedicated workers
         self._version = 0
         self._do = {
             ev.AssignTurn: self._assign,
@@ -129,7 +130,7 @@ class Simulation:
     def _carry_out(self, action: ev.Action) -> None:
         self._do[type(action)](action)
 
-    def rests(self, worker: str) -> bool:
+    def is_resting(self, worker: str) -> bool:
         return self._scheduler.cluster.workers[worker].resting
 
     def _tick(self, _what: None, _ticket: int) -> None:
@@ -166,7 +167,7 @@ class Simulation:
             self._next_round(None, 0)
 
     def _next_round(self, _what: None, _ticket: int) -> None:
-        """All that waits, as rose.coordinator.training does, whose rounds have a limit."""
+        """Train all waiting groups in one round. (A live run limits the size of a round.)"""
         if not self._waiting or self._batch is not None:
             return
         groups, self._waiting = self._waiting, []
@@ -188,19 +189,19 @@ class Simulation:
         self._loop.at(now + seconds, self._trained, None)
 
     def _computing_s(self, groups: list[Group]) -> float:
-        """Forward and backward. Left out: that smaller rounds fill their micro-batches less."""
+        """Seconds of forward and backward passes, as if all micro-batches were full."""
         trainer = self._spec.trainer
         tokens = sum(group.context for group in groups)
         seconds = trainer.token_s * tokens
         if trainer.gpus:
             pairs = sum(group.pairs for group in groups)
             flops = tokens * trainer.flops_per_token + pairs * trainer.flops_per_pair
-            seconds += flops / (self._trains() * trainer.gpu.flops * trainer.mfu)
+            seconds += flops / (self._training_gpus() * trainer.gpu.flops * trainer.mfu)
         return seconds
 
-    def _trains(self) -> int:
-        """GPUs that train from now on: without those that roll out meanwhile."""
-        left = self._spec.trainer.gpus - self._workers.away()
+    def _training_gpus(self) -> int:
+        """Number of GPUs that train: the trainer's without those that roll out meanwhile."""
+        left = self._spec.trainer.gpus - self._workers.gpus_rolling_out()
         if left <= 0:
             raise RuntimeError(
                 f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs "
@@ -224,7 +225,7 @@ class Simulation:
         self.feed(ev.VersionPublished(at=self._loop.now, version=version))
 
     def synced(self) -> None:
-        """Every dedicated worker holds the step's weights: the step is over, the next begins."""
+        """End the step, once every dedicated worker holds its weights, and begin the next."""
         if not self._syncing or self._workers.waited_for:
             return
         step, training_at, groups = self._batch
@@ -268,7 +269,7 @@ class Simulation:
         self._loop.at(self._loop.now + trajectory.episode.reset_s, self._request, trajectory)
 
     def _drop(self, action: ev.DropGroup) -> None:
-        """What still runs is cancelled; what it made, in or not, is of no use."""
+        """Cancel the group's running trajectories and count all its tokens as dropped."""
         self._counts.dropped_groups += 1
         group = self._groups.open.pop(action.group, None) or self._groups.finished.pop(action.group)
         self._workers.group_ended(group.name)
@@ -276,16 +277,18 @@ class Simulation:
         self._cancel(group)
 
     def _cancel(self, group: Group) -> None:
-        """What still runs of it."""
+        """Cancel the trajectories of the group that still run."""
         late, group.running = group.running, {}
         for trajectory in late.values():
             trajectory.dead = True
             self._leave_engine(trajectory)
-            self._counts.dropped_tokens += trajectory.generated + trajectory.total + trajectory.made
+            self._counts.dropped_tokens += (
+                trajectory.generated + trajectory.turn_tokens + trajectory.attempt_tokens
+            )
             self._close(trajectory)
 
     def _close(self, trajectory: Trajectory) -> None:
-        """It is over, or cancelled."""
+        """Report the end of a trajectory that ended or was cancelled."""
         now = self._loop.now
         if self._boxes is not None:
             self._boxes.close(trajectory)
@@ -303,7 +306,7 @@ class Simulation:
         if self._turns.pop(trajectory.turn, None) is not None:
             self.feed(ev.TurnEnded(at=self._loop.now, turn=trajectory.turn))
 
-    # of rose.sim.sandboxes.Hub
+    # ----------------------------------------------------------------- rose.sim.sandboxes.Hub
 
     def ready(self, trajectory: Trajectory) -> None:
         self._request(trajectory, 0)
@@ -337,12 +340,12 @@ class Simulation:
                 domain=episode.domain,
                 outcome=outcome,
                 max_new_tokens=self._spec.environment.max_new_tokens,
-                made_tokens=trajectory.total,
+                made_tokens=trajectory.turn_tokens,
             )
         )
 
     def _turn_ended(self, trajectory: Trajectory) -> None:
-        now, made, number = self._loop.now, trajectory.total, trajectory.number
+        now, generated, number = self._loop.now, trajectory.turn_tokens, trajectory.number
         turn = trajectory.turn
         del self._turns[turn]
         self._counts.turns += 1
@@ -352,7 +355,7 @@ class Simulation:
             self._boxes.command(trajectory, seconds, more)
         else:
             self._loop.at(now + seconds, self._request if more else self._finish, trajectory)
-        self.feed(ev.TurnEnded(at=now, turn=turn, tokens=made))
+        self.feed(ev.TurnEnded(at=now, turn=turn, tokens=generated))
 
     def _finish(self, trajectory: Trajectory, _ticket: int) -> None:
         if trajectory.dead:
@@ -381,15 +384,17 @@ class Simulation:
     def _assign(self, action: ev.AssignTurn) -> None:
         trajectory = self._turns.get(action.turn)
         if trajectory is None:
-            return  # cancelled by an action before this one
+            return  # The turn was cancelled by an action before this one.
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        # its last attempt ended, and the message of that was lost or arrived too late
-        if trajectory.made:
-            trajectory.total += trajectory.reported
-            trajectory.made = trajectory.reported = 0
-        trajectory.left = trajectory.episode.output_tokens[trajectory.number] - trajectory.total
+        # The end of the last attempt was lost or came too late: only its reported tokens count.
+        if trajectory.attempt_tokens:
+            trajectory.turn_tokens += trajectory.reported
+            trajectory.attempt_tokens = trajectory.reported = 0
+        trajectory.left = (
+            trajectory.episode.output_tokens[trajectory.number] - trajectory.turn_tokens
+        )
         if action.max_tokens:
             trajectory.left = min(trajectory.left, action.max_tokens)
         what = trajectory, action.turn, action.attempt
@@ -401,11 +406,11 @@ class Simulation:
     def _arrive(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
         trajectory, turn, attempt = what
         if trajectory.turn != turn or trajectory.attempt != attempt or trajectory.dead:
-            return  # taken back on its way
+            return  # The scheduler revoked the attempt on its way.
         if not trajectory.worker.alive:
             return
         worker, now = trajectory.worker, self._loop.now
-        trajectory.context, trajectory.made = trajectory.base + trajectory.total, 0
+        trajectory.context, trajectory.attempt_tokens = trajectory.base + trajectory.turn_tokens, 0
         trajectory.reported = 0
         worker.turns[turn] = trajectory
         if not worker.engine.kv:
@@ -421,7 +426,7 @@ class Simulation:
             self._leave_engine(trajectory)
 
     def _leave_engine(self, trajectory: Trajectory) -> None:
-        """What it made counts: it goes on from there, elsewhere."""
+        """Remove the open turn from its engine. Another engine can continue from its tokens."""
         worker = trajectory.worker
         if worker is not None and worker.turns.pop(trajectory.turn, None) is not None:
             worker.engine.remove(worker.work(self._loop.now), trajectory)
@@ -430,11 +435,11 @@ class Simulation:
         trajectory.attempt = 0
 
     def _take_tokens(self, trajectory: Trajectory) -> None:
-        trajectory.total += trajectory.made
-        trajectory.made = trajectory.reported = 0
+        trajectory.turn_tokens += trajectory.attempt_tokens
+        trajectory.attempt_tokens = trajectory.reported = 0
 
     def reschedule(self, worker: SimWorker) -> None:
-        """Its engine was changed."""
+        """Schedule the next event of the worker's engine, after the engine was changed."""
         engine, now = worker.engine, self._loop.now
         worker.watch(now)
         if engine.due < math.inf:
@@ -462,9 +467,8 @@ class Simulation:
                 self._attempt_ended(what, 0)
 
     def _attempt_ended(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
-        """The coordinator receives the turn's end. It ignores an attempt that it took back
-        meanwhile, as rose.coordinator.turns does, and a worker that was lost before it had sent the
-        end."""
+        """Receive the end of an attempt at the coordinator. As in rose.coordinator.turns, the end
+        is ignored if the attempt was revoked, or the worker lost, before it arrived."""
         trajectory, turn, attempt = what
         if (
             trajectory.dead
@@ -473,13 +477,13 @@ class Simulation:
             or not trajectory.worker.alive
         ):
             return
-        made, reported = trajectory.made, trajectory.reported
+        generated, reported = trajectory.attempt_tokens, trajectory.reported
         self._take_tokens(trajectory)
-        if trajectory.total >= trajectory.episode.output_tokens[trajectory.number]:
+        if trajectory.turn_tokens >= trajectory.episode.output_tokens[trajectory.number]:
             self._turn_ended(trajectory)
             return
         self._counts.chunks += 1
-        self._progress(trajectory, made - reported)
+        self._progress(trajectory, generated - reported)
         self.feed(
             ev.TurnReturned(
                 at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True
@@ -498,28 +502,28 @@ class Simulation:
             )
 
     def _report(self, worker: SimWorker, _ticket: int) -> None:
-        """A word about each turn that has made tokens."""
+        """Report the progress of each turn that has generated tokens."""
         if not worker.alive or worker.ticket == 0:
             worker.reporting = False
             return
         work = worker.work(self._loop.now)
         for trajectory in list(worker.turns.values()):
-            made = worker.engine.look(work, trajectory)
-            self._progress(trajectory, made - trajectory.reported)
-            trajectory.reported = made
+            generated = worker.engine.tokens_by(work, trajectory)
+            self._progress(trajectory, generated - trajectory.reported)
+            trajectory.reported = generated
         self._loop.at(self._loop.now + self._spec.progress_s, self._report, worker)
 
     def returned(self, worker: SimWorker, trajectories: list[Trajectory]) -> None:
-        """Its engine is without them: lost, or memory was called back."""
+        """Return the turns of a worker that was lost, or that lost memory, to the scheduler."""
         for trajectory in trajectories:
             worker.turns.pop(trajectory.turn, None)
-            made = trajectory.made - trajectory.reported
+            generated = trajectory.attempt_tokens - trajectory.reported
             self._take_tokens(trajectory)
             if not worker.alive:
-                trajectory.attempt = 0  # WorkerLost says it for all of them
+                trajectory.attempt = 0  # The WorkerLost event returns all turns of the worker.
                 continue
             self._counts.returned += 1
-            self._progress(trajectory, made)
+            self._progress(trajectory, generated)
             self.feed(
                 ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt)
             )

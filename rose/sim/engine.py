@@ -1,16 +1,21 @@
-"""One rollout engine with continuous batching (Orca, OSDI 2022; vLLM's scheduler with chunked
-prefill), fast-forwarded.
+"""A fast-forwarded model of a rollout engine with continuous batching (Orca, OSDI 2022; vLLM's
+scheduler with chunked prefill).
 
-Each step, every decoding sequence makes one token and the rest of `max_batched_tokens` goes to
-prefill chunks, first come first served. A sequence is admitted while there are fewer than
-`max_sequences` and its context fits the KV cache; when the cache is full the newest is preempted
-and recomputed later. While nobody is in prefill the batch changes only when the first sequence
-ends, so one event stands for all these steps: T grows with the context by c4 D each, and the sum is
-a closed form. Prefix caching is counted in tokens, not blocks. What an attempt leaves, ended or
-not, is evicted from its end on when it is the least recently used, as vLLM frees a request's last
-blocks first; a group's prompt is held once.
+In each engine step every decoding sequence generates one token, and the rest of
+`max_batched_tokens` goes to prefill chunks, first come first served. A sequence is admitted while
+fewer than `max_sequences` run and its context fits the KV cache. When the cache is full, the newest
+sequence is preempted and recomputed later.
 
-Time here is work time: seconds of a device that is all the engine's (see `rose.sim.lending.Pace`).
+While no sequence is in prefill, the batch changes only when the first sequence ends. One event
+stands for this whole run of decode steps: with D sequences each step is c4 D seconds longer than
+the one before, so that the sum has a closed form.
+
+Prefix caching is counted in tokens, not blocks. The KV of an attempt that ended or was removed
+stays cached. The least recently used is evicted first, from its last token backwards, as vLLM frees
+a request's last blocks first. A group's prompt is held once.
+
+All times are work time: seconds of a device that this engine has to itself (see
+`rose.sim.lending.Pace`).
 """
 
 from __future__ import annotations
@@ -21,16 +26,15 @@ from heapq import heappop, heappush
 
 from rose.sim import spec
 
-# of the cache, left free when a sequence is admitted beside others
+# The share of the KV cache that stays free when a sequence is admitted beside others.
 WATERMARK = 0.01  # ours: vLLM 0.32 leaves none by default, and preempts what it has just admitted
 ROUNDING = 1e-9  # numerics: seconds by which two sums of the same times may differ
-PART = 1e-6  # numerics: of a step, by which the inverse of the closed form may be off
+PART = 1e-6  # numerics: error bound of the inverse of the closed form, in engine steps
 NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
 
 
 class Sequence:
-    """One turn's attempt as the engine sees it. `key` names the trajectory, whose prefix is cached
-    between turns."""
+    """An attempt at a turn. The prefix of the trajectory `key` stays cached between turns."""
 
     __slots__ = (
         "key",
@@ -38,68 +42,65 @@ class Sequence:
         "prompt",
         "context",
         "left",
-        "made",
+        "attempt_tokens",
         "_state",
         "_todo",
         "_own",
-        "_from",
-        "_run",
+        "_decode_start",
+        "_admissions",
         "_order",
         "_level",
     )
 
     def __init__(self, key: str, group: str, prompt: int) -> None:
         self.key, self.group, self.prompt = key, group, prompt
-        self.context = 0  # tokens before what is made now
-        self.left = 0  # tokens to make
-        self.made = 0  # tokens, of this attempt; up to date after the engine was asked for it
+        self.context = 0  # tokens before those that are still to be generated
+        self.left = 0  # tokens still to be generated
+        self.attempt_tokens = 0  # tokens generated; stale while it decodes (see `tokens_by`)
         self._state = NONE
-        self._todo = 0  # tokens of prefill
-        self._own = 0  # tokens of KV cache, the group's prompt aside
-        self._from = 0  # decode steps that the engine had done when it joined them
-        self._run = 0  # admissions so far: what the engine noted of an earlier one is void
-        self._order = 0  # of arrival
-        self._level = 0  # of drafts (rose.sim.drafts)
+        self._todo = 0  # tokens still to be prefilled
+        self._own = 0  # tokens in the KV cache, without the group's prompt
+        self._decode_start = 0  # the engine's count of decode steps when this sequence joined
+        # Number of admissions. Heap entries of an earlier admission are void.
+        self._admissions = 0
+        self._order = 0  # serial number of its arrival in the engine
+        self._level = 0  # index into the levels of rose.sim.drafts
 
 
 class SimEngine:
-    """`due`: work time of the next change, inf when idle; then call `step`. Every method takes the
-    work time."""
+    """A simulated engine. The caller must call `step` at the work time `due` (inf while idle).
+    `now` is a work time in every method."""
 
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
-        self._floor = config.step.c0 + config.step.c5  # of a step without prefill
-        self._max_sequences, self._max_tokens, self._caches = (
-            config.max_sequences,
-            config.max_batched_tokens,
-            config.prefix_caching,
-        )
+        self._floor = config.step.c0 + config.step.c5  # seconds of a step, its tokens aside
+        self._max_sequences = config.max_sequences
+        self._max_tokens = config.max_batched_tokens
+        self._caches = config.prefix_caching
         self.kv = config.kv_tokens
         self.due = math.inf
         self.preemptions = 0
         self.prefilled = 0  # tokens
-        self.decoded = 0
-        self._at = (
-            0.0  # begin of the run of like steps that is under way, or the end of the last one
-        )
-        self._steps = 0  # of the run
-        self._chunks: list[tuple[Sequence, int]] = []  # of a prefill step
-        self._prefilled_at = 0.0  # its end
-        # decode steps that follow it before anything changes: `due` is their end, if there are any
-        self._then = 0
-        self._n = 0  # decode steps done
-        self._decodes = 0
+        self.decoded = 0  # tokens
+        # Begin of the current run of steps with one batch, or end of the last run.
+        self._at = 0.0
+        self._steps = 0  # number of steps in the run
+        self._chunks: list[tuple[Sequence, int]] = []  # (sequence, tokens) of a prefill step
+        self._prefilled_at = 0.0  # end of the prefill step
+        # Decode steps after the prefill step until the batch changes; `due` is their end.
+        self._steps_after_prefill = 0
+        self._decode_steps = 0  # decode steps done so far
+        self._decodes = 0  # sequences that decode
         self._attended = 0  # sum of their contexts
-        self._ends: list[
-            tuple[int, int, int, Sequence]
-        ] = []  # (step at which it ends, order, its run, it)
+        # heap of (decode step at which it ends, order, admission, sequence)
+        self._ends: list[tuple[int, int, int, Sequence]] = []
         self._prefill: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
         self._held = 0  # tokens of KV in use
         self._cached = 0  # tokens of KV that may be evicted
-        # trajectory -> (own tokens, group)
+        # trajectory -> (own tokens, group), the least recently used first
         self._cache: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        self._prompts: dict[str, list[int]] = {}  # group -> [tokens, users]
+        self._prompts: dict[str, list[int]] = {}  # group -> [tokens, number of users]
         self._order = 0
 
     @property
@@ -111,50 +112,50 @@ class SimEngine:
         return self._decodes + len(self._prefill) + len(self._waiting)
 
     def running(self) -> list[Sequence]:
-        """All it has, in order of arrival."""
+        """Return all sequences of the engine, in order of arrival."""
         found = [*self._decoding(), *self._prefill, *self._waiting]
         return sorted(found, key=lambda seq: seq._order)
 
-    # ----------------------------------------------------------------- what comes and goes
+    # ----------------------------------------------------------------- sequences and memory
 
     def add(self, now: float, seq: Sequence) -> None:
-        """`context`, `left` and `made` are set: it is prefilled, but for what is cached, and makes
-        `left` tokens."""
+        """Queue a sequence with `context`, `left` and `attempt_tokens` set. The engine prefills the
+        part of the context that is not cached, and generates `left` tokens."""
         self._order += 1
         seq._order, seq._state = self._order, WAITING
         self._waiting.append(seq)
         if self.due == math.inf:
             if now > self._at:
                 self._at = now
-            self._begin()
+            self._plan_run()
             return
         self._catch_up(now)
         if self._chunks:
             if now <= self._at + ROUNDING:
-                self._begin()  # the step has not begun yet: it can join
+                self._plan_run()  # The step has not begun yet, so the sequence can join it.
             else:
-                self.due, self._then = self._prefilled_at, 0
+                self.due, self._steps_after_prefill = self._prefilled_at, 0
         elif (steps := self._steps_until(now)) < self._steps:
             self._decode(steps)
-            self._begin()
+            self._plan_run()
 
     def remove(self, now: float, seq: Sequence) -> None:
-        """It is wanted no more, or goes elsewhere; `made` says what it has."""
-        self._halt(now)
+        """Remove the sequence. Afterwards `attempt_tokens` is what it has generated here."""
+        self._stop_run(now)
         self._drop(seq)
-        self._begin(now)
+        self._plan_run(now)
 
     def step(self) -> list[Sequence]:
-        """At `due`: the sequences that end then."""
+        """Advance to `due` and return the sequences that end then."""
         self._catch_up(self.due)
         ended = self._prefill_done() if self._chunks else self._decode(self._steps)
-        self._begin()
+        self._plan_run()
         return ended
 
     def pause(self, now: float, seconds: float, recompute: bool, clear: bool) -> None:
-        """The engine stands still after the step under way. `clear`: nothing is cached any more;
-        `recompute`: neither is what runs, which is prefilled anew."""
-        self._halt(now)
+        """Pause for `seconds` after the current step. `clear` empties the prefix cache. `recompute`
+        sends the running sequences back to the queue, to be prefilled again."""
+        self._stop_run(now)
         self._at = max(self._at, now) + seconds
         if recompute:
             for seq in reversed(self.running()):
@@ -163,18 +164,17 @@ class SimEngine:
         if clear:
             while self._cache:
                 self._evict(self._cached)
-        self._begin(now)
+        self._plan_run(now)
 
     def set_kv(self, now: float, tokens: int) -> list[Sequence]:
-        """The cache has another size now; the newest sequences that it has no room for any more are
-        given back."""
+        """Resize the KV cache. Remove and return the newest sequences that no longer fit."""
         if tokens >= self.kv:
             self.kv = tokens
             if self._waiting:
-                self._halt(now)
-                self._begin(now)
+                self._stop_run(now)
+                self._plan_run(now)
             return []
-        self._halt(now)
+        self._stop_run(now)
         self.kv = tokens
         gone = []
         for seq in reversed(self.running()):
@@ -188,22 +188,22 @@ class SimEngine:
             self._drop(seq)
             gone.append(seq)
         self._fit()
-        self._begin(now)
+        self._plan_run(now)
         return gone
 
-    def look(self, now: float, seq: Sequence) -> int:
-        """Tokens made of it by now."""
+    def tokens_by(self, now: float, seq: Sequence) -> int:
+        """Return the number of tokens that this attempt has generated by `now`."""
         self._catch_up(now)
         if seq._state != DECODE:
-            return seq.made
+            return seq.attempt_tokens
         done = 0 if self._chunks else self._steps_before(now)
-        return seq.made + self._n - seq._from + done
+        return seq.attempt_tokens + self._decode_steps - seq._decode_start + done
 
-    # ----------------------------------------------------------------- runs of like steps
+    # ----------------------------------------------------------------- runs of equal steps
 
-    def _begin(self, now: float = 0.0) -> None:
-        """Plan the next run of steps, from `_at` on; it does not end before `now`."""
-        self._chunks, self._then = [], 0
+    def _plan_run(self, now: float = 0.0) -> None:
+        """Plan the next run of steps, which begins at `_at` and does not end before `now`."""
+        self._chunks, self._steps_after_prefill = [], 0
         if self._waiting:
             self._admit()
         if self._prefill:
@@ -213,9 +213,10 @@ class SimEngine:
             if room < steps:
                 if room <= 0 and self._decodes > 1:
                     self._preempt()
-                    self._begin(now)
+                    self._plan_run(now)
                     return
-                steps = room if room > 0 else steps  # one alone goes on, however large
+                # A sequence that is alone continues even if it outgrows the cache.
+                steps = room if room > 0 else steps
             self._steps = steps
             end = self._at + self._seconds(steps, self._decodes, self._attended)
         else:
@@ -224,28 +225,32 @@ class SimEngine:
 
     @property
     def _growth(self) -> float:
-        """Tokens that a decode step makes."""
+        """Tokens generated in a decode step, all sequences together."""
         return self._decodes
 
     def _steps_left(self) -> int:
-        """Of decode, until the first sequence ends."""
-        return self._first_end() - self._n
+        """Decode steps until the first sequence ends."""
+        return self._first_end() - self._decode_steps
 
     def _decoding(self) -> list[Sequence]:
-        return [seq for _, _, run, seq in self._ends if seq._state == DECODE and seq._run == run]
+        return [
+            seq
+            for _, _, admission, seq in self._ends
+            if seq._state == DECODE and seq._admissions == admission
+        ]
 
     def _first_end(self) -> int:
-        """The count of decode steps at which the first sequence ends."""
+        """The value of `_decode_steps` at which the first sequence ends."""
         ends = self._ends
-        while ends[0][3]._run != ends[0][2] or ends[0][3]._state != DECODE:
+        while ends[0][3]._admissions != ends[0][2] or ends[0][3]._state != DECODE:
             heappop(ends)
         return ends[0][0]
 
     def _prefill_step(self) -> float:
-        """Choose its chunks; the end of it, or of the decode steps behind it if nothing else can
-        come between."""
+        """Choose the chunks of a prefill step. Return its end, or the end of the decode steps that
+        follow if the batch can't change in between."""
         c, decodes, chunks = self._c, self._decodes, self._chunks
-        cost, left, context = self._choose(max(self._max_tokens - decodes, 1))
+        cost, left, context = self._choose_chunks(max(self._max_tokens - decodes, 1))
         end = (
             self._at
             + (cost if cost > c.c0 else c.c0)
@@ -258,16 +263,17 @@ class SimEngine:
             return end
         steps = left - 1
         if decodes:
-            steps = min(steps, self._first_end() - self._n - 1)
+            steps = min(steps, self._first_end() - self._decode_steps - 1)
         decodes += len(chunks)
         if steps < 1 or (steps + 1) * decodes > self.kv - self._held:
             return end
-        self._then = steps
+        self._steps_after_prefill = steps
         return end + self._seconds(steps, decodes, self._attended + self._decodes + context)
 
-    def _choose(self, budget: int) -> tuple[float, int, int]:
-        """Chunks of so many tokens at most: seconds of them alone, steps until the first of these
-        sequences ends (0: one is not all in), and the tokens that they attend to then."""
+    def _choose_chunks(self, budget: int) -> tuple[float, int, int]:
+        """Choose chunks of at most `budget` tokens together. Return (seconds for the chunks alone,
+        steps until the first of their sequences ends or 0 if a prompt is not complete by then, sum
+        of their contexts at the first decode step)."""
         c, cost, left, context = self._c, 0.0, 1 << 60, 0
         for seq in self._prefill:
             todo = seq._todo
@@ -283,40 +289,44 @@ class SimEngine:
         return cost, left, context
 
     def _seconds(self, steps: int, decodes: int, attended: int) -> float:
-        """Of so many decode steps, the first of which attends to so many tokens."""
+        """Seconds of `steps` decode steps, of which the first attends to `attended` tokens."""
         c = self._c
         return steps * (
             self._floor + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5)
         )
 
-    def _solve(self, seconds: float) -> float:
-        """Steps, not whole, that take so long."""
+    def _steps_in(self, seconds: float) -> float:
+        """Number of decode steps (fractional) that fit into `seconds`.
+
+        Each step is `growth` seconds longer than the one before, so that the sum of an arithmetic
+        series has to be inverted: a quadratic equation in the number of steps.
+        """
         c, decodes = self._c, self._decodes
         growth = c.c4 * decodes
         first = self._floor + c.c3 * decodes + c.c4 * self._attended - growth / 2
         return 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds))
 
     def _steps_until(self, now: float) -> int:
-        """Steps of the decode run until the first boundary that is not before `now`."""
+        """Steps of the decode run until the first step boundary at or after `now`."""
         passed = now - self._at
-        return math.ceil(self._solve(passed) - PART) if passed > 0 else 0
+        return math.ceil(self._steps_in(passed) - PART) if passed > 0 else 0
 
     def _steps_before(self, now: float) -> int:
         passed = now - self._at
-        return min(int(self._solve(passed) + PART), self._steps) if passed > 0 else 0
+        return min(int(self._steps_in(passed) + PART), self._steps) if passed > 0 else 0
 
     def _decode(self, steps: int) -> list[Sequence]:
-        """So many steps of the run are over, which ended at `_at` then; who ended with the last."""
+        """Advance by `steps` decode steps. Return the sequences that end with the last one."""
         self._at += self._seconds(steps, self._decodes, self._attended)
-        self._n += steps
-        made = self._decodes * steps
-        self._attended += made
-        self._held += made
-        self.decoded += made
+        self._decode_steps += steps
+        generated = self._decodes * steps
+        self._attended += generated
+        self._held += generated
+        self.decoded += generated
         ended, ends = [], self._ends
-        while ends and ends[0][0] <= self._n:
-            _, _, run, seq = heappop(ends)
-            if seq._run == run and seq._state == DECODE:
+        while ends and ends[0][0] <= self._decode_steps:
+            _, _, admission, seq = heappop(ends)
+            if seq._admissions == admission and seq._state == DECODE:
                 self._leave_decode(seq)
                 self._release(seq)
                 ended.append(seq)
@@ -325,8 +335,8 @@ class SimEngine:
         return ended
 
     def _prefill_done(self) -> list[Sequence]:
-        """The prefill step is over: chunks are in, and whoever is all in made a token by that, as
-        every decode did."""
+        """End the prefill step: every decoding sequence, and every sequence whose prefill is
+        complete, has generated a token. Return the sequences that end."""
         chunks, self._chunks = self._chunks, []
         joined = []
         for seq, chunk in chunks:
@@ -335,7 +345,7 @@ class SimEngine:
             if seq._todo <= 0:
                 joined.append(seq)
         if joined:
-            # chunks go first come first served: only the last is partial
+            # Chunks are given first come first served, so that only the last can be partial.
             self._prefill = self._prefill[len(joined) :]
         ended = []
         if self._decodes:
@@ -346,8 +356,8 @@ class SimEngine:
         return ended
 
     def _join(self, seq: Sequence, ended: list[Sequence]) -> None:
-        """Its first token is made; it decodes the others."""
-        seq.made += 1
+        """Count the first token of a prefilled sequence, and let it decode its other tokens."""
+        seq.attempt_tokens += 1
         seq._own += 1
         self._held += 1
         self.decoded += 1
@@ -364,29 +374,29 @@ class SimEngine:
         self._note_end(seq)
 
     def _note_end(self, seq: Sequence) -> None:
-        """It decodes from now on."""
-        seq._from = self._n
-        heappush(self._ends, (self._n + seq.left, seq._order, seq._run, seq))
+        """Note at which decode step the sequence ends."""
+        seq._decode_start = self._decode_steps
+        heappush(self._ends, (self._decode_steps + seq.left, seq._order, seq._admissions, seq))
 
     def _leave_decode(self, seq: Sequence) -> None:
-        """Its count of tokens is brought up to date."""
-        made = self._n - seq._from
-        seq.made += made
-        seq.left -= made
-        seq.context += made
-        seq._own += made
+        """Take the sequence out of the decode batch and bring its token counts up to date."""
+        generated = self._decode_steps - seq._decode_start
+        seq.attempt_tokens += generated
+        seq.left -= generated
+        seq.context += generated
+        seq._own += generated
         self._decodes -= 1
         self._attended -= seq.context
 
     def _catch_up(self, now: float) -> None:
-        """From the prefill step to the decode steps that follow it, if these are under way."""
-        if self._then and now >= self._prefilled_at:
-            self._steps, self._then = self._then, 0
+        """End the prefill step if `now` lies in the decode steps that follow it."""
+        if self._steps_after_prefill and now >= self._prefilled_at:
+            self._steps, self._steps_after_prefill = self._steps_after_prefill, 0
             self._prefill_done()
 
-    def _halt(self, now: float) -> None:
-        """Bring the state to the boundary after `now`, or just before the run's end, which is not
-        for here to report; `_begin` must follow."""
+    def _stop_run(self, now: float) -> None:
+        """Advance to the first step boundary at or after `now`, but not to the end of the run,
+        which only `step` may report. The caller must call `_plan_run` afterwards."""
         self._catch_up(now)
         if self.due < math.inf and not self._chunks:
             self._decode(min(self._steps_until(now), self._steps - 1))
@@ -396,7 +406,7 @@ class SimEngine:
     # ----------------------------------------------------------------- memory
 
     def _admit(self) -> None:
-        """Waiting sequences, first come first served, while they fit."""
+        """Admit waiting sequences, first come first served, while they fit."""
         waiting = self._waiting
         while waiting and self._decodes + len(self._prefill) < self._max_sequences:
             seq = waiting[0]
@@ -407,7 +417,7 @@ class SimEngine:
             if not alone and self._held + own + WATERMARK * self.kv > self.kv:
                 return
             waiting.popleft()
-            seq._run += 1
+            seq._admissions += 1
             seq._state = PREFILL
             cached = 0
             if found is not None:
@@ -420,11 +430,11 @@ class SimEngine:
                     self._held += seq.prompt
                     seq._todo, own = own - cached, own - seq.prompt
                 else:
-                    prompt[1] += found is None  # a cached trajectory is a user already
+                    prompt[1] += found is None  # A cached trajectory is counted already.
                     seq._todo = own - cached
             else:
                 seq._todo = own
-            seq._todo = max(seq._todo, 1)  # the last token is always computed
+            seq._todo = max(seq._todo, 1)  # vLLM always computes the last token.
             seq._own = own
             self._held += own
             self._prefill.append(seq)
@@ -432,12 +442,13 @@ class SimEngine:
                 self._fit()
 
     def _release(self, seq: Sequence) -> None:
-        """Its memory: free to be evicted, but for what is not computed yet."""
+        """Free the memory of a sequence that stops: what is computed stays in the prefix cache."""
         self._held -= seq._own
         seq._state = NONE
         if not self._caches:
             return
-        if seq._todo > seq._own:  # nor is the group's prompt: the next one computes it
+        # The group's prompt is not computed completely either: drop it with this sequence.
+        if seq._todo > seq._own:
             self._unshare(seq.group)
             return
         own = seq._own - seq._todo
@@ -454,7 +465,7 @@ class SimEngine:
             del self._prompts[group]
 
     def _evict(self, tokens: int) -> None:
-        """So many, or all, of what was used least recently."""
+        """Evict `tokens` of the trajectory that was used least recently, or all that it has."""
         key, (own, group) = next(iter(self._cache.items()))
         gone = min(own, tokens)
         self._cached -= gone
@@ -465,7 +476,7 @@ class SimEngine:
             self._unshare(group)
 
     def _fit(self) -> None:
-        """Evict what is cached, least recently used first, until it fits."""
+        """Evict cached tokens, the least recently used first, until the cache is not over-full."""
         while self._cache and (over := self._held + self._cached - self.kv) > 0:
             self._evict(math.ceil(over))
 
@@ -481,14 +492,14 @@ class SimEngine:
             self._release(seq)
 
     def _back_to_queue(self, seq: Sequence) -> None:
-        """To the head of the queue; what it made counts as context to be prefilled, but for what
-        is still cached by then."""
+        """Move the sequence to the head of the queue. Its tokens so far become context, of which
+        the part that is no longer cached is prefilled again."""
         self._drop(seq)
         seq._state = WAITING
         self._waiting.appendleft(seq)
 
     def _preempt(self) -> None:
-        """The newest that decodes (vLLM: its blocks are free, and cached until they are taken)."""
+        """Preempt the newest decoding sequence. As in vLLM, its blocks stay cached for now."""
         newest = max(self._decoding(), key=lambda seq: seq._order)
         self.preemptions += 1
         self._back_to_queue(newest)

@@ -1,11 +1,11 @@
-"""What trajectories of an environment look like: turns, tokens, tool times, failures, success, and
-how they drift.
+"""A statistical model of an environment's trajectories: turns, tokens, tool times, failures,
+success, and their drift during training.
 
 Lengths are lognormal with a Pareto tail: a few trajectories are many times as long as the median,
-as all papers on rollout report. A part of the variance belongs to the prompt (Seer, arXiv
-2511.14617: lengths of a group go together) and a part to the trajectory; the rest differs from turn
-to turn. As the policy learns, success, turns and lengths go from their first to their last value,
-exponentially in the version. The environments that there are: rose/sim/domains.py.
+as all papers on rollout report. One part of the variance belongs to the prompt (Seer, arXiv
+2511.14617: lengths within a group correlate), one to the trajectory, and the rest to each turn. As
+the policy learns, success, turns and lengths move from their first to their last value,
+exponentially in the version. rose/sim/domains.py has the environments.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import numpy as np
 
 from rose.sim.spec import Episode
 
-HARDEST = 100.0  # ours: logits; every prompt is then solved always or never
-LONGEST = {  # medians, tokens and seconds
-    "observation": 1e9,  # ours: of no environment
-    "tool_s": 86400.0,  # ours: a day, of no environment
+# The largest `Domain.hardness`, in logits.
+HARDEST = 100.0  # ours: every prompt is then solved always or never
+# The largest medians, in tokens and seconds, that scaling a domain may give.
+LONGEST = {
+    "observation": 1e9,  # ours: more than in any environment
+    "tool_s": 86400.0,  # ours: a day, more than in any environment
     "reset_s": 86400.0,  # ours: likewise
 }
-# a tail is cut there
-MOST_FACTOR = 50.0  # ours: beyond, max_new_tokens or the tool's timeout has ended it
+# The largest factor of a Pareto tail; larger ones are cut to it.
+MOST_FACTOR = 50.0  # ours: beyond it max_new_tokens or the tool's timeout ends a turn
 
 
 @dataclass(frozen=True)
 class Drift:
-    """first + (last - first) (1 - exp(-version / steps))."""
+    """A value by policy version: first + (last - first) (1 - exp(-version / steps))."""
 
     first: float
     last: float
@@ -46,17 +48,17 @@ def constant(value: float) -> Drift:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Lognormal, and with probability `tail` times a Pareto factor (smallest 1, exponent
-    `alpha`)."""
+    """A heavy-tailed distribution: lognormal, with probability `tail` multiplied by a Pareto factor
+    (smallest value 1, exponent `alpha`)."""
 
     median: float
-    sigma: float  # of the logarithm
+    sigma: float  # standard deviation of the logarithm
     tail: float = 0.0
     alpha: float = 1.5  # ours: heavy, with a mean and no variance
 
     def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
-        """From standard normal and two uniform draws, arrays of one shape; so drift scales and
-        never reorders."""
+        """Return samples, computed from a standard normal and two uniform draws (arrays of one
+        shape). As the draws don't depend on drift, drift scales samples and never reorders them."""
         factor = np.where(
             tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0
         )
@@ -65,7 +67,7 @@ class Heavy:
 
 @dataclass(frozen=True)
 class Domain:
-    """One environment. Tokens, seconds, shares."""
+    """The statistics of one environment, in tokens, seconds and shares."""
 
     name: str
     max_turns: int
@@ -73,24 +75,24 @@ class Domain:
     prompt: Heavy
     observation: Heavy
     output: Heavy  # per turn
-    output_factor: Drift  # of its median
-    turns: Heavy  # of a trajectory that succeeds
-    turns_factor: Drift
-    failed_turns: Heavy  # of one that doesn't
-    success: Drift  # mean over prompts
-    hardness: float  # sigma of prompts' difficulty, in logits
+    output_factor: Drift  # factor on the output's median
+    turns: Heavy  # number of turns of a successful trajectory
+    turns_factor: Drift  # factor on that number
+    failed_turns: Heavy  # number of turns of a failing trajectory
+    success: Drift  # mean success rate over prompts
+    hardness: float  # standard deviation of the prompts' difficulty, in logits
     tool_s: Heavy
-    tool_fails: Drift  # per call
-    # factor on the turn after a call that failed (Libra, arXiv 2606.03077: it is then longer)
+    tool_fails: Drift  # probability per call
+    # factor on the output after a failed call (Libra, arXiv 2606.03077: that turn is longer)
     failed_output: float
     reset_s: Heavy
-    crash: float  # per trajectory: the environment dies
-    group_share: float  # of the variance of log lengths and turns that is the prompt's
-    trajectory_share: float
+    crash: float  # probability per trajectory that the environment dies
+    group_share: float  # the prompt's share in the variance of log lengths and turns
+    trajectory_share: float  # the trajectory's share in the variance of log lengths
 
     def scaled(self, parameter: str, factor: float) -> Domain:
-        """For the sensitivity table: a parameter (of a distribution: its median; of a drift: both
-        ends) times `factor`. Raises `ValueError` for what is no number."""
+        """Return the domain with one parameter (a distribution's median, a drift's ends) multiplied
+        by `factor`, for the sensitivity table. Raises `ValueError` if it is no number."""
         value = getattr(self, parameter)
         if isinstance(value, Heavy):
             return replace(self, **{parameter: replace(value, median=value.median * factor)})
@@ -107,10 +109,10 @@ class Domain:
 
 
 class Environments:
-    """`rose.sim.spec.Environment` over one or more domains, each prompt being of one of them by
-    `weights` (as RollArt mixes tasks). An episode ends when its context reaches `max_context`
-    tokens: that trajectory fails. Raises `ValueError` for no domain, one whose numbers are of no
-    environment, weights that are none, or a context without room for a prompt."""
+    """A `rose.sim.spec.Environment` over one or more domains. The domain of each prompt is drawn by
+    `weights` (as RollArt mixes tasks). An episode fails and ends when its context reaches
+    `max_context` tokens. Raises `ValueError` if there is no domain, a domain's numbers are out of
+    range, a weight is missing or not positive, or the context has no room for a prompt."""
 
     def __init__(
         self,
@@ -136,14 +138,14 @@ class Environments:
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator
     ) -> list[Episode]:
-        """See `rose.sim.spec.Environment.group`. The draws don't depend on `version`: rivals that
-        meet a prompt at different versions meet the same one, drifted."""
+        """See `rose.sim.spec.Environment.group`. The draws don't depend on `version`: systems that
+        reach a prompt at different versions get the same episodes up to drift."""
         domain = self._domains[int(np.searchsorted(self._shares, draw.random(), "right"))]
         return _Group(domain, size, version, draw).episodes(self._max_context)
 
 
 def _check(domain: Domain) -> None:
-    """Of a domain that was scaled. Raises `ValueError`."""
+    """Raise `ValueError` if a domain, which may be scaled, has numbers out of range."""
     shares = domain.group_share + domain.trajectory_share
     if shares > 1:
         raise ValueError(
@@ -159,18 +161,18 @@ def _check(domain: Domain) -> None:
 
 
 class _Group:
-    """Arrays are (size, turns), turns being the most that the domain has."""
+    """The draws of one group. Arrays have the shape (size, max_turns) of the domain."""
 
     def __init__(self, domain: Domain, size: int, version: int, draw: np.random.Generator) -> None:
         shape = (size, domain.max_turns)
         self._domain, self._size = domain, size
         self._prompt = int(
-            min(max(1, _one(domain.prompt, draw)), domain.prompt.median * MOST_FACTOR)
+            min(max(1, _sample(domain.prompt, draw)), domain.prompt.median * MOST_FACTOR)
         )
-        wins, turns = self._lots(version, draw)
+        wins, turns = self._draw_outcomes(version, draw)
         self._won, self._turns = wins, turns
         group, mine = draw.standard_normal(), draw.standard_normal((size, 1))
-        noise = self._mixed(group, mine, draw.standard_normal(shape))
+        noise = self._correlated(group, mine, draw.standard_normal(shape))
         output = domain.output.of(noise, draw.random((size, 1)), draw.random((size, 1)))
         self._failed = draw.random(shape) < domain.tool_fails.at(version)
         after = np.roll(self._failed, 1, axis=1)
@@ -189,13 +191,15 @@ class _Group:
         )
         self._crashed = draw.random(size) < domain.crash
 
-    def _lots(self, version: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Who succeeds, and in how many turns; each (size,)."""
+    def _draw_outcomes(
+        self, version: int, draw: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw (success, number of turns) of the members, each (size,)."""
         domain, size = self._domain, self._size
         hardness, luck = draw.standard_normal(), draw.random(size)
         centre = _centre(domain.success.at(version), domain.hardness)
         wins = luck < 1 / (1 + math.exp(-centre - domain.hardness * hardness))
-        noise = self._mixed(draw.standard_normal(), 0.0, draw.standard_normal(size), own=False)
+        noise = self._correlated(draw.standard_normal(), 0.0, draw.standard_normal(size), own=False)
         tail, pareto = draw.random(size), draw.random(size)
         won = domain.turns.of(noise, tail, pareto) * domain.turns_factor.at(version)
         lost = domain.failed_turns.of(noise, tail, pareto)
@@ -203,11 +207,11 @@ class _Group:
             np.int64
         )
 
-    def _mixed(
+    def _correlated(
         self, group: float, mine: np.ndarray | float, rest: np.ndarray, own: bool = True
     ) -> np.ndarray:
-        """Standard normal, of which the prompt has `group_share` of the variance and the trajectory
-        its own."""
+        """Mix standard normal draws of the prompt, the trajectory (unless not `own`) and the turn
+        into one, by their shares in the variance."""
         shares = self._domain.group_share, self._domain.trajectory_share * own
         return (
             math.sqrt(shares[0]) * group
@@ -219,8 +223,7 @@ class _Group:
         prompt = min(self._prompt, max_context // 2)
         after = prompt + np.cumsum(self._output + self._observed, axis=1)
         room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)
-        # room falls from turn to turn; the turn that would pass max_context is cut there and is the
-        # last
+        # Room shrinks with each turn. A turn that would exceed max_context is cut and is the last.
         turns = np.minimum(self._turns, (room > 0).sum(1))
         last = np.arange(self._size), turns - 1
         won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed
@@ -253,7 +256,7 @@ class _Group:
         ]
 
 
-def _one(heavy: Heavy, draw: np.random.Generator) -> float:
+def _sample(heavy: Heavy, draw: np.random.Generator) -> float:
     return float(
         heavy.of(*(np.array([x]) for x in (draw.standard_normal(), draw.random(), draw.random())))[
             0
@@ -266,8 +269,7 @@ NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # numerics: points of a
 
 @lru_cache(maxsize=4096)
 def _centre(mean: float, sigma: float) -> float:
-    """c such that the mean over prompts of 1 / (1 + exp(-(c + sigma x))), x standard normal, is
-    `mean`."""
+    """Return the c for which the mean of 1 / (1 + exp(-(c + sigma x))), x normal, is `mean`."""
     low, high = -40.0, 40.0  # numerics: logits that enclose any mean
     while high - low > 1e-6:  # numerics: logits
         middle = (low + high) / 2

@@ -1,5 +1,4 @@
-"""Groups and trajectories in progress: what the environment hosts and rose.coordinator.control do
-in a live run."""
+"""Groups and trajectories in progress (live: environment hosts, rose.coordinator.control)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from rose.sim.engine import Sequence
 
 
 class Trajectory(Sequence):
-    """One turn of it is open at a time; the engine's `Sequence` is the open turn's attempt."""
+    """A trajectory. At most one turn is open at a time; as a `Sequence` of an engine the object is
+    the current attempt at that turn."""
 
     __slots__ = (
         "members",
@@ -25,7 +25,7 @@ class Trajectory(Sequence):
         "attempt",
         "worker",
         "base",
-        "total",
+        "turn_tokens",
         "reported",
         "generated",
         "dead",
@@ -39,38 +39,39 @@ class Trajectory(Sequence):
     ) -> None:
         super().__init__(key, members.name, episode.prompt_tokens)
         self.members, self.place, self.episode = members, place, episode
-        self.number = 0  # of the turn
-        self.turn = f"{key}.t0"
+        self.number = 0  # index of the open turn, or of the next one
+        self.turn = f"{key}.t0"  # name of that turn
         self.open = False  # the scheduler knows the turn
-        self.attempt = 0  # 0: it waits
-        self.worker = None  # SimWorker whose engine has it, or will
-        self.base = episode.prompt_tokens  # context at the turn's begin
-        self.total = 0  # tokens of the turn, by earlier attempts
-        self.reported = 0  # tokens of this attempt that the scheduler knows
-        self.generated = 0  # tokens, of all turns
-        self.dead = False
+        self.attempt = 0  # number of the current attempt; 0: the turn waits
+        self.worker = None  # SimWorker that the turn is, or will be, in
+        self.base = episode.prompt_tokens  # tokens of context at the turn's begin
+        self.turn_tokens = 0  # tokens that earlier attempts at the turn generated
+        self.reported = 0  # tokens of this attempt that were reported to the scheduler
+        self.generated = 0  # tokens of all turns that have ended
+        self.dead = False  # cancelled, or its environment crashed
         self.began = self.asked_at = now
-        self.lives = 0  # hosts that it has lost
+        self.lives = 0  # number of hosts lost
 
     def next_turn(self) -> bool:
-        """Its turn is over; whether there is another."""
-        output = self.total
+        """End the open turn. Return whether another turn follows."""
+        output = self.turn_tokens
         self.generated += output
         self.base += output + self.episode.observation_tokens[self.number]
         self.number += 1
         self.turn = f"{self.key}.t{self.number}"
-        self.attempt = self.total = self.reported = 0
+        self.attempt = self.turn_tokens = self.reported = 0
         return self.number < len(self.episode.output_tokens)
 
     def rewind(self, turns: int, keep_open: bool) -> int:
-        """It lost its host and goes on after so many turns; `keep_open`: with what is known of the
-        open turn, if that comes next. Returns the tokens that are lost."""
-        had = self.generated + self.total + self.made
-        total = self.total + self.reported if keep_open and turns == self.number else 0
+        """Set the trajectory back to its state after `turns` turns, since its host was lost. With
+        `keep_open` the tokens of the open turn that were reported are kept, if that turn comes
+        next. Return the number of lost tokens."""
+        had = self.generated + self.turn_tokens + self.attempt_tokens
+        total = self.turn_tokens + self.reported if keep_open and turns == self.number else 0
         output, observed = self.episode.output_tokens, self.episode.observation_tokens
         self.number, self.generated = turns, sum(output[:turns])
         self.base = self.episode.prompt_tokens + self.generated + sum(observed[:turns])
-        self.total, self.made, self.reported, self.attempt = total, 0, 0, 0
+        self.turn_tokens, self.attempt_tokens, self.reported, self.attempt = total, 0, 0, 0
         self.lives += 1
         self.turn = f"{self.key}.t{turns}x{self.lives}"
         return had - self.generated - total
@@ -95,14 +96,15 @@ class Group:
         self.index = group_index(name)
         self.running: dict[str, Trajectory] = {}
         self.rewards: list[float] = []
-        self.tokens = 0  # generated, of those that are in
-        self.context = 0  # prompts, observations and generated tokens of those that are in
-        self.pairs = 0.0  # of their tokens that attend to each other
-        self.replaced = 0
+        # Sums over the members that have ended:
+        self.tokens = 0  # generated tokens
+        self.context = 0  # tokens of prompts, observations and outputs
+        self.pairs = 0.0  # pairs of a token and an earlier one that it attends to
+        self.replaced = 0  # members replaced after a crash
 
 
 class Groups:
-    """Every trajectory is counted exactly once."""
+    """The open and the finished groups of a run. Every trajectory is counted exactly once."""
 
     def __init__(self, what: spec.Spec, seed: int) -> None:
         self._environment, self._batch, self._seed = what.environment, what.batch, seed
@@ -113,8 +115,8 @@ class Groups:
     def admit(
         self, name: str, index: int, version: int, now: float, spare: float
     ) -> list[Trajectory]:
-        """Begin a group. A second try of a prompt ("g12r1") meets the same task by another draw.
-        `spare`: of a group's size, see `AdmitGroup`."""
+        """Begin a group and return its trajectories. A retry ("g12r1") has the same prompt with
+        other draws. `spare` is the share of additional members (`AdmitGroup`)."""
         retry = int(name.partition("r")[2] or 0)
         draw = np.random.Generator(np.random.PCG64([self._seed, index, retry]))
         group = self.open[name] = Group(name, version, draw)
@@ -126,7 +128,8 @@ class Groups:
         return list(group.running.values())
 
     def ended(self, trajectory: Trajectory) -> Group | None:
-        """The whole group, once all members are in; what still runs of it is to be cancelled."""
+        """Count an ended trajectory. Return its group if that is complete by this; the caller then
+        cancels the members that still run."""
         group = trajectory.members
         del group.running[trajectory.key]
         self._failures = 0
@@ -140,7 +143,8 @@ class Groups:
         return group
 
     def crashed(self, trajectory: Trajectory, now: float) -> Trajectory:
-        """Another takes its place. Raises `RuntimeError` after too many in a row."""
+        """Replace a trajectory whose environment crashed and return the replacement. Raises
+        `RuntimeError` after too many crashes in a row."""
         self._failures += 1
         if self._failures >= self._max_failures:
             raise RuntimeError(

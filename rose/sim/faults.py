@@ -1,8 +1,9 @@
-"""What is killed on purpose in a live run, at known times, as the simulator takes it: for forecasts
-of such a run (scripts/prove_promise.py).
+"""Planned failures: builds the parts of a `Spec` for a run in which engines and environment hosts
+are killed at known times, so that such a live run can be forecast (scripts/prove_promise.py).
 
 A borrowed engine beside an online server is a pool of its own with `count` 1, its `serving` and
-`available=up(...)`: each start of it is then the same device. Environment hosts are `hosts(...)`.
+`available=up(...)`, so that each start of it is on the same device. `hosts(...)` builds environment
+hosts.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import numpy as np
 
 from rose.sim import spec
 
-FREE = 1e18  # numerics: bytes, bytes/s and cores that bound nothing
+FREE = 1e18  # numerics: bytes, bytes/s and cores that are never exhausted
 
 
 def up(down: Sequence[tuple[float, float]]) -> spec.Available:
-    """Of one engine that is there but for these spans, (from, until) in seconds, ascending and
-    apart. Raises `ValueError` for others."""
+    """Return the availability of one engine that is down in these spans, (from, until) in seconds.
+    Raises `ValueError` if they don't ascend, overlap or touch, or begin before 0 s."""
     edges = [0.0, *(edge for span in down for edge in span)]
     if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
         raise ValueError(f"spans {list(down)}: ascending and apart, the first after 0 s")
@@ -34,8 +35,8 @@ def hosts(
     detect_s: float,
     restart_s: float,
 ) -> spec.Sandboxes:
-    """`count` environment hosts without costs but `start_s` of each sandbox, killed at (seconds,
-    host). Raises `ValueError` for a host that is none."""
+    """Return `count` environment hosts, with planned failures `killed` as (seconds, host). Only the
+    start of a sandbox costs time. Raises `ValueError` for a host outside 0..count - 1."""
     for at, host in killed:
         if not 0 <= host < count:
             raise ValueError(f"host {host}, killed at {at:g} s: there are {count}, from 0")
@@ -58,6 +59,6 @@ def hosts(
         mtbf_s=math.inf,
         restart_s=restart_s,
         detect_s=detect_s,
-        load_s=60.0,  # ours: nobody moves for it
+        load_s=60.0,  # ours: no trajectory moves, so that the interval has no effect
         failures=tuple(killed),
     )

@@ -1,9 +1,9 @@
-"""From published peak rates and a model's shape to what the simulator needs: step times, KV
-capacity, weight transfer.
+"""Step times, KV capacity and weight transfer, computed from published peak rates and a model's
+shape.
 
-A roofline (Williams et al., 2009) with stated efficiencies: what the peaks don't say is in
-`Efficiency`, one set for all devices, models and policies. The larger ones with "ours" as their
-source have a row in the sensitivity table.
+The model is a roofline (Williams et al., 2009) with stated efficiencies. `Efficiency` has what the
+peaks don't say, in one set for all devices, models and policies. The more influential numbers with
+"ours" as their source have a row in the sensitivity table.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GPUS = {
         ),
     )
 }
-NVLINK = {  # bytes/s, both directions together, as datasheets give it
+NVLINK = {  # bytes/s, both directions together, from datasheets
     "H100": 900 * GB,
     "H800": 400 * GB,  # H800: DeepSeek-V3 (arXiv 2412.19437): 160 GB/s reached of 200 each way
     "H200": 900 * GB,
@@ -65,7 +65,8 @@ NVLINK = {  # bytes/s, both directions together, as datasheets give it
     "L40S": 64 * GB,  # PCIe 4.0 x16
     "B200": 1800 * GB,
 }
-# bytes/s from the host, x16, of generation 5 or 4 (PCI-SIG: 64 and 32 GB/s), which datasheets say
+# Bytes/s from the host over PCIe x16: 64 GB/s in generation 5 and 32 GB/s in generation 4
+# (PCI-SIG). The datasheets name the generation.
 PCIE = {
     "H100": 64 * GB,
     "H800": 64 * GB,
@@ -77,7 +78,7 @@ PCIE = {
     "L40S": 32 * GB,
 }
 
-SHAPES = {  # of the public config.json of each; conf/model has the same
+SHAPES = {  # copies of the models' public config.json, as in conf/model
     "qwen3_8b": ModelShape(
         layers=36,
         hidden=4096,
@@ -123,16 +124,16 @@ SHAPES = {  # of the public config.json of each; conf/model has the same
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What software reaches of the peaks; shares unless said otherwise."""
+    """The shares of the peak rates that software reaches, and its fixed costs."""
 
-    compute: float  # of the FLOP/s, in matrix products and prefill attention
-    memory: float  # of the HBM bytes/s
-    nvlink: float  # of one direction's bytes/s
-    step_s: float  # launch, scheduling and sampling of one step, seconds
-    sequence_s: float  # of each sequence in a step, seconds
+    compute: float  # share of the FLOP/s, in matrix products and prefill attention
+    memory: float  # share of the HBM bytes/s
+    nvlink: float  # share of one direction's bytes/s
+    step_s: float  # seconds per engine step for launch, scheduling and sampling
+    sequence_s: float  # seconds per sequence in a step
     all_reduce_s: float  # latency of one all-reduce within a node, seconds
-    kv_memory: float  # of the device's memory that vLLM may use
-    activations_bytes: float  # of it for activations and CUDA graphs, per device
+    kv_memory: float  # share of the device's memory that vLLM may use
+    activations_bytes: float  # bytes per device of that memory for activations and CUDA graphs
 
 
 EFFICIENCY = Efficiency(
@@ -166,31 +167,35 @@ MFU_SOURCE = (
     "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven "
     "lengths"
 )
-PASSES = 0  # forward passes besides the update's: none, as our trainer (sim.trainer.forward_passes)
-DELTA_RATIO = 151.0  # dense / ours at lr 1e-6: docs/benchmarks.md, "publish to flipped"
+# Forward passes besides the update's (sim.trainer.forward_passes); our trainer makes none.
+PASSES = 0
+# Bytes of a dense version / bytes of our codec's differences, at a learning rate of 1e-6.
+DELTA_RATIO = 151.0  # docs/benchmarks.md, "publish to flipped"
 DELTA_SOURCE = (
     "docs/benchmarks.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB "
     "on the link"
 )
-# dense / full version without a base, of the codec before (CHANGELOG.md); today's has 0.694, so
-# what a joiner without the model on its disk reads is 4% more
+# Bytes of a dense version / bytes of a full snapshot from an earlier codec (CHANGELOG.md). The
+# current codec reaches 1 / 0.694, so that a worker that joins without the model on its disk reads
+# 4% more than here.
 FULL_RATIO = 1 / 0.669
-# of the model, per core: docs/benchmarks.md, 269 MB (SmolLM2-135M) published in about 1 s of CPU
+# Bytes of the model that a core encodes per second. docs/benchmarks.md: publishing 269 MB
+# (SmolLM2-135M) takes about 1 s of CPU.
 ENCODE_BYTES_S = 0.27 * GB
-ENCODE_CORES = 8  # of each trainer rank; ours
-# of the model, per device: docs/benchmarks.md, an engine on a CPU stands still for 26 ms per 269 MB
+ENCODE_CORES = 8  # cores per trainer rank; ours
+# Bytes/s that a device applies. docs/benchmarks.md: an engine on a CPU pauses 26 ms for 269 MB.
 APPLY_BYTES_S = 10.3 * GB
 
 
 def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
-    """Seconds that weights take from the host to the devices of an engine that wakes up, each over
-    its own PCIe at the share of the peak that NVLink reaches, too. ROSE (arXiv 2605.06534):
-    Qwen3-32B within 5 s, all included."""
+    """Seconds to copy the weights of an engine that wakes up from the host to its devices. Each
+    device has its own PCIe link, used at the same share of the peak as NVLink. For comparison, ROSE
+    (arXiv 2605.06534) wakes Qwen3-32B up within 5 s, all included."""
     return BF16 * shape.parameters / tensor_parallel / (PCIE[gpu.name] * EFFICIENCY.nvlink)
 
 
 def gpu(name: str) -> Gpu:
-    """Raises `ValueError` for one without published rates here."""
+    """Return the GPU of this name. Raises `ValueError` if its rates are unknown."""
     if name not in GPUS:
         raise ValueError(
             f"GPU {name!r}: no peak rates are known; known are {', '.join(GPUS)} "
@@ -200,7 +205,7 @@ def gpu(name: str) -> Gpu:
 
 
 def model(name: str, shape: ModelShape) -> Model:
-    """A decoder in bf16."""
+    """Return the model in bf16. Untied input embeddings don't count as active parameters."""
     return Model(
         name,
         float(shape.parameters),
@@ -211,7 +216,7 @@ def model(name: str, shape: ModelShape) -> Model:
 
 
 def shape(name: str) -> ModelShape:
-    """Raises `ValueError` for an unknown name."""
+    """Return the shape of the model of this name. Raises `ValueError` for an unknown name."""
     if name not in SHAPES:
         raise ValueError(
             f"model {name!r}: no shape is known; known are {', '.join(SHAPES)} "
@@ -227,22 +232,26 @@ def step_time(
     sequences: int,
     efficiency: Efficiency = EFFICIENCY,
 ) -> StepTime:
-    """Coefficients of an engine's step in bf16 on `tensor_parallel` such GPUs, for up to
+    """Return the coefficients of an engine step in bf16 on `tensor_parallel` such GPUs, for up to
     `sequences` decodes at once.
 
-    c0: weights read once, and what a step costs anyway. c1, c2: a prompt token's matrix products,
-    and its attention to each token before it. c4: the KV that decodes read. Each all-reduce (two a
-    layer) has a latency, in c0, and its bytes, in c1 and c3; what comes next waits for it. The
-    matrix products of D decodes take as long as the weights or longer; as the predictor's rule is
-    linear in D, c3 has the chord of that from 0 to `sequences`, which is never below it. Raises
-    `ValueError` if heads can't be divided.
+    - c0: the time to read the weights once, the fixed costs of a step, and the all-reduces'
+      latency (two all-reduces a layer, which do not overlap with compute).
+    - c1: a prompt token's matrix products and its bytes in the all-reduces.
+    - c2: a prompt token's attention to one token before it.
+    - c3: what a decode adds: its bytes in the all-reduces, its sampling and output, and matrix
+      products. For D decodes these take max(weights' time, D products). The rule is linear in D, so
+      c3 has the slope of the chord from 0 to `sequences`, which is nowhere below the maximum.
+    - c4: the time to read the KV of one token of context.
+
+    Raises `ValueError` if `tensor_parallel` doesn't divide the heads.
     """
     _divisible(shape, tensor_parallel)
     flops = tensor_parallel * gpu.flops * efficiency.compute
     hbm = tensor_parallel * gpu.hbm_bytes_s * efficiency.memory
     active = model("", shape).active_parameters
     reduces = 2 * shape.layers if tensor_parallel > 1 else 0
-    # a ring moves 2 (t - 1) / t of the bytes through each device, in one direction
+    # A ring all-reduce moves 2 (t - 1) / t of the bytes through each device, in one direction.
     ring = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden * BF16
     reduce_s = reduces * ring / (efficiency.nvlink * NVLINK[gpu.name] / 2)
     product_s = 2 * active / flops
@@ -263,8 +272,8 @@ def kv_tokens(
     efficiency: Efficiency = EFFICIENCY,
     others_bytes: float = 0.0,
 ) -> int:
-    """Tokens of KV cache that fit beside the weights (and `others_bytes`, of a second model on the
-    same devices). Raises `ValueError` if none do."""
+    """Return the tokens of KV cache that fit beside the weights and the `others_bytes` of a second
+    model on the same devices. Raises `ValueError` if none fit."""
     _divisible(shape, tensor_parallel)
     usable = tensor_parallel * (
         gpu.memory_bytes * efficiency.kv_memory - efficiency.activations_bytes
@@ -299,11 +308,11 @@ def trainer(
     mfu: float = MFU,
     passes: float = PASSES,
 ) -> Trainer:
-    """6 FLOP a parameter and token for the update, 2 more if activations are recomputed, 2 for each
-    other forward pass; likewise of attention, 4 x layers x width for each pair of a token and one
-    before it."""
+    """Return a trainer. Each forward pass costs 2 FLOP per parameter and token, and 4 x layers x
+    width FLOP of attention per pair of a token and an earlier one; the backward pass costs twice as
+    much. Recomputed activations and `passes` are further forward passes."""
     forwards = 3 + recompute + passes
-    # AdamW in bf16 and float32 reads and writes 28 bytes a parameter, shared by the ranks (ZeRO)
+    # AdamW in bf16 and float32 moves 28 bytes a parameter, divided among the ranks (ZeRO).
     step_s = 28 * shape.parameters / (gpus * gpu.hbm_bytes_s * EFFICIENCY.memory)
     publish_s = BF16 * shape.parameters / gpus / (ENCODE_BYTES_S * ENCODE_CORES)
     return Trainer(
@@ -325,7 +334,7 @@ def link(
     relay: bool,
     tensor_parallel: int = 1,
 ) -> Link:
-    """The way of a version to a pool: as differences of our codec, or dense (`sparse` False)."""
+    """Return a pool's link. Versions are sent as our codec's differences (`sparse`) or dense."""
     dense = float(BF16 * shape.parameters)
     return Link(
         latency_s=latency_s,

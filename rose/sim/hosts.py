@@ -1,6 +1,6 @@
-"""Environment hosts: cores that sandboxes share, their memory, and the way to the store.
+"""Environment hosts: the cores that sandboxes share, their memory, and the link to the store.
 
-Left out: what is run and saved, and when (rose.sim.sandboxes).
+rose.sim.sandboxes decides what a host runs and saves, and when.
 """
 
 from __future__ import annotations
@@ -13,29 +13,34 @@ from rose.sim.loop import Loop
 
 
 class Task:
-    """Who uses a host: one job of it at a time."""
+    """A user of a host's cores, which has at most one job at a time."""
 
     __slots__ = ("job",)
 
     def __init__(self) -> None:
-        self.job = 0  # the serial number of its job; 0: none
+        self.job = 0  # serial number of its job; 0: none
 
 
 class Cores:
-    """Processor sharing: of n jobs on c cores each runs at the rate min(1, c / n). All run alike:
-    a job of s seconds ends when one that had been there from the start would have done s more."""
+    """The cores of a host under processor sharing: of n jobs on c cores each runs at the rate
+    min(1, c / n).
+
+    Since all jobs run at one rate, one count of work stands for all: the work of an imaginary job
+    that has run from the start. A job of s seconds ends when this count has grown by s.
+    """
 
     def __init__(self, cores: float, loop: Loop) -> None:
         self.cores, self._loop = cores, loop
         self.running = 0
-        self.used_s = 0.0  # sum of the jobs' times, waiting for a core included
-        self._done = 0.0  # seconds of work, of one that was there from the start
-        self._at = 0.0
-        self._jobs: list[tuple[float, int, Task, Callable]] = []  # heap, by their end
+        self.used_s = 0.0  # sum of the jobs' durations, waits for a core included
+        self._done = 0.0  # seconds of work of the imaginary job
+        self._at = 0.0  # time of the last update
+        # heap of (`_done` at the job's end, serial number, task, callback)
+        self._jobs: list[tuple[float, int, Task, Callable]] = []
         self._serial = self._ticket = 0
 
     def run(self, seconds: float, task: Task, then: Callable[[Task], None]) -> None:
-        """`then(task)` when it has had so many seconds of a core."""
+        """Start a job of `task` and call `then(task)` after `seconds` of a core's time."""
         self._advance()
         self._serial += 1
         task.job = self._serial
@@ -44,7 +49,7 @@ class Cores:
         self._plan()
 
     def cancel(self, task: Task) -> None:
-        """Its job, if it has one, never ends."""
+        """Cancel the task's job, if it has one. Its callback is not called."""
         if task.job:
             self._advance()
             task.job = 0
@@ -85,7 +90,7 @@ class Cores:
             return
         self._advance()
         end, _, task, then = heappop(self._jobs)
-        self._done = max(self._done, end)  # but for rounding it is there
+        self._done = max(self._done, end)  # They differ only by rounding.
         task.job = 0
         self.running -= 1
         self._plan()
@@ -93,7 +98,8 @@ class Cores:
 
 
 class Host:
-    """Its name, cores, and what it holds. `life` tells one start of it from the next."""
+    """An environment host: its cores and its sandboxes. `life` counts its failures, so that events
+    from before a failure are recognized."""
 
     __slots__ = (
         "name",
@@ -110,8 +116,8 @@ class Host:
     def __init__(self, name: str, cores: float, loop: Loop) -> None:
         self.name, self.cores = name, Cores(cores, loop)
         self.alive, self.life = True, 0
-        self.boxes: dict[str, Task] = {}  # by trajectory: those with memory
-        self.waiting: deque[Task] = deque()  # for memory
-        self.staged = 0.0  # bytes, captured and not stored yet
-        self.link_free = 0.0  # when all that was captured is sent
-        self.used_s = 0.0  # of its cores, at the last word about its load
+        self.boxes: dict[str, Task] = {}  # trajectory -> its sandbox, which has memory
+        self.waiting: deque[Task] = deque()  # sandboxes that wait for memory
+        self.staged = 0.0  # bytes captured and not stored yet
+        self.link_free = 0.0  # time at which all captured bytes are sent
+        self.used_s = 0.0  # `Cores.used_s` at the last load report

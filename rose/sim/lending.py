@@ -1,9 +1,10 @@
-"""What online serving leaves to a cooperative worker, and what rollouts cost online requests.
+"""Co-serving in the simulation: how much of a device online serving leaves to a cooperative worker,
+and what rollouts cost online requests.
 
-Compute: the worker lives in work time, which passes at the share of the device that it gets.
-Memory: the rule of rose/lending/rules/budget.py. Latency: each request's TTFT and TPOT alone or
-stretched by the rollouts beside, counted for the shares of its piece in which there were none or
-some.
+- Compute: the worker runs in work time, which passes at the share of the device that it gets.
+- Memory: the rule of rose/lending/rules/budget.py.
+- Latency: each request has a TTFT and TPOT without rollouts and another one beside them. They are
+  weighted by the shares of the request's piece of time without and with rollouts.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from rose.sim import spec
 from rose.sim.online import P99
 from rose.sim.result import Latency, ServingUse
 
-# (TTFT, TPOT) of each request of a load, s; a TPOT of one token is nan
+# (TTFT, TPOT) of the requests of a load, (requests,) each, seconds; the TPOT of one token is nan
 Latencies = tuple[np.ndarray, np.ndarray]
 MINUTE_S = 60.0  # definition: seconds of a minute
 
 
 class Pace:
-    """Work time of one device: it passes at `rates` of the wall's, piecewise constant and
-    periodic."""
+    """The work time of a device: it passes at `rates`, piecewise constant and periodic."""
 
     def __init__(self, load: spec.Load, rates: np.ndarray, ahead: float) -> None:
         at = np.append(load.at, load.period_s)
@@ -39,12 +39,13 @@ class Pace:
         self._ahead = ahead
 
     def moved(self, ahead: float) -> Pace:
-        """The same tables for another device."""
+        """Return the pace of another device, with the same tables."""
         other = object.__new__(Pace)
         other.__dict__.update(self.__dict__, _ahead=ahead)
         return other
 
     def work(self, wall: float) -> float:
+        """Return the work time at this simulated time."""
         cycles, rest = divmod(wall + self._ahead, self._period)
         piece = bisect_right(self._at, rest) - 1
         return (
@@ -52,7 +53,7 @@ class Pace:
         )
 
     def wall(self, work: float) -> float:
-        """The earliest time at which so much is done."""
+        """Return the earliest simulated time at this work time."""
         if work == math.inf:
             return work
         cycles, rest = divmod(work, self._total)
@@ -62,7 +63,7 @@ class Pace:
 
 
 def rates(serving: spec.Serving, load: spec.Load) -> np.ndarray:
-    """Share of the device's compute that rollouts get in each piece while they have work."""
+    """Share of the device's compute that rollouts get while they have work, (pieces,)."""
     busy = beside(load).busy
     if serving.executor == "gate":
         return (1 - busy) * (1 - serving.overhead)
@@ -72,13 +73,13 @@ def rates(serving: spec.Serving, load: spec.Load) -> np.ndarray:
 
 
 def beside(load: spec.Load) -> spec.Load:
-    """What serving does while rollouts have work."""
+    """Return the load of serving while rollouts have work."""
     return load.beside if load.beside is not None else load
 
 
 class Changes:
-    """When the KV memory that serving holds changes by `step` or more of the whole; of one
-    `Load`."""
+    """The changes over time of the KV memory that serving holds on one `Load`. Changes below `step`
+    of the whole are left out, except those to or from a full cache."""
 
     def __init__(self, load: spec.Load, step: float) -> None:
         self.at, self.used, self.period = [], [], load.period_s
@@ -95,7 +96,7 @@ class Changes:
         return self.used[bisect_right(self.at, time % self.period) - 1]
 
     def after(self, time: float) -> float:
-        """The next change; inf without one."""
+        """Return the time of the next change, or inf if there is none."""
         if len(self.at) == 1:
             return math.inf
         cycles, rest = divmod(time, self.period)
@@ -105,23 +106,24 @@ class Changes:
 
 
 class Budget:
-    """Share of a device's KV memory that rollouts may hold now."""
+    """The share of a device's KV memory that rollouts may hold; it can't grow while `frozen`."""
 
     def __init__(self, serving: spec.Serving, changes: Changes, ahead: float) -> None:
         self._serving, self._changes, self._ahead = serving, changes, ahead
         self.share = 0.0
         self.frozen = False
-        self._peak, self._looked = 0.0, -math.inf
+        self._peak, self._updated_at = 0.0, -math.inf
         self.update(0.0)
 
     def next_change(self, now: float) -> float:
         return self._changes.after(now + self._ahead) - self._ahead
 
     def thaw(self) -> None:
-        """A training step begins."""
+        """Allow growth again, as a training step begins."""
         self.frozen = False
 
     def update(self, now: float) -> float:
+        """Set and return the share, by what serving holds now."""
         serving = self._serving
         if serving.executor == "none":
             self.share = 1.0
@@ -131,8 +133,8 @@ class Budget:
         if serving.executor == "memory_only":
             self.share = max(0.0, free)
             return self.share
-        self._peak = max(used, self._peak * 0.5 ** ((now - self._looked) / HALF_LIFE_S))
-        self._looked = now
+        self._peak = max(used, self._peak * 0.5 ** ((now - self._updated_at) / HALF_LIFE_S))
+        self._updated_at = now
         above = max(0.0, min(serving.high_watermark - used, free))
         while self.share > above:
             self.share = self.share / 2 if self.share > serving.step / 2 else 0.0
@@ -142,12 +144,11 @@ class Budget:
         return self.share
 
 
-# --------------------------------------------------------------------------- latency of online
-# requests
+# --------------------------------------------------------------------------- online latency
 
 
 class Observer:
-    """Gathers the latencies of one pool's devices."""
+    """An accumulator of the latencies on one pool's devices."""
 
     def __init__(self, pool: str, serving: spec.Serving, seconds: float) -> None:
         self._pool, self._serving, self._seconds = pool, serving, seconds
@@ -156,12 +157,11 @@ class Observer:
         self._attained, self._busy = np.zeros(self._minutes), np.zeros(self._minutes)
         self._devices = 0
         self._lent = 0.0  # sum over the devices
-        self._weights: dict[
-            int, tuple[spec.Load, np.ndarray]
-        ] = {}  # (2, pieces): times alone, times beside
+        # id of a load -> (load, (2, pieces) occurrences of each piece without and with rollouts)
+        self._weights: dict[int, tuple[spec.Load, np.ndarray]] = {}
 
     def add(self, load: spec.Load, ahead: float, spans: array) -> None:
-        """`spans`: begin, end, begin, ... of the rollouts beside."""
+        """Add a device. `spans` has the begin, end, begin, ... of its rollouts."""
         at, widths, piece = _unrolled(load, ahead, self._seconds)
         shared = _overlap(np.frombuffer(spans, np.float64), at, widths)
         times = widths / _widths(load)[piece]
@@ -224,8 +224,7 @@ def _latencies(load: spec.Load) -> Latencies:
 
 
 def _share_and_p99(values: np.ndarray, weights: np.ndarray, limit: float) -> tuple[float, float]:
-    """Of weighted values: the share up to `limit`, and the 99th percentile; nan without any
-    weight."""
+    """Return (share up to `limit`, 99th percentile) of weighted values; nan without weight."""
     if not weights.sum():
         return math.nan, math.nan
     order = np.argsort(values)
@@ -241,8 +240,7 @@ def _widths(load: spec.Load) -> np.ndarray:
 def _unrolled(
     load: spec.Load, ahead: float, seconds: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(begin, width, piece of the load) of the pieces within [0, seconds); the first and last are
-    cut."""
+    """Return (begin, width, index in the load) of the pieces within [0, seconds), cut to it."""
     first, last = math.floor(ahead / load.period_s), math.floor((ahead + seconds) / load.period_s)
     begins = (
         load.at[None, :] + load.period_s * np.arange(first, last + 1)[:, None]
@@ -255,7 +253,7 @@ def _unrolled(
 
 
 def _overlap(spans: np.ndarray, at: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Share of each interval that lies within the spans."""
+    """Return the share of each interval that lies within the spans."""
     if not len(spans):
         return np.zeros(len(at))
     lengths = np.concatenate([[0.0], np.cumsum(spans[1::2] - spans[::2])])

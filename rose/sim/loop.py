@@ -1,5 +1,5 @@
-"""Simulated time: a heap of calls. What is due at the same time is done in the order in which it
-was asked for."""
+"""The event loop of simulated time: a heap of calls. Calls that are due at the same time are made
+in the order in which they were scheduled."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 class Loop:
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0  # calls made
-        self.over = False  # set by a call: no other is made
+        self.events = 0  # number of calls made
+        self.over = False  # A call sets it to end the loop.
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._count = 0
 
     def at(self, time: float, call: Callable[..., None], what: Any) -> int:
-        """`call(what, ticket)` at `time` (now, if that has passed). Returns the ticket, unique and
-        ascending: a caller that asks anew and remembers the newest ticket knows that a call with
-        another one is void."""
+        """Schedule `call(what, ticket)` at `time`, or now if that has passed, and return the
+        ticket. A caller that reschedules keeps the newest ticket and ignores calls with an older
+        one."""
         self._count += 1
         heapq.heappush(self._heap, (time if time > self.now else self.now, self._count, call, what))
         return self._count
 
     def run(self, horizon_s: float) -> None:
-        """Until it is `over`. Raises `RuntimeError` when nothing is due any more, or `horizon_s`
-        has passed, before."""
+        """Make the calls until `over` is set. Raises `RuntimeError` if no call is left, or
+        `horizon_s` has passed, before that."""
         heap, pop, count = self._heap, heapq.heappop, 0
         try:
             while not self.over:

@@ -1,15 +1,15 @@
-"""One online engine S that serves a request trace: when it computes, what it holds, and how late
-its tokens are.
+"""A model of an online engine S that serves a request trace: when it computes, how much KV memory
+it holds, and how late its tokens are.
 
-Continuous batching with chunked prefill, first come first served, fast-forwarded: while nobody is
-in prefill and nobody comes or ends, steps are like each other and one closed form stands for all of
-them. Prefixes are reused where the trace tells which are equal, from memory that no running request
-may come to need; the least recently used go first.
+S uses continuous batching with chunked prefill, first come first served. It is fast-forwarded:
+while no request is in prefill, arrives or ends, one closed form stands for a run of decode steps.
+If the trace marks equal prefixes, they are reused from the memory that running requests can't need;
+the least recently used are evicted first.
 
-Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it: a decode step
-begins no earlier than `pace_s` after the last one, as its targets allow, and the time between is
-the rollouts'; a request that comes waits for the rollout step under way, half of `hold_s` on
-average, and no longer. So S takes fewer, fuller steps.
+Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it. A decode step
+begins no earlier than `pace_s` after the last one, which the latency targets allow, and rollouts
+compute in between. An arriving request waits only for the current rollout step, half of `hold_s` on
+average. So S takes fewer, fuller steps.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ P99 = 0.99  # definition: the 99th percentile, as a share
 
 @dataclass(frozen=True)
 class Served:
-    """Requests in order of arrival, (n,) each; steps in order of time."""
+    """The course of serving: requests by arrival, and runs of equal steps by time."""
 
-    at: np.ndarray  # float64, s, of arrival
-    ttft_s: np.ndarray  # float64
-    tpot_s: np.ndarray  # float64; nan for one token
-    began: np.ndarray  # (runs,) float64, s: runs of like steps
-    ended: np.ndarray  # (runs,)
-    busy_s: np.ndarray  # (runs,) of computing within the run
-    held: np.ndarray  # (runs, 2) tokens of KV at its begin and end
-    gap_s: np.ndarray  # (runs,) from one token of a request to its next
-    tokens: np.ndarray  # (runs,) made after such a gap: all but requests' first
-    seconds: float  # of the trace
+    at: np.ndarray  # (requests,) float64, seconds of arrival
+    ttft_s: np.ndarray  # (requests,) float64
+    tpot_s: np.ndarray  # (requests,) float64; nan for one token
+    began: np.ndarray  # (runs,) float64, seconds
+    ended: np.ndarray  # (runs,) float64, seconds
+    busy_s: np.ndarray  # (runs,) seconds of computing within the run
+    held: np.ndarray  # (runs, 2) tokens of KV at the run's begin and end
+    gap_s: np.ndarray  # (runs,) seconds from one token of a request to its next
+    tokens: np.ndarray  # (runs,) tokens generated after such a gap: all but the requests' first
+    seconds: float  # duration of the trace
 
     @property
     def busy(self) -> float:
@@ -53,14 +53,14 @@ class Served:
         return float(np.mean((self.ttft_s <= ttft_slo_s) & ~(self.tpot_s > tpot_slo_s)))
 
     def p99(self) -> tuple[float, float]:
-        """Of TTFT and TPOT, seconds."""
+        """P99 of TTFT and TPOT, seconds."""
         return float(np.quantile(self.ttft_s, P99)), float(np.nanquantile(self.tpot_s, P99))
 
 
 def gap_p99(served: Sequence[Served]) -> float:
-    """Of the time between two tokens of a request, over all tokens of these devices; nan without
-    any. A request's TPOT is its mean, in which a prefill step that held one token up is spread over
-    all of them."""
+    """P99 of the seconds between two tokens of a request, over all tokens of these devices; nan if
+    there are none. It shows what TPOT hides: TPOT is a mean over a request, which spreads a prefill
+    step that delayed one token over all of them."""
     gaps, tokens = (
         np.concatenate([getattr(one, name) for one in served]) for name in ("gap_s", "tokens")
     )
@@ -70,7 +70,7 @@ def gap_p99(served: Sequence[Served]) -> float:
 
 
 def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0) -> Served:
-    """Raises `ValueError` for an empty trace, or a request larger than the whole KV cache."""
+    """Serve a trace. Raises `ValueError` if it is empty, or a request exceeds the KV cache."""
     if not len(trace):
         raise ValueError("a trace without requests: there is nothing to serve")
     prompts, outputs = np.maximum(trace.prompt_tokens, 1), np.maximum(trace.output_tokens, 1)
@@ -101,19 +101,19 @@ class _Run:
         self._pace, self._hold, self._blocks = pace_s, hold_s, blocks
         # blocks of prefixes, the least recently used first
         self._cache: OrderedDict[int, None] = OrderedDict()
-        self._shared = 0  # tokens of prompts that requests hold and the cache has
+        self._shared = 0  # tokens of prompts that are both held by requests and in the cache
         self._now = 0.0
-        self._next = 0  # request that is not admitted yet
+        self._next = 0  # index of the next request to admit
         self._prefill: list[list[int]] = []  # [request, tokens done]
         self._ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
         self._steps = 0  # decode steps so far
-        self._attended = 0  # sum of the contexts of those that decode
-        self._held = 0  # tokens that admitted requests may come to hold: admission never preempts
-        self._first = [math.nan] * len(arrivals)
-        self._last = [math.nan] * len(arrivals)
-        self._runs: list[
-            tuple[float, float, float, int, int, float, int]
-        ] = []  # as `Served` has them
+        self._attended = 0  # sum of the contexts of the decoding requests
+        # Most tokens that the admitted requests can hold. S reserves them, and never preempts.
+        self._held = 0
+        self._first = [math.nan] * len(arrivals)  # time of each request's first token
+        self._last = [math.nan] * len(arrivals)  # time of each request's last token
+        # a row per run: began, ended, busy_s, held (2), gap_s and tokens of `Served`
+        self._runs: list[tuple[float, float, float, int, int, float, int]] = []
 
     def all(self, trace: Trace) -> Served:
         count = len(self._arrivals)
@@ -145,7 +145,7 @@ class _Run:
 
     @property
     def _delay(self) -> float:
-        """Of a request that comes while rollouts compute."""
+        """Mean delay of a request that arrives while rollouts compute, seconds."""
         return self._hold / 2
 
     def _admit(self) -> None:
@@ -162,7 +162,7 @@ class _Run:
         self._next = at
 
     def _cached(self, request: int) -> int:
-        """Tokens of its prompt that need not be computed: all but the last at most."""
+        """Return the cached tokens of a request's prompt, at most all but the last one."""
         if self._blocks is None:
             return 0
         whole = self._blocks[request]
@@ -172,11 +172,11 @@ class _Run:
         return min(known * BLOCK, self._prompts[request] - 1)
 
     def _keep(self, request: int) -> None:
-        """Its prompt's blocks are the most recently used."""
+        """Cache the prompt's blocks as most recently used, and evict blocks that no longer fit."""
         if self._blocks is None:
             return
         self._shared += self._prompts[request]
-        for block in reversed(self._blocks[request]):  # the last goes first
+        for block in reversed(self._blocks[request]):  # The last block is evicted first.
             self._cache[block] = None
             self._cache.move_to_end(block)
         while (
@@ -185,7 +185,7 @@ class _Run:
             self._cache.popitem(last=False)
 
     def _prefill_step(self) -> None:
-        """One step with chunks of prompts; whoever decodes makes a token along."""
+        """Advance by one step with chunks of prompts and a token of each decoding request."""
         c, decodes = self._e.step, len(self._ends)
         room, cost, whole = max(1, self._e.max_batched_tokens - decodes), 0.0, 0
         before = self._used()
@@ -216,7 +216,7 @@ class _Run:
         heappush(self._ends, (self._steps + self._outputs[request] - 1, request))
 
     def _decode_run(self) -> None:
-        """Decode steps until the first request ends, or another comes that can be admitted."""
+        """Advance by decode steps until a request ends, or one arrives that can be admitted."""
         steps = self._ends[0][0] - self._steps
         began, before, decodes = self._now, self._used(), len(self._ends)
         arrival = (
@@ -225,12 +225,12 @@ class _Run:
             else math.inf
         )
         has_place = len(self._ends) < self._e.max_sequences
-        # One that can't be admitted when it comes waits for memory until a request ends.
+        # A request that can't be admitted on arrival waits for memory until a request ends.
         if has_place and arrival < began + self._wall(steps) and self._has_memory_for_next():
             steps = max(1, min(steps, self._until(arrival - began)))
         busy, wall = self._work(steps), self._wall(steps)
         self._now = began + wall
-        # the next step need not wait for its time
+        # The arriving request ends the pause after the last step: the next step need not wait.
         if self._pace and steps and began < arrival < self._now:
             self._now = max(arrival, began + self._wall(steps - 1) + (busy - self._work(steps - 1)))
         self._advance(steps)
@@ -247,22 +247,23 @@ class _Run:
         )
 
     def _has_memory_for_next(self) -> bool:
-        """Whether the next request to come could be admitted now."""
+        """Return whether there is memory to admit the next request now."""
         needed = self._prompts[self._next] + self._outputs[self._next]
         return self._held + needed <= self._e.kv_tokens
 
     def _work(self, steps: int) -> float:
-        """Seconds of computing of so many decode steps from here."""
+        """Seconds of computing of the next `steps` decode steps."""
         c, decodes = self._e.step, len(self._ends)
         return steps * (
             c.c0 + c.c5 + c.c3 * decodes + c.c4 * (self._attended + decodes * (steps - 1) / 2)
         )
 
     def _wall(self, steps: int) -> float:
+        """Seconds of the next `steps` decode steps, pauses included."""
         return max(self._work(steps), steps * self._pace)
 
     def _until(self, seconds: float) -> int:
-        """Steps of which the last ends at `seconds` or later."""
+        """Least number of decode steps that end at `seconds` from now or later."""
         c, decodes = self._e.step, len(self._ends)
         growth = c.c4 * decodes
         first = c.c0 + c.c5 + c.c3 * decodes + c.c4 * self._attended - growth / 2
@@ -274,7 +275,7 @@ class _Run:
         return math.ceil(min(steps, seconds / self._pace) if self._pace else steps)
 
     def _advance(self, steps: int) -> None:
-        """So many decode steps have ended, now."""
+        """Count `steps` decode steps, and let the requests leave that end with them."""
         self._attended += steps * len(self._ends)
         self._steps += steps
         while self._ends and self._ends[0][0] <= self._steps:
@@ -288,5 +289,5 @@ class _Run:
         self._shared -= self._prompts[request] if self._blocks is not None else 0
 
     def _used(self) -> int:
-        """Tokens of KV."""
+        """Tokens of KV in use."""
         return self._attended + sum(done for _, done in self._prefill)

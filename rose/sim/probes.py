@@ -1,9 +1,8 @@
-"""Small simulated clusters with known answers, and a large one that shows what the simulator costs.
+"""Small simulated clusters with known answers, and a large one to measure the simulator's speed.
 
-`queue` is an open queue: single-turn trajectories that arrive as a Poisson process, at engines
-whose every sequence in a batch costs the same time per token. With one sequence per engine and
-exponential lengths that is M/M/k; with many sequences in one engine it is processor sharing,
-M/G/1-PS.
+`queue` is an open queue: single-turn trajectories arrive as a Poisson process at engines in which
+each sequence of a batch costs the same time per token. With one sequence per engine and exponential
+lengths this is M/M/k; with many sequences in one engine it is processor sharing, M/G/1-PS.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from rose.sim import spec
 from rose.sim.driver import simulate
 from rose.sim.result import Result
 
-TOKEN_S = 0.001  # made up: of one sequence alone
+TOKEN_S = 0.001  # made up: seconds per token of a sequence alone
 GPU = spec.Gpu("probe", 1e15, 3e12, 80 * 2**30, "made up")  # made up: a device of round figures
 FREE = spec.Link(0.0, 1e12, 0.0, True, 0.0, 0.0)  # made up: a link that costs nothing
 
 
 class _Arrivals:
-    """One trajectory of one turn per group, the group's index being its place in `at` and
-    `tokens`."""
+    """Groups of one trajectory of one turn: group i arrives at `at[i]` with `tokens[i]` tokens."""
 
     max_new_tokens = 1
 
@@ -46,7 +44,7 @@ class _Arrivals:
 
 
 class _Agents:
-    """Lognormal turns with short tool calls; the lengths of one kind of agent, made up."""
+    """Agents with lognormal turns and short tool calls, of made-up lengths."""
 
     max_new_tokens = 1024  # made up: an agent's turn
 
@@ -74,7 +72,7 @@ def scheduler(
     turn_timeout_s: float = 1e9,  # made up: none
     **args,
 ) -> Scheduler:
-    """A fixed cluster, synchronous steps, first come first served."""
+    """Return a scheduler for a fixed cluster and synchronous steps, first come first served."""
     return build(
         SchedulerConfig(
             provisioning=Policy(name="fixed", args={}),
@@ -96,13 +94,13 @@ def queue(
     seed: int,
     lengths: Callable[[np.random.Generator, int], np.ndarray],
 ) -> np.ndarray:
-    """Seconds in the system, (count,), of `count` arrivals at utilisation `load`. `lengths(draw,
-    count)` are of mean 1, times `mean_tokens`."""
+    """Return the seconds of each of `count` arrivals in the system, (count,), at utilisation
+    `load`. `lengths(draw, count)` returns lengths of mean 1, in units of `mean_tokens`."""
     draw = np.random.default_rng(seed)
     tokens = np.maximum(np.ceil(lengths(draw, count) * mean_tokens - 0.5), 1).astype(np.int64)
     seconds = count * mean_tokens * TOKEN_S / (load * workers)
     at = np.sort(draw.random(count)) * seconds
-    batched, kv = 1 << 20, 1 << 40  # made up: tokens, so many that they bound nothing
+    batched, kv = 1 << 20, 1 << 40  # made up: tokens, more than are ever used
     step = spec.StepTime(0.0, TOKEN_S, 0.0, TOKEN_S, 0.0)
     engine = spec.Engine(step, sequences, batched, kv, False)
     what = spec.Spec(
@@ -127,8 +125,7 @@ def dedicated(workers: int, engine: spec.Engine) -> spec.Pool:
 
 
 def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
-    """One training step on `gpus` engines of one GPU each, cache-affine routing, in groups of
-    16."""
+    """Simulate a training step on `gpus` one-GPU engines, with cache-affine routing."""
     step = spec.StepTime(0.008, 2e-5, 1e-10, 2e-5, 2e-8)  # made up: like 8B parameters on an H800
     engine = spec.Engine(step, 64, 8192, 400_000, True)  # made up: likewise
     group_size = 16  # made up: as ROSE's evaluation has it
@@ -145,5 +142,5 @@ def scale(gpus: int, trajectories: int, turns: int, seed: int = 0) -> Result:
         0.0,
         0.0,
     )
-    imbalance = 0.1  # made up: of routing
+    imbalance = 0.1  # made up: argument of the routing policy
     return simulate(what, scheduler("cache_affine", imbalance=imbalance), seed)

@@ -1,4 +1,4 @@
-"""What a simulated run was like."""
+"""The result of a simulated run: its steps, its workers, and online serving beside it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Step:
-    """Times in seconds of the simulation; began <= training_at <= trained_at <= published_at <=
-    ended."""
+    """A training step; began <= training_at <= trained_at <= published_at <= ended, in seconds."""
 
     step: int
     began: float
-    training_at: float  # the batch is complete
+    training_at: float  # time at which the batch was complete
     trained_at: float
     published_at: float
-    ended: float  # dedicated workers hold the new version
-    tokens: int  # generated ones in the batch
-    trained_tokens: int  # all of the batch, prompts and observations included
+    ended: float  # time from which all dedicated workers held the new version
+    tokens: int  # generated tokens of the batch
+    trained_tokens: int  # all tokens of the batch, prompts and observations included
     trajectories: int
     reward: float  # mean of the batch
-    staleness: tuple[int, ...]  # of each group of the batch, versions
-    ahead_s: float = 0.0  # in which the trainer worked on it before training_at
+    staleness: tuple[int, ...]  # (groups,) versions between a group's admission and the training
+    ahead_s: float = 0.0  # seconds of training on the batch's groups before training_at
 
     @property
     def seconds(self) -> float:
@@ -42,15 +41,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Worker:
-    """One engine. `spans`: (n, 2) float64, seconds in which it had a turn. `held_s`: in which it
-    was ours: joined, and not resting."""
+    """An engine of the run."""
 
     name: str
     pool: str
     kind: str
     gpus: int
-    held_s: float
-    busy_s: float
+    held_s: float  # seconds in which it had joined and did not rest
+    busy_s: float  # seconds in which it had a turn
     decoded: int  # tokens
     prefilled: int  # tokens, recomputed ones included
     preemptions: int
@@ -58,6 +56,7 @@ class Worker:
 
     @cached_property
     def spans(self) -> np.ndarray:
+        """Times at which it began and ceased to have turns, (n, 2) float64, seconds."""
         return (
             np.frombuffer(self._spans, np.float64).reshape(-1, 2)
             if len(self._spans)
@@ -67,8 +66,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Latency:
-    """Online serving over the run: shares of the requests within their targets, and 99th
-    percentiles in seconds."""
+    """Latency of online serving: shares of the requests within the targets; P99 in seconds."""
 
     ttft_attained: float
     tpot_attained: float
@@ -78,28 +76,28 @@ class Latency:
 
 @dataclass(frozen=True)
 class ServingUse:
-    """Of one cooperative pool. Arrays: one element per minute. Alone: as if no rollout had run."""
+    """Online serving on the devices of one cooperative pool."""
 
     pool: str
     requests: float
-    beside: Latency
-    alone: Latency
-    minute_requests: np.ndarray
-    minute_attained: np.ndarray  # share within both targets; nan without requests
-    minute_busy: np.ndarray  # share of the time in which serving computes, mean of the devices
+    beside: Latency  # latency with the run's rollouts
+    alone: Latency  # latency if no rollout had run
+    minute_requests: np.ndarray  # (minutes,)
+    minute_attained: np.ndarray  # (minutes,) share within both targets; nan without requests
+    minute_busy: np.ndarray  # (minutes,) share of time in which serving computes, device mean
     lent: float  # share of the devices' compute that rollouts get while they have work
-    # between two tokens of a request: alone, and while rollouts compute; nan: unknown
+    # P99 of the seconds between two tokens of a request: alone, beside rollouts; nan: unknown
     gap_p99_s: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Granted:
-    """A worker that was asked for, or called to work."""
+    """A worker that was requested, started as a spot instance, or woken up."""
 
     worker: str
     pool: str
     asked_at: float
-    ready_at: float  # it holds weights and can take turns
+    ready_at: float  # time from which it held the newest weights and could take turns
 
     @property
     def seconds(self) -> float:
@@ -108,25 +106,25 @@ class Granted:
 
 @dataclass
 class Counts:
-    turns: int = 0  # ended
-    migrations: int = 0  # attempts after a turn's first, chunks aside
-    chunks: int = 0
-    returned: int = 0  # turns that engines gave back, memory having been called back
-    aborted: int = 0  # attempts that the scheduler ended: stalls, and workers put to rest
+    turns: int = 0  # turns that ended
+    migrations: int = 0  # later attempts at a turn on another worker than the attempt before
+    chunks: int = 0  # attempts that ended at their limit of tokens, before the turn's end
+    returned: int = 0  # turns that engines returned because memory was revoked
+    aborted: int = 0  # attempts that the scheduler aborted: stalls, and workers put to rest
     dropped_groups: int = 0
-    dropped_tokens: int = 0  # generated, and of no use
+    dropped_tokens: int = 0  # generated tokens that no batch contains
     crashed: int = 0  # trajectories whose environment died
     crashed_tokens: int = 0
-    refused: int = 0  # requests for capacity
-    lost_workers: int = 0
-    decisions: int = 0  # events that the scheduler took
-    # with sandboxes
+    refused: int = 0  # refused requests for capacity
+    lost_workers: int = 0  # reclaimed spot instances
+    decisions: int = 0  # events that the scheduler handled
+    # with sandboxes:
     lost_hosts: int = 0
-    recovered: int = 0  # times that a trajectory went on after its host was lost
-    remade_tokens: int = 0  # made, lost with a host and to be made again
-    moved: int = 0  # trajectories, to less loaded hosts
-    saved_bytes: float = 0.0  # that came to the store
-    save_s: float = 0.0  # that commands waited for looks and captures
+    recovered: int = 0  # continuations of a trajectory after its host was lost
+    remade_tokens: int = 0  # tokens lost with a host, to be generated again
+    moved: int = 0  # trajectories moved to less loaded hosts
+    saved_bytes: float = 0.0  # bytes received by the store
+    save_s: float = 0.0  # seconds that commands waited for classification and capture
     skipped_saves: int = 0  # captures for which a host had no room
 
 
@@ -134,40 +132,39 @@ class Counts:
 class Result:
     name: str
     seed: int
-    seconds: float  # simulated
+    seconds: float  # simulated time of the run
     steps: list[Step]
     workers: list[Worker]
     serving: list[ServingUse]
     allocations: list[Granted]
     counts: Counts
-    events: int  # of the simulation's loop
-    turn_s: np.ndarray  # float32, of each turn that ended, from its request to its end
-    trajectory_s: np.ndarray  # float32, of each trajectory that ended
-    sandboxes: bool = False  # they were simulated
+    events: int  # calls of the simulation's loop
+    turn_s: np.ndarray  # (turns,) float32, from request to end of each turn that ended
+    trajectory_s: np.ndarray  # (trajectories,) float32, duration of each that ended
+    sandboxes: bool = False  # sandboxes were simulated
 
     @property
     def step_s(self) -> float:
-        """Mean of the steps."""
+        """Mean seconds of a step."""
         return float(np.mean([step.seconds for step in self.steps]))
 
     @property
     def tokens(self) -> int:
-        """Generated and trained on."""
+        """Generated tokens that were trained on."""
         return sum(step.tokens for step in self.steps)
 
     @property
     def throughput(self) -> float:
-        """Generated tokens trained on, per second."""
+        """Generated tokens that were trained on, per second."""
         return self.tokens / self.seconds
 
     @property
     def allocation_s(self) -> float:
-        """Worker-seconds between asking for a worker and its first turn."""
+        """Worker-seconds between the request for a worker and its readiness."""
         return sum(granted.seconds for granted in self.allocations)
 
     def utilisation(self, kind: str) -> float:
-        """Share of the time for which workers of this kind were held in which they had a turn; nan
-        without any."""
+        """Share of held GPU time in which workers of this kind had a turn; nan if none was held."""
         workers = [w for w in self.workers if w.kind == kind]
         held = sum(w.held_s * w.gpus for w in workers)
         return sum(w.busy_s * w.gpus for w in workers) / held if held else float("nan")

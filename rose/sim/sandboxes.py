@@ -1,16 +1,18 @@
-"""Sandboxes in simulated time: they start, run commands, are saved, die with their host, go on
-elsewhere.
+"""Sandboxes in simulated time: they start, run commands, are saved, die with their host, and
+continue on another.
 
-    open -> memory -> start, restore, replay -> ready -> command -> observed: the model thinks
+    open -> memory -> start, restore, replay -> ready -> command -> observed: the model generates
               ^                                             |
-              +--- host lost, or moved <--- stored <--- look, capture: the next command waits
+              +--- host lost, or moved <--- stored <--- classify, capture: the next command waits
 
-Work goes by the host's cores, bytes by two queues, first come first served: each host's way out,
-then the store. A turn is saved when its bytes are stored; one that changed nothing, when those
-before it are. What a host had not stored dies with it. Left out: priorities in the queue.
+Commands, starts and captures share the host's cores. Bytes pass two queues, first come first
+served: each host's link, then the store. The live queue has priorities; this one has none.
 
-A host's failures are drawn by (seed, host), what a trajectory's turns change by (seed, trajectory):
-rival ways of recovery meet the same ones.
+A turn is saved when its bytes are stored, and a turn that changed nothing when the turns before it
+are. Captured bytes that are not stored yet are lost with their host.
+
+A host's failures are drawn by (seed, host), and what a trajectory's turns change by (seed,
+trajectory), so that all ways of recovery are compared on the same failures and changes.
 """
 
 from __future__ import annotations
@@ -28,27 +30,28 @@ from rose.sim.episodes import Trajectory
 from rose.sim.hosts import Host, Task
 from rose.sim.loop import Loop
 
-FAILURES = 1 << 33  # numerics: a stream of its own; rose/sim/driver.py has another
+# Offsets of the seeds of two random streams. No host, trajectory or group reaches another's.
+FAILURES = 1 << 33  # numerics: an offset of its own; rose/sim/driver.py has another
 CHANGES = 1 << 34  # numerics: likewise
 
 
 class Hub(Protocol):
-    """Who owns the trajectories."""
+    """The owner of the trajectories, as this module uses it."""
 
     def feed(self, event: ev.Event) -> None: ...
 
     def ready(self, trajectory: Trajectory) -> None:
-        """Its next turn can be requested."""
+        """Request the trajectory's next turn."""
 
     def observed(self, trajectory: Trajectory, more: bool) -> None:
-        """Its command is over; `more`: another turn follows."""
+        """Continue after the turn's command: with another turn if `more`, else with the end."""
 
     def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
-        """Its host is lost: see `Trajectory.rewind`."""
+        """Set a trajectory back that has lost its host: see `Trajectory.rewind`."""
 
 
 class Box(Task):
-    """The sandbox of one trajectory, wherever it is. `life` makes what was under way void."""
+    """The sandbox of one trajectory, on any host. Events of an earlier `life` are ignored."""
 
     __slots__ = (
         "trajectory",
@@ -66,7 +69,7 @@ class Box(Task):
         "saved",
         "unsaved",
         "reserved",
-        "due",
+        "overdue",
         "stored",
         "target",
     )
@@ -76,25 +79,27 @@ class Box(Task):
         self.trajectory, self.changes = trajectory, changes
         self.host: Host | None = None
         self.life = 0
-        self.ready = False  # it runs
+        self.ready = False  # the sandbox has started and runs
         self.asked = False  # a turn is open
-        self.command: tuple[float, bool] | None = None  # (seconds, more) that it runs, or is to
-        self.since = 0.0  # when that came, or began to run
-        self.running = False  # it does
-        self.turn = 0  # turns whose commands it has run
-        self.saving = False  # the last of them is looked at or captured: no command runs
-        self.commands_s = 0.0
-        self.saved = 0  # turns
-        # turns that are captured and not stored yet; each holds those before it
+        # (seconds, more) of the command that runs or waits; more: another turn follows
+        self.command: tuple[float, bool] | None = None
+        self.since = 0.0  # time at which the command came, or began to run
+        self.running = False  # the command runs
+        self.turn = 0  # number of turns whose commands have run
+        self.saving = False  # the last turn is being classified or captured; no command runs
+        self.commands_s = 0.0  # seconds of all commands so far
+        self.saved = 0  # number of turns that are saved
+        # Turns that are captured and not stored yet. Each capture includes the turns before it.
         self.unsaved: deque[int] = deque()
-        self.reserved = 0.0  # bytes, of the capture under way
-        self.due: spec.Save | None = None  # for which there was no room
-        self.stored = False  # something of it is in the store
-        self.target: Host | None = None  # it is to move there
+        self.reserved = 0.0  # bytes of the current capture
+        # A save that was skipped because the host had no room. The next capture includes it.
+        self.overdue: spec.Save | None = None
+        self.stored = False  # the store has a state of this sandbox
+        self.target: Host | None = None  # host that the sandbox is to move to
 
     @property
-    def at_rest(self) -> bool:
-        """Nothing runs in it, and all that was run is saved."""
+    def settled(self) -> bool:
+        """True while nothing runs in the sandbox and all its turns are saved."""
         return self.ready and not (self.running or self.saving) and self.saved == self.turn
 
 
@@ -109,14 +114,14 @@ class Sandboxes:
             for at in range(len(what.cores))
         ]
         self._boxes: dict[str, Box] = {}
-        self._homeless: deque[Box] = deque()  # no host is up
+        self._homeless: deque[Box] = deque()  # sandboxes that wait because no host is up
         self._store_free = 0.0
         self._saves = what.recovery in ("full", "classified")
         self._shares = np.cumsum([change.share for change in what.changes])
 
     def start(self) -> None:
         for at, host in enumerate(self._hosts):
-            self._loop.at(self._what.load_s, self._tell, host)
+            self._loop.at(self._what.load_s, self._report_load, host)
             self._fails_later(host, at)
         for at, index in self._what.failures:
             self._loop.at(at, self._fail, (self._hosts[index], index, False))
@@ -124,14 +129,15 @@ class Sandboxes:
     # ----------------------------------------------------------------- begin and end
 
     def open(self, trajectory: Trajectory) -> None:
-        """On a host by the trajectory's name, as rose.coordinator.groups has it, if that is up."""
-        changes = self._drawn(trajectory) if self._what.recovery == "classified" else []
+        """Open a sandbox on the host that the trajectory's name selects, as in
+        rose.coordinator.groups, or on the least used host if that one is down."""
+        changes = self._draw_changes(trajectory) if self._what.recovery == "classified" else []
         box = self._boxes[trajectory.key] = Box(trajectory, changes)
         host = self._hosts[protocol.seed_of(trajectory.key) % len(self._hosts)]
-        self._enter(box, host if host.alive else self._emptiest())
+        self._enter(box, host if host.alive else self._least_used_host())
 
-    def _drawn(self, trajectory: Trajectory) -> list[int]:
-        """The kind of each of its turns."""
+    def _draw_changes(self, trajectory: Trajectory) -> list[int]:
+        """Draw the kind of each turn, as indices into `Sandboxes.changes`."""
         key = protocol.seed_of(trajectory.key)
         draw = np.random.Generator(np.random.PCG64([self._seed, CHANGES + key]))
         lots = draw.random(len(trajectory.episode.output_tokens)) * self._shares[-1]
@@ -143,7 +149,7 @@ class Sandboxes:
             self._leave(box)
 
     def _enter(self, box: Box, host: Host | None) -> None:
-        """Wait for memory there, then start."""
+        """Start the sandbox on this host once there is memory for it."""
         box.host = host
         if host is None:
             self._homeless.append(box)
@@ -154,7 +160,7 @@ class Sandboxes:
             self._begin(box, host)
 
     def _leave(self, box: Box) -> None:
-        """Its host is without it; what was under way is void."""
+        """Take the sandbox off its host, and ignore later events of what it did there."""
         host, key = box.host, box.trajectory.key
         box.life += 1
         box.ready, box.running, box.saving, box.host = False, False, False, None
@@ -166,7 +172,7 @@ class Sandboxes:
         if host.boxes.pop(key, None) is None:
             host.waiting.remove(box)
             return
-        host.staged, box.reserved, box.due = host.staged - box.reserved, 0.0, None
+        host.staged, box.reserved, box.overdue = host.staged - box.reserved, 0.0, None
         self._admit(host)
 
     def _admit(self, host: Host) -> None:
@@ -177,13 +183,14 @@ class Sandboxes:
             host.boxes[box.trajectory.key] = box
             self._begin(box, host)
 
-    def _emptiest(self) -> Host | None:
-        """Of those that are up; the first of several."""
+    def _least_used_host(self) -> Host | None:
+        """Return the host with the fewest sandboxes of those that are up, the first of several."""
         up = [host for host in self._hosts if host.alive]
         return min(up, key=lambda host: len(host.boxes) + len(host.waiting), default=None)
 
     def _begin(self, box: Box, host: Host) -> None:
-        """It has memory: start it, with the state that its trajectory has come to."""
+        """Start the sandbox in its trajectory's state, once it has memory: from the store, by
+        replaying commands, or from the beginning."""
         what, trajectory = self._what, box.trajectory
         if self._saves and box.stored:
             begin = max(self._loop.now, self._store_free)
@@ -212,15 +219,15 @@ class Sandboxes:
     # ----------------------------------------------------------------- turns
 
     def command(self, trajectory: Trajectory, seconds: float, more: bool) -> None:
-        """The turn is in; its command runs as soon as the sandbox does."""
+        """Accept the command of a turn that ended. It runs as soon as the sandbox can."""
         box = self._boxes[trajectory.key]
         box.command, box.asked, box.since = (seconds, more), False, self._loop.now
         self._next(box)
 
     def _next(self, box: Box) -> None:
-        """Its command, unless something else comes before it."""
+        """Move the sandbox if it is to move; otherwise run its command if nothing else runs."""
         if box.target is not None:
-            self._go(box)
+            self._leave_for_target(box)
         elif box.command is not None and box.ready and not (box.running or box.saving):
             self._run(box)
 
@@ -229,8 +236,7 @@ class Sandboxes:
         box.host.cores.run(box.command[0] + self._what.turn_s, box, self._ran)
 
     def _ran(self, box: Box) -> None:
-        """The observation goes to the model; what the turn changed is saved meanwhile, unless it
-        was the last."""
+        """Pass the observation to the model. If a turn follows, save the sandbox meanwhile."""
         more, box.command, box.running = box.command[1], None, False
         box.commands_s += self._loop.now - box.since
         box.turn, box.asked = box.trajectory.number, more
@@ -244,43 +250,44 @@ class Sandboxes:
             self._capture(box)
 
     def _save_of(self, box: Box) -> spec.Save | None:
-        """Of the turn that was run last, and of those before it for which there was no room."""
+        """Return the cost of saving the last turn together with earlier turns that were skipped;
+        None if there is nothing to save."""
         if self._what.recovery == "full":
             return self._what.full
-        saves = (self._what.changes[box.changes[box.turn - 1]].save, box.due)
+        saves = (self._what.changes[box.changes[box.turn - 1]].save, box.overdue)
         return max(filter(None, saves), key=lambda save: save.bytes, default=None)
 
     def _capture(self, box: Box) -> None:
-        """Left out where what is captured and not stored yet leaves no room: then the next turn's
-        is due for this one, too, as in rose.sandbox.checkpointer."""
+        """Capture the sandbox. As in rose.sandbox.checkpointer, the capture is skipped if the bytes
+        that wait for the store leave no room; the next capture then includes this turn."""
         host, save = box.host, self._save_of(box)
         if save is None:
-            self._free(box)
-            self._mark(box)
+            self._end_saving(box)
+            self._note_unchanged(box)
             self._next(box)
         elif host.staged and host.staged + save.bytes > self._what.staging_bytes:
-            box.due = save
+            box.overdue = save
             self._counts.skipped_saves += 1
-            self._free(box)
+            self._end_saving(box)
             self._next(box)
         else:
-            box.due = None
+            box.overdue = None
             host.staged += save.bytes
             box.reserved = save.bytes
             host.cores.run(save.capture_s, box, self._captured)
 
     def _captured(self, box: Box) -> None:
-        """It goes to the store."""
+        """Send the captured bytes to the store."""
         host, size = box.host, box.reserved
         box.reserved = 0.0
         box.unsaved.append(box.turn)
         host.link_free = max(self._loop.now, host.link_free) + size / self._what.host_bytes_s
         self._loop.at(host.link_free, self._sent, (host, host.life, box, size))
-        self._free(box)
+        self._end_saving(box)
         self._next(box)
 
-    def _free(self, box: Box) -> None:
-        """Commands may run again."""
+    def _end_saving(self, box: Box) -> None:
+        """End the save, so that commands may run again."""
         box.saving = False
         if box.command is not None:
             self._counts.save_s += self._loop.now - box.since
@@ -298,21 +305,21 @@ class Sandboxes:
         host, life, box, size = what
         self._counts.saved_bytes += size
         if host.life != life:
-            return  # its manifest was not written
+            return  # The host died before it wrote the manifest, so that the bytes are useless.
         host.staged -= size
         if self._boxes.get(box.trajectory.key) is box:
             box.saved, box.stored = box.unsaved.popleft(), True
-            self._is_saved(box)
+            self._report_saved(box)
 
-    def _mark(self, box: Box) -> None:
-        """A turn that changed nothing."""
+    def _note_unchanged(self, box: Box) -> None:
+        """Count a turn that changed nothing as saved together with the turns before it."""
         if box.unsaved:
             box.unsaved[-1] = box.turn
         else:
             box.saved = box.turn
-            self._is_saved(box)
+            self._report_saved(box)
 
-    def _is_saved(self, box: Box) -> None:
+    def _report_saved(self, box: Box) -> None:
         self._hub.feed(
             ev.TrajectorySaved(
                 at=self._loop.now,
@@ -324,7 +331,7 @@ class Sandboxes:
         )
         self._next(box)
 
-    # ----------------------------------------------------------------- to another host
+    # ----------------------------------------------------------------- moves and failures
 
     def move(self, trajectory: str, host: str) -> None:
         box = self._boxes.get(trajectory)
@@ -333,13 +340,13 @@ class Sandboxes:
             box.target = target
             self._next(box)
 
-    def _go(self, box: Box) -> None:
-        """To the host that it is to move to, once it is at rest; its next command waits so long."""
+    def _leave_for_target(self, box: Box) -> None:
+        """Move the sandbox to its target once it is settled. Its next command waits until then."""
         target = box.target
         if not target.alive or target is box.host:
             box.target = None
             self._next(box)
-        elif box.at_rest:
+        elif box.settled:
             box.target = None
             self._counts.moved += 1
             self._leave(box)
@@ -351,7 +358,7 @@ class Sandboxes:
             self._loop.at(self._loop.now + after, self._fail, (host, at, True))
 
     def _fail(self, what: tuple[Host, int, bool], _ticket: int) -> None:
-        """`again`: of those that follow each other."""
+        """Kill a host. `again`: the failure was drawn, and the next is drawn after the restart."""
         host, _, again = what
         if not host.alive:
             return
@@ -364,7 +371,7 @@ class Sandboxes:
         for box in lost:
             box.life += 1
             box.ready, box.running, box.saving, box.reserved = False, False, False, 0.0
-            box.host = box.target = box.due = None
+            box.host = box.target = box.overdue = None
             box.unsaved.clear()
         self._counts.lost_hosts += 1
         self._loop.at(self._loop.now + self._what.restart_s, self._restart, what)
@@ -374,6 +381,7 @@ class Sandboxes:
                 self._lose(box)
 
     def _lose(self, box: Box) -> None:
+        """Rewind the trajectory of a sandbox that was lost with its host, and plan its recovery."""
         trajectory, replay = box.trajectory, self._what.recovery == "replay"
         turns = trajectory.number if replay else box.saved
         if not replay:
@@ -388,7 +396,7 @@ class Sandboxes:
         box, life = what
         if box.life == life and self._boxes.get(box.trajectory.key) is box:
             self._counts.recovered += 1
-            self._enter(box, self._emptiest())
+            self._enter(box, self._least_used_host())
 
     def _restart(self, what: tuple[Host, int, bool], _ticket: int) -> None:
         host, at, again = what
@@ -397,10 +405,10 @@ class Sandboxes:
             self._fails_later(host, at)
         homeless, self._homeless = self._homeless, deque()
         for box in homeless:
-            self._enter(box, self._emptiest())
+            self._enter(box, self._least_used_host())
 
-    def _tell(self, host: Host, _ticket: int) -> None:
-        """A word about its load."""
+    def _report_load(self, host: Host, _ticket: int) -> None:
+        """Report the host's load to the scheduler, and schedule the next report."""
         what, now = self._what, self._loop.now
         if host.alive:
             used, before = host.cores.used(), host.used_s
@@ -415,4 +423,4 @@ class Sandboxes:
                     memory=len(host.boxes) * what.sandbox_bytes / what.memory_bytes,
                 )
             )
-        self._loop.at(now + what.load_s, self._tell, host)
+        self._loop.at(now + what.load_s, self._report_load, host)

@@ -1,9 +1,8 @@
-"""Online serving on the devices of a cooperative pool: from a request trace to
+"""Online serving on the devices of a cooperative pool: turns a request trace into
 `rose.sim.spec.Devices`.
 
-Requests of one service go to its devices in turn, as a load balancer deals them, so that the
-devices' bursts are those of the service: peaks come to all of them at once. A few devices are
-computed (`variants`) and stand for the others.
+As behind a load balancer, the requests of one service go to its devices in turn, so that peaks come
+to all devices at once. Only a few devices (`variants`) are computed, and stand for the others.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from rose.sim.online import Served
 from rose.sim.spec import Engine, Load, StepTime
 from rose.sim.traces import Trace
 
-PIECE_S = 1.0
-# of the search for the rate that a device bears
-STRIDE = 4.0  # numerics: factor of its first, coarse steps
-SLOWEST, FASTEST = STRIDE**6, STRIDE**-12  # numerics: factors of time beyond which it ends
+PIECE_S = 1.0  # seconds of a piece of a load
+# The search for the highest rate that a device sustains multiplies the trace's times by factors.
+STRIDE = 4.0  # numerics: ratio between the factors of the first, coarse steps
+SLOWEST, FASTEST = STRIDE**6, STRIDE**-12  # numerics: factors beyond which the search fails
 ROUNDS = 7  # numerics: bisections of a stride in the logarithm, to 1.1 %
 ATTAINED = 0.99  # definition: share of the requests within a P99 target
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Device i has the load of variant i mod len(loads), and is ahead by a part of a piece, so that
-    not all devices change at the same instant."""
+    """The devices of a pool. Device i has the load of variant i mod len(loads), shifted by a part
+    of a piece, so that not all devices change at the same instant."""
 
     loads: tuple[Load, ...]
     devices: int
-    # between two tokens of a request: alone, and beside rollouts (nan if not computed)
+    # P99 of the seconds between two tokens of a request: alone, beside rollouts (nan: not computed)
     gap_p99_s: tuple[float, float]
 
     def load(self, device: int) -> tuple[Load, float]:
@@ -43,12 +42,12 @@ class Devices:
 
 
 def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
-    """What S did in each piece: share of it spent computing, most KV held as a share of
-    `kv_tokens`, and the requests that came."""
+    """Return the load of an online engine from what it served: for each piece of `piece_s` seconds
+    the share spent computing, and the most KV held as a share of `kv_tokens`."""
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
-    # runs don't overlap: computing done by a time is linear within a run and constant between runs
+    # Runs don't overlap: the work done by a time is linear within and constant between them.
     points = np.stack([served.began, served.ended], 1).ravel()
     done = np.interp(edges, points, np.stack([work[:-1], work[1:]], 1).ravel())
     at = np.minimum((served.at / piece_s).astype(np.int64), pieces - 1)
@@ -64,7 +63,7 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
 
 
 def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float) -> np.ndarray:
-    """Most tokens held in each piece."""
+    """Return the most KV tokens held in each piece."""
     held = served.held.ravel()
     most = np.maximum(np.interp(edges[:-1], points, held), np.interp(edges[1:], points, held))
     inside = (points / piece_s).astype(np.int64)
@@ -77,13 +76,13 @@ def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float)
 
 
 def split(trace: Trace, ways: int) -> list[Trace]:
-    """Its requests dealt to so many devices in turn."""
+    """Deal the trace's requests in turn to `ways` devices."""
     return [trace.part(slice(way, None, ways)) for way in range(ways)]
 
 
 @dataclass(frozen=True)
 class Beside:
-    """How the online engine runs while rollouts compute on its device; see `rose.sim.online`."""
+    """The online engine while rollouts compute on its device; see `rose.sim.online`."""
 
     engine: Engine
     pace_s: float = 0.0
@@ -91,7 +90,7 @@ class Beside:
 
 
 def contended(engine: Engine, contention: float) -> Beside:
-    """Nobody controls who computes: each step takes 1 + `contention` times as long."""
+    """Return the engine beside uncontrolled rollouts: steps take 1 + `contention` times as long."""
     slower = dataclasses.asdict(engine.step)
     return Beside(
         replace(engine, step=StepTime(**{name: c * (1 + contention) for name, c in slower.items()}))
@@ -101,7 +100,7 @@ def contended(engine: Engine, contention: float) -> Beside:
 def devices(
     trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None
 ) -> Devices:
-    """`trace`: of `variants` devices together; `count`: devices that there are."""
+    """Serve `trace`, the requests of `variants` devices, and return loads for `count` devices."""
     parts = split(trace, variants)
     served = [online.serve(part, engine) for part in parts]
     loads = [load(found, engine.kv_tokens) for found in served]
@@ -122,10 +121,9 @@ def devices(
 def provisioned(
     trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = ROUNDS
 ) -> float:
-    """Factor of the trace's times (`Trace.scaled`) at which one device, alone, just meets its P99
-    targets: what an operator who sizes the service by its peaks would give it. Bisected in the
-    logarithm, to 1.7 %. Raises `ValueError` if even single requests miss the targets, or all at
-    once keep them."""
+    """Find the factor on the trace's times (`Trace.scaled`) at which one device, alone, just meets
+    its P99 targets: the load for which an operator would size the service. Raises `ValueError` if
+    even single requests miss the targets, or all requests at once meet them."""
 
     def meets(factor: float) -> bool:
         return (

@@ -1,9 +1,9 @@
-"""What a simulated cluster is: frozen dataclasses, units in every field. No defaults but those that
-mean "none".
+"""The description of a simulated cluster: frozen dataclasses with the unit of every field. The only
+defaults are those that mean "none".
 
 Times are seconds from the simulation's start, sizes are bytes or tokens, shares lie in 0..1, rates
-are per second. Whoever builds a `Spec` says where each number comes from (`source`); nothing in
-rose/sim adds numbers of its own.
+are per second. The code that builds a `Spec` states where each number comes from (`source`);
+nothing in rose/sim adds numbers of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["dedicated", "cooperative", "spot", "serverless", "hybrid"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """Published peaks of one device."""
+    """The published peak rates of one device."""
 
     name: str  # such as "H800"; `WorkerJoined.hardware`
     flops: float  # FLOP/s, dense bf16
@@ -33,21 +33,21 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Model:
-    """The numbers of a decoder that time and memory follow from."""
+    """The numbers of a decoder-only model from which step times and memory are computed."""
 
     name: str
     parameters: float
     active_parameters: float  # per token; less than `parameters` in a mixture of experts
     layers: int
-    kv_bytes_per_token: float  # of all layers
+    kv_bytes_per_token: float  # all layers together
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """c0 to c5 of an engine's step, seconds: the rule of rose/lending/rules/predictor.py.
+    """Coefficients of the time of an engine step, in seconds (rose/lending/rules/predictor.py).
 
-    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5; see
-    rose/sim/hardware.py.
+    T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5, with P
+    prefill tokens and D decoding sequences; rose/sim/hardware.py derives the coefficients.
     """
 
     c0: float
@@ -71,26 +71,31 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a step of a decoding request drafts and has accepted on average, tokens, (levels, ways):
-    by the siblings of its group that have ended, and by how unlikely a token is still drafted."""
+    """Mean tokens that a decoding request drafts, and has accepted, in one engine step.
 
-    siblings: tuple[int, ...]  # levels: from so many on, ascending from 0
-    drafted: np.ndarray
-    accepted: np.ndarray
-    lookup_s: float  # of each request, in a step that drafts
-    adaptive: bool  # the way with the most tokens per second, or none; else the last one always
+    The level of a request is given by how many siblings of its group have ended. A way is a lower
+    bound on the probability of a drafted token.
+    """
+
+    siblings: tuple[int, ...]  # (levels,) least number of ended siblings, ascending from 0
+    drafted: np.ndarray  # (levels, ways)
+    accepted: np.ndarray  # (levels, ways)
+    lookup_s: float  # seconds per request, in a step that drafts
+    # True: each step uses the way with the most tokens per second, or drafts nothing.
+    # False: each step uses the last way.
+    adaptive: bool
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One rollout engine; `rollout.*` of the config has the same names."""
+    """A rollout engine; the fields have the names of `rollout.*` in the config."""
 
     step: StepTime
     max_sequences: int
-    max_batched_tokens: int  # of one step, decodes and prefill chunks together
-    kv_tokens: int  # of the whole cache
+    max_batched_tokens: int  # per engine step, decodes and prefill chunks together
+    kv_tokens: int  # capacity of the KV cache
     prefix_caching: bool
-    drafts: Drafts | None = None  # None: it makes none
+    drafts: Drafts | None = None  # None: no drafts
 
 
 # --------------------------------------------------------------------------- pools of workers
@@ -98,31 +103,30 @@ class Engine:
 
 @dataclass(frozen=True)
 class Link:
-    """How a new version gets to the workers of a pool."""
+    """The link over which the workers of a pool get a new version from the trainer."""
 
-    latency_s: float  # of one version, whatever its size
-    bytes_s: float  # of the whole pool's way to the trainer
-    version_bytes: float  # of one version on this way: dense, or as differences
-    # a version crosses once for the whole pool (broadcast, relay); else once per worker, sharing
-    # bytes_s
+    latency_s: float  # per version, independent of its size
+    bytes_s: float  # bandwidth that all workers of the pool share
+    version_bytes: float  # size of one version on the link: dense, or as differences
+    # True: a version crosses the link once for the pool (broadcast, relay); False: once per worker
     relay: bool
-    apply_s: float  # the engine stands still for so long; before that it goes on
-    full_bytes: float  # of a version for a worker that has none of them (it joins, or missed some)
+    apply_s: float  # pause of the engine while it applies a version; it computes until then
+    # Size of a version for a worker that lacks the version before: it joined, or missed some.
+    full_bytes: float
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What it costs to get a worker of this pool."""
+    """The delays of getting a worker of this pool."""
 
-    queue_s: float  # from the request to its grant, mean of an exponential; 0: at once
-    start_s: float  # from the grant (at a cold start) until the engine can load weights
+    queue_s: float  # mean time from request to grant, exponentially distributed; 0: at once
+    start_s: float  # time from the grant (a cold start) until the engine can load weights
     refused: float = 0.0  # share of the requests that the queue refuses after `queue_s`
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Like workers. A worker is one engine on `tensor_parallel` GPUs; their names are
-    `{name}-{i}`."""
+    """A pool of identical workers `{name}-{i}`, each an engine on `tensor_parallel` GPUs."""
 
     name: str
     kind: Kind
@@ -131,80 +135,81 @@ class Pool:
     engine: Engine
     link: Link
     allocation: Allocation
-    # workers: all there are from the start, or, of a pool `on_request` or of spot, the most
+    # Number of workers, all there from the start; in spot and `on_request` pools the most.
     count: int
-    on_request: bool = (
-        False  # each is asked for by RequestCapacity; a request "name" or "name-..." picks the pool
-    )
-    serving: Serving | None = None  # cooperative: what runs beside
-    available: Available | None = None  # spot: how many there are, when
-    # GPUs before its own, of pools of unlike degrees, which may share theirs; None: one degree
+    # True: each worker is requested; a request "name" or "name-..." goes to the pool "name"
+    on_request: bool = False
+    serving: Serving | None = None  # cooperative pools: the online serving on the same devices
+    available: Available | None = None  # spot pools: number of machines over time
+    # Index of the pool's first GPU, where pools with different degrees of tensor parallelism may
+    # share GPUs. None: all pools have one degree.
     first_gpu: int | None = None
-    # hybrid: a worker that rests trains, the others roll out; else all change with the phases
+    # Hybrid pools. True: provisioning decides which workers train (those that rest) and which roll
+    # out. False: all workers change sides with the phases of a step.
     split: bool = False
-    switch_s: float = (
-        0.0  # hybrid: from training to rollout and back, each; cooperative: RestWorker -> UseWorker
-    )
+    # hybrid: time of each switch between training and rollout; cooperative: time to wake up
+    switch_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Available:
-    """Spot machines over time; arrays of one length, `at` ascending from 0. The last count holds
-    for ever."""
+    """Number of spot machines over time. Arrays (changes,); the last number holds for ever."""
 
-    at: np.ndarray  # float64, s
-    workers: np.ndarray  # int32
+    at: np.ndarray  # float64, seconds
+    workers: np.ndarray  # int32, number available from `at` on
 
 
-# --------------------------------------------------------------------------- serving beside
-# cooperative workers
+# --------------------------------------------------------------------------- co-serving
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the online engine of one device does, piecewise constant and repeated each `period_s`.
-    Arrays (pieces,), of its requests (requests,)."""
+    """Load of the online engine on one device, piecewise constant and repeated each `period_s`."""
 
-    at: np.ndarray  # float64, s, ascending from 0
-    busy: np.ndarray  # share of the time in which it computes
-    kv: np.ndarray  # share of the device's KV memory that its requests hold
-    requests: np.ndarray  # (requests,) int64: the piece in which each arrives
-    ttft_s: np.ndarray  # (requests,) of each without rollouts
-    tpot_s: np.ndarray  # (requests,); nan for one token
+    at: np.ndarray  # (pieces,) float64, begin of each piece in seconds, ascending from 0
+    busy: np.ndarray  # (pieces,) share of the time in which the online engine computes
+    kv: np.ndarray  # (pieces,) share of the device's KV memory that its requests hold
+    requests: np.ndarray  # (requests,) int64: index of the piece in which each request arrives
+    ttft_s: np.ndarray  # (requests,) TTFT of each request without rollouts
+    tpot_s: np.ndarray  # (requests,) TPOT without rollouts; nan for a request of one token
     period_s: float
-    beside: Load | None = (
-        None  # the same pieces and requests while rollouts compute: with `gate` at the pace of the
-    )
-    # targets instead of its fastest, so that its `busy` is less, with `memory_only` slower; null:
-    # no different
+    # Load by the same requests, in the same pieces, while rollouts compute. Under `gate` the online
+    # engine decodes at the pace of its targets instead of its fastest, so that it is less `busy`.
+    # Under `memory_only` its steps are slower. None: the load is the same.
+    beside: Load | None = None
 
 
 class Devices(Protocol):
     def load(self, device: int) -> tuple[Load, float]:
-        """Of device 0, 1, ...: (its load, seconds by which it is ahead: time t is the load's t +
-        ahead). Devices may share one `Load` object."""
+        """Return (load, ahead) of the device with this index, from 0. At time t the device is where
+        the load is at t + ahead seconds. Devices may share one `Load` object."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Online serving on the devices of a cooperative pool, and what is lent beside it."""
+    """Online serving on the devices of a cooperative pool, and the rules of lending beside it.
+
+    The executor decides how the device is shared:
+    1. gate (ROSE): rollout steps run in the idle time of serving.
+    2. memory_only (like Prism): memory is shared and compute is contended; both sides slow down
+       while both compute.
+    3. none: the whole device is lent and there is no serving (an upper bound).
+    """
 
     devices: Devices
     executor: Literal["gate", "memory_only", "none"]
-    # gate: ROSE's; rollout steps run in the idle time. memory_only: Prism-like; memory is shared,
-    # compute is contended: both sides slow down while both compute. none: the whole device is lent
-    # and serving does not exist (upper bound).
     ttft_slo_s: float  # P99
     tpot_slo_s: float  # P99
     overhead: float  # gate: share of the idle time lost to admission
-    # memory_only: both take 1 + contention times as long while serving computes (1: time slices)
+    # memory_only: while both sides compute, both take 1 + contention times as long
     contention: float
-    reserve: float  # share of KV memory never lent beyond what serving holds
-    # gate: share in use or lent above which what is lent is halved, until the next training step
+    reserve: float  # share of KV memory that is never lent, beside what serving holds
+    # gate: while serving's and the lent KV together exceed this share of the memory, the lent KV is
+    # halved. It may not grow again before the next training step.
     high_watermark: float
-    # the rollout side is sent a change of lendable KV of at least this share of the whole
+    # least change of lendable KV that is reported, as a share of the whole cache
     step: float
-    # between two tokens of a request: alone, beside; if known
+    # P99 of the seconds between two tokens of a request, alone and beside rollouts; nan: unknown
     gap_p99_s: tuple[float, float] = (math.nan, math.nan)
 
 
@@ -213,31 +218,31 @@ class Serving:
 
 @dataclass(frozen=True)
 class Episode:
-    """One trajectory as it will go, whoever serves it. Tuples have an element per turn."""
+    """The course of a trajectory on any engine. Tuples have an element per turn."""
 
-    prompt_tokens: int  # its first turn's context; a group's members share it
-    output_tokens: tuple[int, ...]  # generated, each >= 1
-    observation_tokens: tuple[int, ...]  # appended to the context after the turn
-    tool_s: tuple[float, ...]  # from the turn's end to the next request; the last: to the reward
-    # whether the turn's tool call fails (`TurnRequested.outcome` of the next)
+    prompt_tokens: int  # context of the first turn, shared by the group's members
+    output_tokens: tuple[int, ...]  # generated tokens, each >= 1
+    observation_tokens: tuple[int, ...]  # tokens appended to the context after the turn
+    # seconds from the turn's end to the next turn's request; after the last turn, to the reward
+    tool_s: tuple[float, ...]
+    # True where the turn's tool call fails (`TurnRequested.outcome` of the next turn)
     failed: tuple[bool, ...]
     reward: float
-    reset_s: float = 0.0  # from its start to its first request
-    crashed: bool = (
-        False  # the environment dies after the last turn: another episode takes the place
-    )
+    reset_s: float = 0.0  # seconds from the start to the first request
+    # True: the environment dies after the last turn, and a new trajectory replaces this one.
+    crashed: bool = False
     domain: str = ""
 
 
 class Environment(Protocol):
-    max_new_tokens: int  # per turn, as the scheduler counts it
+    max_new_tokens: int  # limit per turn, as the scheduler knows it
 
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator
     ) -> list[Episode]:
-        """The members of prompt `index`, by the policy `version` (drift). `draw` is seeded by (run,
-        prompt, try), so rival policies meet the same episodes. A further call with `size=1` makes a
-        crashed member's replacement."""
+        """Draw `size` episodes of prompt `index` under policy `version`, on which lengths and
+        success may depend. `draw` is seeded by (run, prompt, attempt), so that systems under
+        comparison get the same episodes. A later call with `size=1` replaces a crashed member."""
 
 
 # --------------------------------------------------------------------------- sandboxes on hosts
@@ -247,51 +252,52 @@ Recovery = Literal["none", "replay", "full", "classified"]
 
 @dataclass(frozen=True)
 class Save:
-    """What it costs to save a sandbox once."""
+    """The cost of saving a sandbox once."""
 
-    capture_s: float  # of a core, while the model thinks: the next command waits for its end
-    bytes: float  # packed, to the store
+    # seconds of a core, while the model generates; the next command waits until the capture ended
+    capture_s: float
+    bytes: float  # size as sent to the store
 
 
 @dataclass(frozen=True)
 class Change:
-    """A kind of turn, by what it has changed in its sandbox."""
+    """A kind of turn: what its command changed in the sandbox."""
 
-    share: float  # of all turns
-    save: Save | None  # None: there is nothing to save
+    share: float  # share of all turns
+    save: Save | None  # None: nothing to save
 
 
 @dataclass(frozen=True)
 class Sandboxes:
-    """Sandboxes of the trajectories on environment hosts, and what is saved of them.
+    """The trajectories' sandboxes on the environment hosts, and how they are saved.
 
-    `recovery`, when a host dies. none: its trajectories begin again. replay: their turns are
-    recorded; another host runs the recorded commands again. full, classified: they go on from the
-    last turn that is saved, and make the turns after it again; full saves all after each turn,
-    classified what `changes` says.
+    When a host dies, `recovery` decides how its trajectories continue:
+    1. none: they begin again.
+    2. replay: another host runs their recorded commands again.
+    3. full, classified: they continue from the last saved turn and generate the later turns again.
+       full saves the whole sandbox after each turn, classified what `changes` says.
     """
 
-    cores: tuple[float, ...]  # of each host, which its commands, starts and captures share
-    memory_bytes: float  # of a host, for sandboxes; one that finds no room waits
-    sandbox_bytes: float  # of memory, of one
-    start_s: float  # of a core
-    turn_s: float  # of a core: of each command, beside its own
-    look_s: float  # of a core: to classify a turn
+    cores: tuple[float, ...]  # cores of each host, shared by its commands, starts and captures
+    memory_bytes: float  # memory of a host for sandboxes; a sandbox waits until there is room
+    sandbox_bytes: float  # memory of one sandbox
+    start_s: float  # core seconds
+    turn_s: float  # core seconds that each command costs in addition to its own
+    look_s: float  # core seconds to classify a turn
     changes: tuple[Change, ...]
     full: Save
-    restore_s: float  # of a core, after the start
-    restore_bytes: float  # read from the store
-    staging_bytes: (
-        float  # of a host, captured and not stored yet; a capture that finds none is left out
-    )
-    host_bytes_s: float  # the most that a host sends to the store, first come first served
-    store_bytes_s: float  # the most that the store takes from all
+    restore_s: float  # core seconds after the start
+    restore_bytes: float  # bytes read from the store
+    # Limit on a host's captured bytes that are not stored yet. A capture beyond it is skipped.
+    staging_bytes: float
+    host_bytes_s: float  # bandwidth of a host to the store, first come first served
+    store_bytes_s: float  # bandwidth of the store, all hosts together
     recovery: Recovery
-    mtbf_s: float  # of a host that is up, mean of an exponential; inf: none fails
-    restart_s: float  # until it is there again
-    detect_s: float  # from its death until its trajectories go on elsewhere
-    load_s: float  # between two words about a host's load
-    failures: tuple[tuple[float, int], ...] = ()  # besides: (at, host)
+    mtbf_s: float  # mean time until a running host fails, exponentially distributed; inf: never
+    restart_s: float  # time from a host's failure until it is up again
+    detect_s: float  # time from a host's failure until its trajectories continue elsewhere
+    load_s: float  # interval of a host's load reports
+    failures: tuple[tuple[float, int], ...] = ()  # planned failures in addition: (at, host)
 
 
 # --------------------------------------------------------------------------- training, the whole
@@ -299,32 +305,31 @@ class Sandboxes:
 
 @dataclass(frozen=True)
 class Trainer:
-    """step_s + (tokens x flops_per_token + pairs x flops_per_pair) / (gpus x gpu.flops x mfu).
-    `gpus` 0: step_s is all (calibrated runs)."""
+    """The trainer. A step takes step_s + token_s x tokens + (tokens x flops_per_token + pairs x
+    flops_per_pair) / (gpus x gpu.flops x mfu) seconds; without the last term if `gpus` is 0."""
 
-    gpus: int
+    gpus: int  # 0: a trainer calibrated on a live run
     gpu: Gpu
-    mfu: float  # share of the peak
-    flops_per_token: (
-        float  # of one training token: 6 x active parameters, and 2 x for each forward pass besides
-    )
-    step_s: float  # whatever its tokens: optimizer, data
-    publish_s: float  # from the step's end until the first byte of the version can leave
-    token_s: float = 0.0  # besides, per token (calibrated runs)
-    # of attention: a trajectory of n tokens has n x n / 2 pairs of a token and one before it
+    mfu: float  # share of the peak FLOP/s that training reaches
+    # 6 x active parameters per training token, and 2 x for each further forward pass
+    flops_per_token: float
+    step_s: float  # time of a step that doesn't depend on its tokens: optimizer, data
+    publish_s: float  # time from the step's end until the first byte of the version can leave
+    token_s: float = 0.0  # seconds per token, in calibrated runs
+    # FLOP of attention. A trajectory of n tokens has n x n / 2 pairs of a token and an earlier one.
     flops_per_pair: float = 0.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    groups: int  # a step trains on
+    groups: int  # per training step
     group_size: int
-    dynamic_sampling: bool  # a group whose rewards are all equal is refused (DAPO)
+    dynamic_sampling: bool  # True: groups whose rewards are all equal are rejected (DAPO)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """`steps` training steps. `driver` fields say how the live coordinator behaves."""
+    """A simulated run. `tick_s` to `stream` describe the behaviour of the live processes."""
 
     name: str
     steps: int
@@ -332,17 +337,16 @@ class Spec:
     environment: Environment
     trainer: Trainer
     pools: tuple[Pool, ...]
-    tick_s: float  # between two Ticks (rose.coordinator.coordinator.TICK_S)
-    progress_s: float  # between two words about a running turn; inf: one at its end
-    dispatch_s: float  # from a decision to the engine
-    answer_s: float  # from the engine's last token of a turn to the next decision
-    in_flight: Literal["recompute", "keep", "finish"] = (
-        "recompute"  # what runs when weights come (transfer.in_flight)
-    )
-    # environments (live: env.max_failures_in_row)
-    max_failures_in_row: int = 1000  # ours: ends a run whose every environment crashes, no other
-    stream: bool = False  # groups are trained as soon as a step is certain of them (trainer.stream)
-    sandboxes: Sandboxes | None = None  # None: they cost nothing, and no host fails
-    horizon_s: float = math.inf  # a run that takes longer is an error
-    # field -> where its number is from, for reports
-    source: dict[str, str] = field(default_factory=dict)
+    tick_s: float  # interval of Tick events (rose.coordinator.coordinator.TICK_S)
+    progress_s: float  # interval of progress reports of running turns; inf: only at a turn's end
+    dispatch_s: float  # delay from a scheduler's decision to the engine
+    answer_s: float  # delay from an engine's last token of a turn to the scheduler
+    # treatment of running turns when an engine loads new weights (transfer.in_flight)
+    in_flight: Literal["recompute", "keep", "finish"] = "recompute"
+    # consecutive environment crashes that end the run (live: env.max_failures_in_row)
+    max_failures_in_row: int = 1000  # ours: reached only where every environment crashes
+    # True: a group is trained as soon as it is certain to be in the step's batch (trainer.stream).
+    stream: bool = False
+    sandboxes: Sandboxes | None = None  # None: sandboxes cost nothing and no host fails
+    horizon_s: float = math.inf  # limit on simulated time; a longer run is an error
+    source: dict[str, str] = field(default_factory=dict)  # field -> origin of its number

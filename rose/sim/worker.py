@@ -1,4 +1,4 @@
-"""One simulated worker: its engine, the turns in it, and when it was busy or held a GPU."""
+"""A simulated worker: its engine, its turns, and when it was busy or held its GPUs."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ class SimWorker:
         self.name, self.pool, self.serial = name, pool, serial
         drafts = pool.engine.drafts is not None
         self.engine = DraftingEngine(pool.engine, ended) if drafts else SimEngine(pool.engine)
-        self.pace: lending.Pace | None = None  # None: work time is the wall's
+        self.pace: lending.Pace | None = None  # None: work time equals simulated time
         self.budget: lending.Budget | None = None
         self.load, self.ahead = None, 0.0
         self.version = -1
-        self.turns: dict[str, object] = {}  # in the engine: turn -> its trajectory
-        self.ticket = 0  # of the engine's next event
+        self.turns: dict[str, object] = {}  # turn in the engine -> its trajectory
+        self.ticket = 0  # ticket of the engine's next event in the loop; 0: none
         self.busy_since = -1.0
         self.spans = array("d")
         self.held_s, self.held_since = 0.0, now
-        self.asked_at = -1.0  # it was asked for, and can't take turns yet
+        # Time at which the worker was requested or woken up, until it can take turns; then -1.
+        self.asked_at = -1.0
         self.alive, self.loading = True, False
-        # KV tokens and `revoked`, as the scheduler knows them
+        # (KV tokens, revoked) of the last report to the scheduler
         self.reported = (pool.engine.kv_tokens, False)
         self.reporting = False
 
@@ -57,7 +58,7 @@ class SimWorker:
         return now if self.pace is None else self.pace.work(now)
 
     def watch(self, now: float) -> None:
-        """Note whether it is busy from now on."""
+        """Note whether the worker is busy from now on."""
         busy = self.engine.due < math.inf
         if busy and self.busy_since < 0:
             self.busy_since = now

@@ -1,6 +1,6 @@
-"""The simulated workers: engines that join, load weights, lend more or less memory, and go.
+"""The simulated workers: engines that join, load weights, lend more or less memory, and leave.
 
-Left out: turns (rose.sim.driver), and how an engine computes (rose.sim.engine).
+rose.sim.driver has their turns, and rose.sim.engine how an engine computes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from rose.sim.worker import SimWorker
 
 
 class Hub(Protocol):
-    """Who drives the scheduler."""
+    """The driver of the scheduler, as this module uses it."""
 
     def feed(self, event: ev.Event) -> None: ...
 
     def returned(self, worker: SimWorker, turns: list) -> None:
-        """Its engine is without them: it is lost, or memory was called back."""
+        """Return the turns that the worker's engine dropped: it was lost, or memory was revoked."""
 
     def reschedule(self, worker: SimWorker) -> None:
-        """Something was done to its engine."""
+        """Schedule the engine's next event, after a change of the engine."""
 
     def synced(self) -> None:
-        """No dedicated worker may be waited for any more."""
+        """End the step if no dedicated worker is still to load its weights."""
 
-    def rests(self, worker: str) -> bool:
-        """By the scheduler's word."""
+    def is_resting(self, worker: str) -> bool:
+        """Return whether the scheduler has put the worker to rest."""
 
 
 class Workers:
@@ -40,30 +40,31 @@ class Workers:
         self._spec, self._loop, self._draw, self._hub, self._feed = what, loop, draw, hub, hub.feed
         self.by_name: dict[str, SimWorker] = {}
         self.gone: list[SimWorker] = []
-        self.waited_for: dict[str, None] = {}  # dedicated ones that load
+        # Dedicated and hybrid workers that load weights; the step waits for them.
+        self.waited_for: dict[str, None] = {}
         self.granted: list[result.Granted] = []
         self.lost = self.refused = 0
         self._pools = {pool.name: pool for pool in what.pools}
-        self._requests: dict[str, tuple[spec.Pool, bool]] = {}  # -> (pool, it has joined)
-        self._used = dict.fromkeys(self._pools, 0)  # requests open or granted
+        self._requests: dict[str, tuple[spec.Pool, bool]] = {}  # request -> (pool, joined)
+        self._used = dict.fromkeys(self._pools, 0)  # pool -> requests open or granted
+        # pool -> spot instances that start or run
         self._spot: dict[str, list[str]] = {pool.name: [] for pool in what.pools}
-        self._started_spot = dict.fromkeys(self._pools, 0)
-        self._serial = dict.fromkeys(self._pools, 0)  # of those that joined
-        self._sending: dict[
-            str, list[tuple[SimWorker, int, float]]
-        ] = {}  # pool -> what leaves at this instant
-        self._link_free = dict.fromkeys(self._pools, 0.0)
-        self._tables: dict[tuple[int, str], tuple] = {}  # of a Load -> (pace, changes)
-        self._regroup_s = (
-            0.0  # that the trainer's next step takes longer, as GPUs have changed sides
-        )
+        self._started_spot = dict.fromkeys(self._pools, 0)  # pool -> instances so far
+        self._serial = dict.fromkeys(self._pools, 0)  # pool -> workers that have joined
+        # pool -> (worker, version, bytes) of the transfers requested at this instant
+        self._sending: dict[str, list[tuple[SimWorker, int, float]]] = {}
+        self._link_free = dict.fromkeys(self._pools, 0.0)  # pool -> time its link is free
+        # (id of a Load, pool) -> (pace, changes)
+        self._tables: dict[tuple[int, str], tuple] = {}
+        # Seconds by which the next training step is longer, since GPUs have changed sides.
+        self._regroup_s = 0.0
         self.version = -1
         self._ended = Ended()
 
     # ----------------------------------------------------------------- joining and leaving
 
     def start(self) -> None:
-        """Those that are there from the beginning hold version 0."""
+        """Join the initial workers, which hold version 0, and schedule changes of availability."""
         for pool in self._spec.pools:
             if pool.available is not None:
                 call = self._reclaim if pool.on_request else self._spot_changed
@@ -80,7 +81,7 @@ class Workers:
         worker.version, worker.asked_at = version, asked_at
         self.by_name[name] = worker
         if pool.serving is not None:
-            self._beside(worker, pool.serving)
+            self._attach_serving(worker, pool.serving)
         if version == self.version and asked_at >= 0:
             self._is_ready(worker)
         self._feed(
@@ -95,12 +96,12 @@ class Workers:
                 shape=_shape(pool, worker.serial),
             )
         )
-        if self._hub.rests(name):
+        if self._hub.is_resting(name):
             worker.end_hold(now)
         if worker.budget is not None:
-            self._look(worker, 0)
+            self._update_budget(worker, 0)
 
-    def _beside(self, worker: SimWorker, serving: spec.Serving) -> None:
+    def _attach_serving(self, worker: SimWorker, serving: spec.Serving) -> None:
         worker.load, worker.ahead = serving.devices.load(worker.serial)
         key = id(worker.load), worker.pool.name
         if key not in self._tables:
@@ -130,7 +131,7 @@ class Workers:
         self._hub.synced()
 
     def trajectory_ended(self, group: str) -> None:
-        """What it has said helps to draft for its siblings."""
+        """Count an ended trajectory, whose text helps to draft for its siblings."""
         self._ended.add(group)
         drafting = [w for w in self.by_name.values() if w.pool.engine.drafts is not None]
         for worker in drafting:
@@ -141,7 +142,7 @@ class Workers:
         self._ended.drop(group)
 
     def _spot_changed(self, pool: spec.Pool, _ticket: int) -> None:
-        """Instances beyond what is available are lost, any of them; where more are, they start."""
+        """Lose random instances beyond the number available now, or start instances up to it."""
         here, count = self._spot[pool.name], min(self._available(pool), pool.count)
         while len(here) > count:
             worker = self.by_name.get(here.pop(int(self._draw.integers(len(here)))))
@@ -166,11 +167,11 @@ class Workers:
             self._join(name, pool, version, asked_at)
 
     def _reclaim(self, pool: spec.Pool, _ticket: int) -> None:
-        """As `_spot_changed`, of instances that were asked for."""
+        """Lose random workers of a pool `on_request` while more are in use than available."""
         while self._used[pool.name] > self._available(pool):
             here = [name for name, (of, joined) in self._requests.items() if of is pool and joined]
             if not here:
-                return  # those that start now find out when they have
+                return  # `_started` checks again for the workers that still start.
             request = here[int(self._draw.integers(len(here)))]
             self._forget(request)
             self.lost += 1
@@ -191,7 +192,9 @@ class Workers:
         self._requests[action.request] = pool, False
         self._feed(ev.CapacityQueued(at=self._loop.now, request=action.request))
         queued = self._draw.exponential(pool.allocation.queue_s) if pool.allocation.queue_s else 0.0
-        self._loop.at(self._loop.now + queued, self._answer, (action.request, self._loop.now))
+        self._loop.at(
+            self._loop.now + queued, self._answer_request, (action.request, self._loop.now)
+        )
 
     def _pool_of(self, request: str) -> spec.Pool:
         pools = [pool for pool in self._spec.pools if pool.on_request]
@@ -205,10 +208,10 @@ class Workers:
             )
         return (named or pools)[0]
 
-    def _answer(self, what: tuple[str, float], _ticket: int) -> None:
+    def _answer_request(self, what: tuple[str, float], _ticket: int) -> None:
         request, asked_at = what
         if request not in self._requests:
-            return  # given back meanwhile
+            return  # The request was released in the meantime.
         pool, now = self._requests[request][0], self._loop.now
         most = min(self._available(pool), pool.count)
         if self._used[pool.name] > most or self._draw.random() < pool.allocation.refused:
@@ -238,15 +241,15 @@ class Workers:
         joined = self._requests[action.request][1]
         self._forget(action.request)
         if joined and action.request in self.by_name:
-            self.lose(self.by_name[action.request], "given back")
+            self.lose(self.by_name[action.request], "released")
 
     def _forget(self, request: str) -> None:
         self._used[self._requests.pop(request)[0].name] -= 1
 
     def use(self, action: ev.UseWorker) -> None:
-        """It wakes up: `switch_s` of the pool, and new weights if it needs them."""
+        """Wake the worker up, in the pool's `switch_s`. The scheduler orders weights if needed."""
         worker, now = self.by_name[action.worker], self._loop.now
-        self._changes_side(worker)
+        self._note_switch(worker)
         worker.hold(now)
         worker.asked_at = now
         if worker.pool.switch_s:
@@ -259,7 +262,7 @@ class Workers:
 
     def rest(self, action: ev.RestWorker) -> None:
         worker = self.by_name[action.worker]
-        self._changes_side(worker)
+        self._note_switch(worker)
         worker.end_hold(self._loop.now)
         worker.asked_at = -1.0
 
@@ -273,7 +276,7 @@ class Workers:
     # ----------------------------------------------------------------- weights
 
     def load(self, action: ev.LoadWeights) -> None:
-        """What is asked for at one instant shares the pool's link."""
+        """Send a version to the worker. Transfers ordered at one instant share the pool's link."""
         worker = self.by_name[action.worker]
         worker.loading = True
         if worker.pool.kind in ("dedicated", "hybrid"):
@@ -328,21 +331,21 @@ class Workers:
         self._feed(ev.WorkerLoaded(at=self._loop.now, worker=worker.name, version=version))
         self._hub.synced()
 
-    # ----------------------------------------------------------------- what is lent
+    # ----------------------------------------------------------------- lent memory
 
-    def _look_later(self, worker: SimWorker) -> None:
+    def _plan_budget_update(self, worker: SimWorker) -> None:
         at = worker.budget.next_change(self._loop.now)
         if at < math.inf:
-            self._loop.at(at, self._look, worker)
+            self._loop.at(at, self._update_budget, worker)
 
-    def _look(self, worker: SimWorker, _ticket: int) -> None:
+    def _update_budget(self, worker: SimWorker, _ticket: int) -> None:
         if worker.alive:
             worker.budget.update(self._loop.now)
             self._report_capacity(worker)
-            self._look_later(worker)
+            self._plan_budget_update(worker)
 
     def step_begins(self) -> None:
-        """What was called back may be lent again."""
+        """Allow each budget to grow again, since a training step begins."""
         for worker in list(self.by_name.values()):
             if worker.budget is not None:
                 worker.budget.thaw()
@@ -350,8 +353,8 @@ class Workers:
                 self._report_capacity(worker)
 
     def _report_capacity(self, worker: SimWorker) -> None:
-        """To the engine, which may have to give turns back, and to the scheduler, if it is worth a
-        word."""
+        """Resize the engine's KV cache to what is lent, and report it to the scheduler, if the
+        change is at least `step` of the whole, to or from 0, or a change of `revoked`."""
         whole, share = worker.pool.engine.kv_tokens, worker.budget.share
         tokens, revoked = int(share * whole), worker.budget.frozen
         reported, was_revoked = worker.reported
@@ -367,7 +370,7 @@ class Workers:
         now = self._loop.now
         gone = worker.engine.set_kv(worker.work(now), tokens)
         sequences = worker.pool.engine.max_sequences if tokens else 0
-        word = ev.WorkerCapacity(
+        report = ev.WorkerCapacity(
             at=now,
             worker=worker.name,
             kv_tokens=tokens,
@@ -375,34 +378,35 @@ class Workers:
             expected_s=expected_s,
             revoked=revoked,
         )
-        self._feed(word)
+        self._feed(report)
         if gone:
             self._hub.returned(worker, gone)
-            self._feed(word)  # after each TurnReturned a worker reports what it can take now
+            self._feed(report)  # A worker reports its capacity again after each TurnReturned.
         self._hub.reschedule(worker)
 
     # ----------------------------------------------------------------- hybrid pools
 
     def to_training(self, seconds: float) -> float:
-        """The trainer's GPUs stop to roll out; seconds until they can train."""
+        """Stop rollout on hybrid workers for `seconds`. Return the delay until their GPUs train."""
         return self._switch(False, seconds)
 
     def to_rollout(self) -> None:
         self._switch(True, 0.0)
 
-    def away(self) -> int:
-        """GPUs of the trainer that roll out while it trains."""
+    def gpus_rolling_out(self) -> int:
+        """Return the number of the trainer's GPUs that roll out while it trains."""
         return sum(
             worker.pool.tensor_parallel
             for worker in self.by_name.values()
-            if worker.pool.split and not self._hub.rests(worker.name)
+            if worker.pool.split and not self._hub.is_resting(worker.name)
         )
 
-    def _changes_side(self, worker: SimWorker) -> None:
+    def _note_switch(self, worker: SimWorker) -> None:
         if worker.pool.split:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
     def _switch(self, rollout: bool, seconds: float) -> float:
+        """Switch the hybrid workers that change with the phases. Return the longest delay."""
         longest = 0.0
         if not rollout:
             longest, self._regroup_s = self._regroup_s, 0.0
@@ -457,7 +461,7 @@ class Workers:
 
 
 def _shape(pool: spec.Pool, serial: int) -> ev.Shape | None:
-    """Of the worker that joined this pool after `serial` others."""
+    """Return the shape of the worker that joined this pool after `serial` others."""
     if pool.first_gpu is None:
         return None
     step, degree = pool.engine.step, pool.tensor_parallel

@@ -93,8 +93,8 @@ def test_a_sibling_that_ends_lets_the_others_draft_more():
     ended.add("g")
     assert not e.sibling_ended(0.02, "g")  # one of two
     ended.add("g")
-    before = e.look(0.5, e.running()[0])
-    assert e.sibling_ended(0.5, "g") and e.look(0.5, e.running()[0]) >= before
+    before = e.tokens_by(0.5, e.running()[0])
+    assert e.sibling_ended(0.5, "g") and e.tokens_by(0.5, e.running()[0]) >= before
     (at,) = [at for at, _ in ends(e)]
     assert 0.5 < at < 0.5 + (without - 0.5) * 0.6
     assert not e.sibling_ended(3.0, "g")
@@ -125,7 +125,7 @@ def test_a_full_cache_preempts_and_no_token_is_lost():
     e.add(0.0, first)
     e.add(0.0, second)
     assert [key for _, key in ends(e)] == ["a", "b"]
-    assert e.preemptions >= 1 and first.made == second.made == 300
+    assert e.preemptions >= 1 and first.attempt_tokens == second.attempt_tokens == 300
 
 
 def test_a_run_with_drafts_counts_the_same_tokens_in_less_time():

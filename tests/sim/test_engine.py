@@ -144,7 +144,7 @@ def test_a_full_cache_preempts_the_newest_which_computes_again_what_was_taken():
     e.add(0.0, second)
     ended = run(e)
     assert [key for _, key in ended] == ["a", "b"]
-    assert e.preemptions >= 1 and first.made == second.made == 300
+    assert e.preemptions >= 1 and first.attempt_tokens == second.attempt_tokens == 300
     # with a's 700 tokens there is room for 300 of b's
     assert 800 + 1 <= e.prefilled <= 800 + 200 + e.preemptions
 
@@ -174,7 +174,7 @@ def test_a_cache_that_shrinks_gives_back_the_newest_with_what_they_made():
     e.add(1.0, new)
     run(e, 3.0)
     assert e.set_kv(3.0, 1600) == [new]
-    assert 0 < new.made < 500
+    assert 0 < new.attempt_tokens < 500
     assert [key for _, key in run(e)] == ["a"]
 
 
@@ -184,10 +184,10 @@ def test_what_is_removed_says_what_it_made_and_the_others_go_on():
     e.add(0.0, a)
     e.add(0.0, b)
     run(e, 0.5)
-    seen = e.look(0.5, a)
+    seen = e.tokens_by(0.5, a)
     e.remove(0.5, a)
-    assert 0 < seen <= a.made <= seen + 1
-    assert [key for _, key in run(e)] == ["b"] and b.made == 100
+    assert 0 < seen <= a.attempt_tokens <= seen + 1
+    assert [key for _, key in run(e)] == ["b"] and b.attempt_tokens == 100
 
 
 def test_an_engine_that_stands_still_is_late_by_that():
@@ -208,9 +208,9 @@ def test_weights_that_recompute_cost_a_prefill_of_all_that_runs():
     e.add(0.0, a)
     run(e, 1.0)
     e.pause(1.0, 0.5, recompute=True, clear=True)
-    made = a.made
+    made = a.attempt_tokens
     run(e)
-    assert a.made == 200 and e.prefilled == 300 + 300 + made
+    assert a.attempt_tokens == 200 and e.prefilled == 300 + 300 + made
 
 
 def test_coefficients_that_take_no_time_are_refused():

@@ -1,7 +1,7 @@
-"""Questions to the simulator, and their answers: what is gained over which rival, over a sweep,
-with how many GPUs.
+"""Studies with the simulator: comparisons of systems, sweeps, and the search for a number of GPUs.
 
-A checked `Config` becomes `rose.sim.Spec`s and schedulers (`build`), runs over systems and seeds
-(`runs`), and their outcomes tables, pages and files. May import rose.config, rose.scheduler,
-rose.sim and rose.observe; never torch, vLLM or MPI, so that it answers on any laptop.
+`build` turns a checked `Config` into `rose.sim.Spec`s and schedulers, `runs` simulates all systems
+and seeds, and the other modules turn the outcomes into tables, pages and files. The package may
+import rose.config, rose.scheduler, rose.sim and rose.observe; never torch, vLLM or MPI, so that it
+runs on any laptop.
 """

@@ -1,8 +1,8 @@
-"""From a checked configuration to what the simulator takes: a `Spec` and a `Scheduler` per system.
+"""Builds the simulator's input from a checked configuration: a `Spec` and a `Scheduler` per system.
 
-What the configuration says of a live run (model, batch, engines, trainer) holds here too; `sim`
-says the rest, and rose.sim.hardware turns published peaks into times. One parameter set for all
-systems: a `SimSystem` names policies, pools and how updates meet running turns, and no number.
+The configuration of a live run (model, batch, engines, trainer) applies here, too. `sim` adds the
+rest, and rose.sim.hardware turns published peaks into times. All systems share one set of numbers:
+a `SimSystem` names policies, pools and the treatment of running turns at updates, but no number.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rose.sim.study import pools
 from rose.sim.study.pools import known
 
 MIB, GIB, MB = 2**20, 2**30, 1e6  # definition: bytes
-HOUR_S = 3600.0  # definition: of an hour
+HOUR_S = 3600.0  # definition: seconds of an hour
 
 
 def ours(c: Config) -> SimSystem:
-    """The system that the configuration itself composes."""
+    """Return the system that the configuration itself composes."""
     return SimSystem(
         about="as configured",
         scheduler=c.scheduler,
@@ -36,19 +36,19 @@ def ours(c: Config) -> SimSystem:
 
 
 def systems(c: Config) -> dict[str, SimSystem]:
-    """Rivals first; the configured one takes the place of a rival of its name."""
+    """Return all systems: the rivals, then the configured one, which replaces a namesake."""
     return {name: each for name, each in c.sim.systems.items() if name != c.sim.label} | {
         c.sim.label: ours(c)
     }
 
 
 def make_scheduler(c: Config, system: SimSystem) -> Scheduler:
-    """A new one. Raises `ConfigError`."""
+    """Return a new scheduler of the system. Raises `ConfigError`."""
     return policies.build(system.scheduler, c.rollout.turn_timeout_s)
 
 
 def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
-    """Raises `ConfigError` naming the key."""
+    """Return the `Spec` of a system. Raises `ConfigError` naming the key."""
     s, shape = c.sim, _shape(c)
     key = f"{'sim' if name == s.label else f'sim.systems.{name}'}.pools={system.pools}"
     for pool in system.pools:
@@ -104,7 +104,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
 
 
 def _sandboxes(s: SimSandboxes, recovery: str | None) -> spec.Sandboxes | None:
-    """Raises `ConfigError`."""
+    """Return the sandboxes; None without hosts. Raises `ConfigError`."""
     if not s.hosts:
         return None
     if not s.cores:
@@ -147,19 +147,17 @@ def _save(s: SimSave | None) -> spec.Save | None:
 
 
 def _forward_passes(c: Config) -> float:
-    """Over the batch, beside those of the update: as many as are configured, or as the trainer of a
-    live run makes for old log-probabilities (rose/trainer/trainer.py)."""
+    """Return the forward passes over the batch besides the update's: the configured number, or the
+    live trainer's for old log-probabilities (rose/trainer/trainer.py)."""
     configured = c.sim.trainer.forward_passes
     return 1 - 1 / c.trainer.updates_per_step if configured is None else configured
 
 
 def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
-    """A domain or a device that the simulation doesn't have is a slip of the pen: nothing would go
-    there."""
-    routing, systems = (
-        system.scheduler.routing,
-        "" if name == c.sim.label else f"sim.systems.{name}.",
-    )
+    """Raise `ConfigError` if the hardware affinity names a domain or a device that the simulation
+    doesn't have: the name is mistyped, and no turn would go there."""
+    routing = system.scheduler.routing
+    systems = "" if name == c.sim.label else f"sim.systems.{name}."
     if routing.name != "rollart":
         return
     key = f"{systems}scheduler.routing.args"

@@ -1,8 +1,8 @@
-"""The online service on cooperative devices: a trace, its rate, and what each device does with it.
+"""The online service on cooperative devices: its trace, its rate, and the load of each device.
 
-The rate is given, or a share (sim.serving.load) of the highest at which a device alone keeps its
-P99 targets: an operator sizes a service by its peaks, which is why there is something to borrow
-(sim.serving.rate=null).
+The rate is configured, or (sim.serving.rate=null) a share, sim.serving.load, of the highest rate at
+which a device alone meets its P99 targets. Operators size a service by its peaks; this leaves idle
+GPU time to borrow.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from rose.config import ConfigError, SimServing
 from rose.sim import serving, spec, traces
 from rose.sim.traces.trace import LARGEST
 
-# devices that are computed; the others do as these, shifted in time
-VARIANTS = 4  # ours: as many as cost little; each is an equal share of one trace
-# of the search for the rate: scaling a trace's times changes its bursts, so it is made anew once
-ROUNDS = 2  # ours: once more on a trace made at about that rate
-FIRST_RATE = 4.0  # ours: requests/s, where that search begins
-FIRST_S = 600.0  # ours: seconds of the trace that it is made on
+# Number of devices that are computed. The others repeat their loads, shifted in time.
+VARIANTS = 4  # ours: cheap to compute; each gets an equal share of one trace
+# Rounds of the search for the rate. Scaling a trace's times changes its bursts, so that the second
+# round searches again on a trace generated at about the rate found.
+ROUNDS = 2  # ours: once more on a trace generated at about that rate
+FIRST_RATE = 4.0  # ours: requests/s at which the search begins
+FIRST_S = 600.0  # ours: seconds of the trace of the search
 GENERATED = tuple(inspect.signature(traces.generate).parameters)
 
 
 def make(
     s: SimServing, engine: spec.Engine, workers: int, executor: str, seed: int
 ) -> spec.Serving:
-    """Beside the online `engine`, which has the whole device's KV memory. Raises `ConfigError`."""
+    """Return the serving on a pool of `workers` with this online engine. Raises `ConfigError`."""
     source = json.dumps([s.trace, s.args], sort_keys=True)
     beside = {
         "gate": serving.Beside(engine, s.pace * s.slo.tpot_p99_s, s.hold_s),
@@ -77,13 +78,13 @@ def _devices(
 
 
 def _trace(source: str, seed: int, rate: float, seconds: float | None = None) -> traces.Trace:
-    """At `rate` requests/s on average; of a file from its beginning."""
+    """Return a trace, generated or from a file, with `rate` requests/s on average."""
     path, args = json.loads(source)
     if path is None:
         return traces.generate(
             seed, rate=rate, **(args | ({"seconds": seconds} if seconds else {}))
         )
-    # conf has arguments of generate
+    # The configuration may also have arguments of `generate`, which don't apply to a file.
     limits = {name: value for name, value in args.items() if name not in GENERATED}
     found = traces.read(Path(path)).clipped(
         **{"max_prompt": LARGEST, "max_output": LARGEST} | limits
@@ -94,7 +95,7 @@ def _trace(source: str, seed: int, rate: float, seconds: float | None = None) ->
 
 @functools.lru_cache(maxsize=8)
 def _provisioned(source: str, ttft_s: float, tpot_s: float, engine: spec.Engine) -> float:
-    """Requests/s of one device that just keeps its targets."""
+    """Return the requests/s at which one device just meets its targets."""
     rate = FIRST_RATE
     for _ in range(ROUNDS):
         rate /= serving.provisioned(_trace(source, 0, rate, FIRST_S), engine, ttft_s, tpot_s)

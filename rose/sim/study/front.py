@@ -1,8 +1,7 @@
-"""What `python launch.py mode=simulate` and `mode=plan` do with checked configurations, one per
-point of a sweep.
+"""The entry point of `python launch.py mode=simulate` and `mode=plan`. It takes checked
+configurations, one per point of a sweep; rose/front.py composes them.
 
-    0 done   1 a simulation failed   2 (ConfigError) nothing was simulated
-Left out: composing configurations (rose/front.py).
+The exit status is 0 when done, 1 if a simulation failed, and 2 (ConfigError) if none was started.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from rose.sim.study import build, page, runs, sizing, table
 from rose.sim.study.outcome import Outcome
 
 MODES = ("simulate", "plan")
-# in a folder that training wrote
+# Names in a run's folder by which a training run is recognized.
 OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "journal")
 
 
 def main(configs: Sequence[Config], console: Console, command: str) -> int:
-    """Raises `ConfigError` before anything is simulated."""
+    """Simulate, report, and return the exit status. Raises `ConfigError` before it simulates."""
     for c in configs:
         check(c, configs[0].mode)
     for c in configs:
         try:
             c.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # found now, and not when hours of simulations are to be written
+        except OSError as error:  # Fail before hours of simulations, not when they are written.
             raise ConfigError(f"output_dir={c.output_dir!r}: {error}") from None
     try:
         if configs[0].mode == "plan":
@@ -46,7 +45,7 @@ def main(configs: Sequence[Config], console: Console, command: str) -> int:
 
 
 def check(c: Config, mode: str) -> None:
-    """Everything that can be wrong before something expensive begins. Raises `ConfigError`."""
+    """Check everything that can be wrong before an expensive simulation. Raises `ConfigError`."""
     s = c.sim
     if c.mode != mode:
         raise ConfigError(
@@ -91,7 +90,7 @@ def _simulate(configs: Sequence[Config], console: Console, command: str) -> None
 
 
 def compare(configs: Sequence[Config], outcomes: Sequence[Outcome], command: str) -> Path:
-    """The sweep's one page; its path."""
+    """Write the page that compares the points of a sweep, and return its path."""
     base = re.split(r"-(?=[^-,=]+=)", configs[0].name, maxsplit=1)[0]
     points = [c.name for c in configs]
     axis = points[0].removeprefix(base).lstrip("-").rsplit("=", 1)[0] or "points"
@@ -101,5 +100,5 @@ def compare(configs: Sequence[Config], outcomes: Sequence[Outcome], command: str
 
 
 def command_of(program: str, arguments: Sequence[str]) -> str:
-    """As it could be typed again."""
+    """Return the command line as it can be typed again."""
     return f"{program} {shlex.join(arguments)}"

@@ -1,8 +1,8 @@
-"""How much better one system is than another, with a 95% confidence interval over seeds.
+"""The gain of one system over another, with a 95% confidence interval over seeds.
 
-Both meet the same episodes, traffic and machines of a seed, so the ratios are paired. The
-logarithms of the ratios are taken as normal with unknown variance (Student's t); the mean is thus
-the geometric one, and 1 / gain has the mirrored interval.
+Both systems get the same episodes, traffic and machines with a seed, so that the ratios are paired.
+The logarithms of the ratios are assumed normal with unknown variance (Student's t). So the mean is
+geometric, and 1 / gain has the mirrored interval.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NORMAL_975 = 1.95996  # definition: 97.5% quantile of the normal distribution
 
 
 class Interval(NamedTuple):
-    """A mean and its 95% interval; the bounds are NaN where one seed says nothing of its spread."""
+    """A mean and its 95% interval; with a single seed the bounds are NaN."""
 
     mean: float
     low: float
@@ -56,8 +56,7 @@ class Interval(NamedTuple):
 
 
 def quantile(degrees: int) -> float:
-    """97.5% quantile of Student's t; beyond the table by Cornish and Fisher's expansion (error
-    below 1e-3)."""
+    """97.5% quantile of Student's t; beyond the table by Cornish-Fisher (error below 1e-3)."""
     if degrees < 1:
         raise ValueError(f"degrees={degrees}: at least 1")
     if degrees <= len(T_975):
@@ -69,7 +68,7 @@ def quantile(degrees: int) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean of `values` (one a seed)."""
+    """Return the mean of `values` (one per seed) with its interval."""
     mean = fmean(values)
     if len(values) < 2:
         return Interval(mean, math.nan, math.nan)
@@ -78,6 +77,6 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def gain(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Of ours / theirs, seed by seed; both positive and of one length."""
+    """Return the geometric mean, and its interval, of ours / theirs (positive) over the seeds."""
     found = interval([math.log(a / b) for a, b in zip(ours, theirs, strict=True)])
     return Interval(*map(math.exp, found))

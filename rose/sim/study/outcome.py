@@ -1,7 +1,4 @@
-"""What one simulated run of one system was like, in the numbers that people compare.
-
-Left out: how it came about (`rose.sim`), and comparisons (`gains`, `table`).
-"""
+"""The figures of one simulated run of one system, for comparison by `gains` and `table`."""
 
 from __future__ import annotations
 
@@ -15,63 +12,60 @@ import numpy as np
 
 from rose.sim.result import Result, ServingUse, Step
 
-BINS = 400  # ours: of the timeline, over the run, as many as a screen shows
-MOST_ROWS = 64  # ours: of the timeline, as many as a screen shows; of more workers every nth
+BINS = 400  # ours: bins of the timeline over the run, as many as a screen shows
+MOST_ROWS = 64  # ours: rows of the timeline, as many as a screen shows; else every nth worker
 MINUTE_S = 60.0  # definition: seconds of a minute
 BORROWED = ("cooperative", "spot", "serverless", "hybrid")
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """What the page draws of one run; times in seconds from its start."""
+    """The data of one run that the page draws; times in seconds from the run's start."""
 
     end: float
-    steps: list[list[float]]  # [begin, rollout's end, training's end, end] of each
+    steps: list[list[float]]  # per step: [begin, end of rollout, end of training, end]
     workers: list[str]
-    kinds: list[str]  # of the workers
-    busy: list[list[float]]  # per worker and bin of the run: share of it with a turn
-    # curves over serving["x"], a point a minute; empty without cooperative workers
+    kinds: list[str]  # kind of each worker
+    busy: list[list[float]]  # per worker: share of each bin of the run with a turn
+    # curves over serving["x"], with one point a minute; empty without cooperative workers
     serving: dict[str, list[Any]]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Means over the steps after the warm-up; seconds, tokens, shares of 0..1. NaN: there is
-    none."""
+    """Means over the steps after the warm-up, in seconds, tokens, shares of 0..1. NaN: no value."""
 
-    point: str  # of a sweep: its name; else the run's
+    point: str  # name of the sweep's point, or of the run
     system: str
     seed: int
     step_s: float
     rollout_s: float
     train_s: float
     sync_s: float
-    trajectories_s: float  # trained per second: end-to-end throughput
-    tokens_s: float  # trained per second
+    trajectories_s: float  # trained trajectories per second: end-to-end throughput
+    tokens_s: float  # trained tokens per second
     dropped: float  # share of the generated tokens that no step trains on
     staleness: float  # versions, mean over trained groups
     staleness_max: float
-    tail: float  # 99th percentile of the trajectories' times over their median
+    tail: float  # 99th percentile of the trajectories' durations over their median
     utilisation: float  # share of the dedicated engines' time in which they have a turn
     attainment: float  # share of online requests within both P99 targets
-    ttft_p99_s: float  # of online requests, over the run; then as if no rollout had run
+    ttft_p99_s: float  # P99 of online requests over the run; `alone_`: as if no rollout had run
     tpot_p99_s: float
-    gap_p99_s: float  # between two tokens of a request while rollouts compute
+    gap_p99_s: float  # P99 between two tokens of a request while rollouts compute
     alone_ttft_p99_s: float
     alone_tpot_p99_s: float
     alone_gap_p99_s: float
-    allocation: (
-        float  # share of the borrowed workers' time between asking for one and its first turn
-    )
-    migrations: float  # turns a step that went on elsewhere
-    wall_s: float  # that the simulation took
+    allocation: float  # share of the borrowed workers' time before they are ready
+    migrations: float  # moves of turns to another worker, per step
+    wall_s: float  # duration of the simulation itself
     hidden: float = math.nan  # share of the training's time before batches were complete
     serving_busy: float = math.nan  # share of the time in which online serving alone computes
     serving_lent: float = math.nan  # share of its devices' compute that rollouts get
-    # with sandboxes
+    # with sandboxes:
     remade: float = math.nan  # share of the generated tokens that were lost with a host
-    saved_mb: float = math.nan  # a step, that came to the store
-    save_s: float = math.nan  # a trajectory, that its commands waited for being saved
-    lost_hosts: float = math.nan  # a step
-    moved: float = math.nan  # trajectories a step, to less loaded hosts
+    saved_mb: float = math.nan  # MB received by the store, per step
+    save_s: float = math.nan  # wait of the commands for saves, per trajectory
+    lost_hosts: float = math.nan  # per step
+    moved: float = math.nan  # trajectories moved to less loaded hosts, per step
     picture: Picture | None = None
 
 
@@ -79,7 +73,7 @@ class Metric(NamedTuple):
     key: str
     title: str
     form: str
-    better: int  # 1: more is; -1: less is; 0: neither
+    better: int  # 1: more is better; -1: less is better; 0: neither
 
 
 METRICS = (
@@ -109,7 +103,7 @@ EVERY = tuple(
 
 
 def metrics(outcomes: Sequence[Outcome]) -> tuple[Metric, ...]:
-    """The columns of a table of these."""
+    """Return the columns for a table of these outcomes."""
     stream = STREAM if any(o.hidden > 0 for o in outcomes) else ()
     if not any(o.lost_hosts >= 0 for o in outcomes):
         return (*METRICS, *stream)
@@ -121,7 +115,7 @@ def metrics(outcomes: Sequence[Outcome]) -> tuple[Metric, ...]:
 
 
 def of(result: Result, point: str, system: str, warmup: int, wall_s: float, drawn: bool) -> Outcome:
-    """Raises `ValueError` when the run has no step beyond the warm-up."""
+    """Return the outcome of a run. Raises `ValueError` if it has no step after the warm-up."""
     steps = result.steps[warmup:]
     if not steps:
         raise ValueError(
@@ -130,7 +124,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
     seconds = steps[-1].ended - (result.steps[warmup - 1].ended if warmup else 0.0)
     stale = [age for step in steps for age in step.staleness]
     counts = result.counts
-    made = result.tokens + counts.dropped_tokens + counts.crashed_tokens + counts.remade_tokens
+    generated = result.tokens + counts.dropped_tokens + counts.crashed_tokens + counts.remade_tokens
     return Outcome(
         point=point,
         system=system,
@@ -141,7 +135,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         train_s=fmean(step.trained_at - step.training_at for step in steps),
         trajectories_s=sum(step.trajectories for step in steps) / seconds,
         tokens_s=sum(step.tokens for step in steps) / seconds,
-        dropped=1 - result.tokens / made if made else math.nan,
+        dropped=1 - result.tokens / generated if generated else math.nan,
         staleness=fmean(stale) if stale else math.nan,
         staleness_max=float(max(stale, default=0)),
         tail=_tail(result.trajectory_s),
@@ -152,7 +146,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         migrations=counts.migrations / len(result.steps),
         wall_s=wall_s,
         hidden=_hidden(steps),
-        **(_sandboxes(result, made) if result.sandboxes else {}),
+        **(_sandboxes(result, generated) if result.sandboxes else {}),
         picture=_picture(result) if drawn else None,
     )
 
@@ -169,7 +163,7 @@ def _hidden(steps: Sequence[Step]) -> float:
 
 
 def _attainment(serving: Sequence[ServingUse]) -> float:
-    """Over all requests of all pools."""
+    """Return the attainment over all requests of all pools."""
     requests = np.concatenate([use.minute_requests for use in serving]) if serving else np.zeros(0)
     if not requests.sum():
         return math.nan
@@ -178,7 +172,7 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 
 
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
-    """Latencies of the first pool, and how much of its devices serving takes and lends."""
+    """Return the first pool's latencies, and the shares of compute that serving takes and lends."""
     if not serving:
         return {
             f"{when}{what}_p99_s": math.nan
@@ -203,10 +197,10 @@ def _allocation(result: Result) -> float:
     return result.allocation_s / (held + result.allocation_s) if held else math.nan
 
 
-def _sandboxes(result: Result, made: int) -> dict[str, float]:
+def _sandboxes(result: Result, generated: int) -> dict[str, float]:
     counts, steps = result.counts, len(result.steps)
     return {
-        "remade": counts.remade_tokens / made if made else math.nan,
+        "remade": counts.remade_tokens / generated if generated else math.nan,
         "saved_mb": counts.saved_bytes / 1e6 / steps,
         "save_s": counts.save_s / max(1, len(result.trajectory_s)),
         "lost_hosts": counts.lost_hosts / steps,
@@ -232,13 +226,13 @@ def _phases(step: Step) -> list[float]:
 
 
 def shares(spans: np.ndarray, end: float, bins: int) -> list[float]:
-    """Of each of `bins` equal parts of [0, end], the share that the spans (n, 2), ascending and
-    apart, cover."""
+    """Return which share of each of `bins` equal parts of [0, end] the spans cover. The spans (n,
+    2) must be ascending and disjoint."""
     edges = np.linspace(0.0, end, bins + 1)
     if not len(spans):
         return [0.0] * bins
     lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    index = np.searchsorted(spans[:, 0], edges, side="right")  # spans begun by then
+    index = np.searchsorted(spans[:, 0], edges, side="right")  # number of spans begun by then
     last = np.maximum(index - 1, 0)
     over = np.where(index > 0, np.minimum(edges, spans[last, 1]) - spans[last, 0], 0.0)
     covered = lengths[last] + over
@@ -246,7 +240,7 @@ def shares(spans: np.ndarray, end: float, bins: int) -> list[float]:
 
 
 def _serving(result: Result, end: float) -> dict[str, list[Any]]:
-    """Measures of the first cooperative pool."""
+    """Return the curves of the first cooperative pool."""
     if not result.serving:
         return {}
     use = result.serving[0]
@@ -277,7 +271,7 @@ def values(outcomes: Sequence[Outcome], key: str) -> list[float]:
 
 
 def mean(outcomes: Sequence[Outcome], key: str) -> float:
-    """Over the seeds; NaN if any has none."""
+    """Return the mean over the seeds; NaN if a seed has no value."""
     return fmean(values(outcomes, key)) if outcomes else math.nan
 
 
@@ -286,7 +280,7 @@ def shown(metric: Metric, value: float) -> str:
 
 
 def by_system(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes of each system, in order of appearance, by seed."""
+    """Return the outcomes of each system, sorted by seed; systems are in order of appearance."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.system, []).append(outcome)

@@ -1,5 +1,5 @@
-"""The pages: outputs/NAME/report.html of one comparison, outputs/NAME-sweep.html of a sweep's
-points.
+"""Writes the pages: outputs/NAME/report.html of one comparison, and outputs/NAME-sweep.html of the
+points of a sweep.
 
 Shell, style and chart functions are those of the training report (rose/observe).
 """
@@ -32,7 +32,7 @@ GAIN_WORDS = (
 
 
 def report(path: Path, c: Config, outcomes: Sequence[Outcome], command: str) -> None:
-    """Every system of one configuration."""
+    """Write the page that compares the systems of one configuration."""
     label = c.sim.label
     data = {
         "ours": label,
@@ -67,7 +67,7 @@ def sweep(
     label: str,
     command: str,
 ) -> None:
-    """`outcomes` of all points; the first point is what the others are compared with."""
+    """Write the page that compares the points of a sweep with its first point."""
     mine = [msgspec.structs.replace(o, system=o.point) for o in outcomes if o.system == label]
     names = {point: _short(point, title) for point in points}
     mine = [msgspec.structs.replace(o, system=names[o.point]) for o in mine]
@@ -113,7 +113,7 @@ def sweep(
 
 
 def plan(path: Path, c: Config, answer: Any, command: str) -> None:
-    """`answer`: a rose.sim.study.sizing.Answer."""
+    """Write the page of mode=plan. `answer` is a rose.sim.study.sizing.Answer."""
     pairs = sorted(answer.pairs, key=lambda pair: (pair.price, pair.step_s.mean))
     body = "".join(
         f"<tr{' class=ours' if pair is answer.advised else ''}><th "
@@ -212,8 +212,8 @@ def _gain_rows(found: dict[str, Interval]) -> list[dict[str, Any]]:
 
 
 def _phases(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Training that overlaps with rollouts makes the parts longer than the step: they are scaled to
-    it."""
+    """Return the parts of each system's mean step. Where training overlaps with rollout, the parts
+    are longer than the step, and are scaled to it."""
     rows = []
     for name, each in by_system(outcomes).items():
         parts = {key: mean(each, f"{key}_s") for key in ("rollout", "train", "sync")}
@@ -293,7 +293,7 @@ def _short(point: str, title: str) -> str:
 
 
 def _numbers(points: Sequence[str]) -> list[float]:
-    """The values of one swept key, ascending; [] if they are no such numbers."""
+    """Return the values of the swept key; [] unless there is one key with ascending numbers."""
     try:
         found = [float(point.rsplit("=", 1)[1]) for point in points]
     except (IndexError, ValueError):

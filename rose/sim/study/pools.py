@@ -1,5 +1,4 @@
-"""Pools of simulated workers from their part of the configuration: `sim.pool`, the run's engines,
-and rose.sim.hardware's times."""
+"""Builds the pools of simulated workers from `sim.pool`, `rollout` and rose.sim.hardware."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from rose.sim import hardware, spec
 from rose.sim.study import devices
 from rose.sim.traces import spot
 
-BITS = 8  # definition: of a byte
-RATES = ("compute", "memory", "nvlink")  # of hardware.Efficiency, what times are divided by
-# of availability; after that nothing changes any more
+BITS = 8  # definition: bits of a byte
+RATES = ("compute", "memory", "nvlink")  # fields of hardware.Efficiency that must not be 0
+# Seconds of generated spot availability. It doesn't change any more after that.
 SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
 def make(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int) -> list[spec.Pool]:
-    """Of `sim.pool`'s entry, one for each degree of its engines. Raises `ConfigError`."""
+    """Return a pool for each degree of a `sim.pool` entry's engines. Raises `ConfigError`."""
     p = c.sim.pool[name]
     _check_degrees(c, name, system)
     return [_pool(c, name, shape, system, seed, degree) for degree in degrees(p)]
@@ -54,7 +53,7 @@ def _check_degrees(c: Config, name: str, system: SimSystem) -> None:
 
 
 def known(key: str, find: Callable[[str], Any], value: str) -> Any:
-    """`find(value)`, whose `ValueError` becomes one of the configuration."""
+    """Return `find(value)`, and turn its `ValueError` into a `ConfigError` about `key`."""
     try:
         return find(value)
     except ValueError as error:
@@ -76,24 +75,24 @@ def _efficiency(c: Config) -> hardware.Efficiency:
 
 
 def degrees(p: SimPool) -> list[int]:
-    """Different ones, of the pool's engines."""
+    """Return the distinct degrees of tensor parallelism of the pool's engines."""
     given = p.tensor_parallel
     return list(dict.fromkeys(given)) if isinstance(given, list) else [given]
 
 
 def gpus(p: SimPool) -> int:
-    """Of one of its `workers`."""
+    """Return the GPUs that one of the pool's `workers` stands for."""
     given = p.tensor_parallel
     return given if isinstance(given, int) else given[0] if p.elastic else sum(given)
 
 
 def device(p: SimPool, degree: int) -> str:
-    """As `WorkerJoined.hardware` says it; policies compare engines of unlike degrees by it."""
+    """Return the name for `WorkerJoined.hardware`, with the degree where a pool has several."""
     return f"{p.gpu}x{degree}" if isinstance(p.tensor_parallel, list) else p.gpu
 
 
 def _workers(c: Config, p: SimPool, degree: int) -> int:
-    """Engines of the degree."""
+    """Return the number of engines of this degree."""
     if not isinstance(p.tensor_parallel, list):
         return p.workers if p.workers is not None else c.trainer.ranks // degree
     return (
@@ -146,7 +145,8 @@ def _engine(
 ) -> spec.Engine:
     p, efficiency = c.sim.pool[name], _efficiency(c)
     sequences = p.max_sequences or c.rollout.max_sequences
-    if isinstance(p.tensor_parallel, list) and not p.max_sequences:  # as many for each GPU
+    # With several degrees, all engines have the same number of sequences per GPU.
+    if isinstance(p.tensor_parallel, list) and not p.max_sequences:
         sequences = max(sequences * degree // c.rollout.tensor_parallel, 1)
     online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
     try:
@@ -160,7 +160,7 @@ def _engine(
         c.rollout.max_batched_tokens,
         tokens,
         c.rollout.prefix_caching,
-        # live: not beside users' requests, whose latency is predicted without drafts
+        # Live cooperative engines don't draft: the gate predicts users' latency without drafts.
         _drafts(c) if system.draft == "group" and p.kind != "cooperative" else None,
     )
 
@@ -170,8 +170,7 @@ def _online(c: Config) -> ModelShape:
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
-    """The online engine, with the KV memory that both models' weights leave, of which what is
-    unused is lent."""
+    """Return the online engine, whose KV memory is what the weights of both models leave."""
     shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(
@@ -195,7 +194,7 @@ def _link(c: Config, p: SimPool, shape: ModelShape, degree: int) -> spec.Link:
 
 
 def _available(c: Config, most: int, seed: int) -> spec.Available:
-    """Of a file from its beginning, or made; at most `most` machines at once."""
+    """Return the number of spot machines over time, at most `most`, from a file or generated."""
     s = c.sim.spot
     try:
         found = spot.read(Path(s.trace), seed) if s.trace else spot.generate(seed, SPOT_S, **s.args)
@@ -208,7 +207,7 @@ def _available(c: Config, most: int, seed: int) -> spec.Available:
 
 
 def _drafts(c: Config) -> spec.Drafts | None:
-    """Raises `ConfigError`."""
+    """Return the drafts; None without measured siblings. Raises `ConfigError`."""
     s, tokens = c.sim.draft, c.rollout.draft.tokens
     if not s.siblings:
         return None

@@ -1,4 +1,4 @@
-"""Simulations of many systems and seeds, in processes, each one once."""
+"""Runs the simulations of many systems and seeds in processes, equal ones only once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rose.sim.driver import simulate
 from rose.sim.study import build
 from rose.sim.study.outcome import Outcome, of
 
+# Keys of the configuration that don't change a simulation, or that a job has fields for.
 UNREAD = (
     "name",
     "mode",
@@ -34,25 +35,27 @@ UNREAD = (
     "eval",
     "transfer",
 )
-# by a job, which has its own
+# Keys of `sim` that don't, or that a job has fields for.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 
 class SimulationFailed(RuntimeError):
-    """One simulation could not be carried through; says which."""
+    """An error that names the simulation that failed."""
 
 
 class Job(msgspec.Struct, frozen=True):
+    """A simulation to run."""
+
     config: Config
     point: str
     name: str
     system: SimSystem
     seed: int
-    drawn: bool  # its timeline is wanted
+    drawn: bool  # True: keep a timeline for the page
 
     @property
     def key(self) -> str:
-        """Equal for jobs with equal outcomes, the names aside."""
+        """A key that is equal for jobs with equal outcomes, apart from names."""
         tree = msgspec.to_builtins(self.config)
         sim = {key: value for key, value in tree.pop("sim").items() if key not in UNREAD_SIM}
         read = {key: value for key, value in tree.items() if key not in UNREAD}
@@ -61,7 +64,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def jobs_of(c: Config) -> list[Job]:
-    """Every system with every seed; of the first seed a timeline is kept."""
+    """Return a job for every system and seed. Those of the first seed keep a timeline."""
     return [
         Job(c, c.name, name, system, seed, seed == c.sim.seeds[0])
         for seed in c.sim.seeds
@@ -70,7 +73,7 @@ def jobs_of(c: Config) -> list[Job]:
 
 
 def run(job: Job) -> Outcome:
-    """Raises `SimulationFailed`."""
+    """Simulate one job. Raises `SimulationFailed`."""
     began = time.perf_counter()
     what = build.make_spec(job.config, job.name, job.system, job.seed)
     try:
@@ -83,7 +86,7 @@ def run(job: Job) -> Outcome:
 
 
 def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outcome]:
-    """With a bar on a terminal, else a line per simulation."""
+    """Run all jobs and show their progress: a bar on a terminal, else a line per simulation."""
 
     def words(o: Outcome) -> str:
         return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
@@ -105,8 +108,8 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
 def run_all(
     jobs: Sequence[Job], workers: int, on_outcome: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """In order of `jobs`; `on_outcome` is called with each as it ends. Equal ones run once. Raises
-    `SimulationFailed`."""
+    """Return the outcomes in the order of `jobs`, of which equal ones run once. `on_outcome` is
+    called with each outcome as its run ends. Raises `SimulationFailed`."""
     first: dict[str, Job] = {}
     for job in jobs:
         first.setdefault(job.key, job)
@@ -139,8 +142,7 @@ def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outc
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh interpreters (no thread or lock of ours is copied), ended at once when something goes
-    wrong."""
+    """Yield a pool of fresh interpreters without our threads and locks; an error ends them."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _alone, (os.getpid(),))
     try:
@@ -154,7 +156,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _alone(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the parent handles the terminal's Ctrl-C.
     processes.die_with_parent(parent)
 
 

@@ -1,8 +1,8 @@
-"""mode=plan: how many dedicated and borrowed GPUs reach a target, with which step time, and why.
+"""mode=plan: finds the numbers of dedicated and borrowed GPUs that reach a target, and says why.
 
-Every pair of sim.plan.dedicated x sim.plan.borrowed is simulated with the configured system. Of
-those that reach the target the cheapest is advised, a borrowed GPU counting sim.plan.borrowed_price
-of a dedicated one.
+Every pair of sim.plan.dedicated x sim.plan.borrowed is simulated with the configured system. The
+cheapest pair that reaches the target is advised, where a borrowed GPU costs
+sim.plan.borrowed_price of a dedicated one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rose.sim.study.gains import Interval, interval
 from rose.sim.study.outcome import Outcome, mean, values
 from rose.sim.study.pools import gpus
 
-CAP = "n_serving"  # the argument of provisioning policies that caps what is borrowed
-# of the step time: a larger pair that saves less is not worth its GPUs
+CAP = "n_serving"  # argument of provisioning policies that limits the borrowed workers
+# The fastest pair is mentioned if it saves more than this share of the advised pair's step time.
 WORTH = 0.02  # ours: less than seeds differ
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One point of the search. GPUs, not workers; the trainer's come on top."""
+    """A point of the search: numbers of GPUs, not of workers, without the trainer's."""
 
     dedicated: int
     borrowed: int
-    price: float  # in dedicated GPUs
+    price: float  # unit: the price of a dedicated GPU
     step_s: Interval
     outcomes: tuple[Outcome, ...]
 
@@ -48,13 +48,13 @@ class Pair:
 @dataclass(frozen=True)
 class Answer:
     target_s: float
-    pairs: tuple[Pair, ...]  # all that were simulated
-    advised: Pair | None  # None: none reaches the target
+    pairs: tuple[Pair, ...]  # all simulated pairs
+    advised: Pair | None  # None: no pair reaches the target
     reasons: tuple[str, ...]
 
 
 def target(c: Config) -> float:
-    """Seconds a step may take. Raises `ConfigError` unless exactly one target is given."""
+    """Return the seconds a step may take. Raises `ConfigError` unless one target is given."""
     p = c.sim.plan
     if (p.steps_per_hour is None) == (p.hours is None):
         raise ConfigError(
@@ -70,8 +70,7 @@ def target(c: Config) -> float:
 
 
 def borrowed_pool(c: Config) -> str:
-    """The pool of the configured system whose size is searched beside the dedicated one's. Raises
-    `ConfigError`."""
+    """Return the pool that is sized beside the dedicated one, or "". Raises `ConfigError`."""
     found = [
         name
         for name in c.sim.pools
@@ -86,7 +85,7 @@ def borrowed_pool(c: Config) -> str:
 
 
 def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
-    """The configuration with so many workers; None if there are none at all."""
+    """Return the configuration with these numbers of workers; None if it has no worker at all."""
     pool, name = dict(c.sim.pool), borrowed_pool(c)
     sizes = {"dedicated": dedicated} | ({name: borrowed} if name else {})
     pool |= {key: msgspec.structs.replace(pool[key], workers=size) for key, size in sizes.items()}
@@ -107,7 +106,7 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
 
 
 def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) -> Answer:
-    """Raises `ConfigError`, and what `carry_out` raises."""
+    """Simulate all pairs and choose one. Raises `ConfigError`, and what `carry_out` raises."""
     target_s, name = target(c), borrowed_pool(c)
     asked = [
         (d, b)
@@ -201,7 +200,7 @@ def _limit(pair: Pair) -> str:
 
 
 def shown(answer: Answer, title: str) -> Table:
-    """The trade-off: a row per pair, by price."""
+    """Return the trade-off as a table with a row per pair, by price."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for column in (
         "Dedicated",
@@ -233,7 +232,7 @@ def shown(answer: Answer, title: str) -> Table:
 
 
 def summary(answer: Answer) -> dict[str, Any]:
-    """For result.json."""
+    """Return the answer for result.json."""
     rows = [
         {
             "dedicated_gpus": pair.dedicated,
@@ -258,8 +257,7 @@ def summary(answer: Answer) -> dict[str, Any]:
 
 
 def answer(c: Config, console: Console, command: str) -> None:
-    """Searches, prints the trade-off and the reasons, and writes report.html, result.csv and
-    result.json."""
+    """Search, print trade-off and reasons, and write report.html, result.csv and result.json."""
     found = search(c, lambda jobs: runs.carry_out(jobs, runs.cores(c.sim.processes), console))
     show(console, shown(found, f"{c.name}: a step within {found.target_s:.1f} s"))
     for reason in found.reasons:

@@ -1,5 +1,4 @@
-"""Outcomes as a table in the terminal, as result.csv (a row per system and seed) and as result.json
-(with gains)."""
+"""Writes outcomes as a table, as result.csv (a row per system and seed), and as result.json."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ CSV_COLUMNS = ("point", "system", "seed", *EVERY)
 def gains(
     outcomes: Sequence[Outcome], ours: str, key: str = "step_s", better: int = -1
 ) -> dict[str, Interval]:
-    """How many times better `ours` is than each other system; of step times by default."""
+    """Return by which factor `ours` is better than each other system, by default in step time.
+    `better` is 1 if larger values are better, -1 if smaller ones are."""
     systems = by_system(outcomes)
     mine = values(systems[ours], key)
     return {
@@ -34,13 +34,13 @@ def gains(
 
 
 def words(found: Interval) -> str:
-    """1.31 [1.28, 1.34]"""
+    """Return the interval as text, such as "1.31 [1.28, 1.34]"."""
     bounds = "" if math.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]"
     return f"{found.mean:.2f}{bounds}"
 
 
 def table(outcomes: Sequence[Outcome], ours: str, title: str) -> Table:
-    """A row per system, ours last."""
+    """Return a table with a row per system, ours last."""
     systems, found = by_system(outcomes), gains(outcomes, ours)
     made = Table(title=title, title_justify="left", header_style="bold")
     made.add_column("System")
@@ -60,12 +60,12 @@ def table(outcomes: Sequence[Outcome], ours: str, title: str) -> Table:
 
 
 def write(folder: Path, outcomes: Sequence[Outcome], ours: str, about: dict[str, Any]) -> None:
-    """result.csv and result.json of a comparison."""
+    """Write result.csv and result.json of a comparison."""
     write_files(folder, outcomes, about | summary(outcomes, ours))
 
 
 def write_files(folder: Path, outcomes: Sequence[Outcome], result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write result.csv and result.json, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "result.csv", csv_text(outcomes).encode())
     write_whole(folder / "result.json", (json.dumps(result, indent=2) + "\n").encode())
@@ -80,15 +80,15 @@ def csv_text(outcomes: Sequence[Outcome]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers to six digits; nothing for NaN."""
+    """Round numbers to six digits, and replace NaN by an empty string."""
     if isinstance(value, float):
         return "" if math.isnan(value) else float(f"{value:.6g}")
     return value
 
 
 def summary(outcomes: Sequence[Outcome], ours: str) -> dict[str, Any]:
-    """{"system": ours, "systems": {name: {metric: mean}}, "gains": {name: {"mean", "low",
-    "high"}}}; null for NaN."""
+    """Return {"system": ours, "seeds": [...], "systems": {name: {metric: mean}}, "gains": {name:
+    {"mean", "low", "high"}}} with None for NaN."""
     systems = {
         name: {key: _plain(mean(rows, key)) for key in EVERY}
         for name, rows in by_system(outcomes).items()

@@ -1,13 +1,13 @@
-"""Traces of online serving's requests and of spot instances: read by path, cut and scaled, or made
-with like statistics.
+"""Traces of online requests and of spot instances: read from a file, cut and scaled, or generated
+with similar statistics.
 
-Knows numpy only, so that the simulator and the benchmarks replay the very same requests. The
-project holds no trace.
+The package imports only numpy, so that the simulator and the benchmarks replay the same requests.
+The repository contains no trace.
 """
 
 from rose.sim.traces.files import read
-from rose.sim.traces.made import generate
 from rose.sim.traces.spot import Availability
+from rose.sim.traces.synthetic import generate
 from rose.sim.traces.trace import BLOCK, Trace, TraceError
 
 __all__ = ["BLOCK", "Availability", "Trace", "TraceError", "generate", "read"]

@@ -1,14 +1,14 @@
-"""Request traces in the public formats, told apart by a file's first line.
+"""Reads request traces in the public formats, which are recognized by a file's first line.
 
 - Azure (Patel et al., Splitwise, ISCA 2024): CSV; TIMESTAMP (a date and time), ContextTokens,
   GeneratedTokens.
 - BurstGPT (Wang et al., KDD 2025): CSV; Timestamp (seconds), Model, Request tokens, Response
-  tokens, Total tokens, Log Type. A request that failed there has 0 response tokens.
-- Mooncake (Qin et al., FAST 2025): a JSON object a line; timestamp (milliseconds), input_length,
-  output_length, hash_ids (of the prompt's blocks of 512 tokens, a list; may be missing).
+  tokens, Total tokens, Log Type. A failed request has 0 response tokens.
+- Mooncake (Qin et al., FAST 2025): a JSON object per line; timestamp (milliseconds), input_length,
+  output_length, hash_ids (a list with one per 512 tokens of the prompt; may be missing).
 
-Columns are found by name, others are ignored, blank lines are no requests. Left out: prompts' texts
-(traces have none).
+Columns are found by name; other columns and blank lines are ignored. No format has the prompts'
+texts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 
 from rose.sim.traces.trace import LARGEST, Trace, TraceError
 
-BLOCKS = "hash_ids"  # of Mooncake
+BLOCKS = "hash_ids"  # Mooncake's field of blocks
 
 
 class Place(NamedTuple):
-    """A field: where it is, for whoever must mend it."""
+    """The place of a field, for error messages."""
 
     path: Path
     line: int
@@ -42,14 +42,14 @@ class Place(NamedTuple):
 class Format(NamedTuple):
     name: str
     columns: tuple[str, str, str]  # time, prompt tokens, output tokens
-    time: Callable[[Any, Place], float]  # of a field of the first column; from any origin
-    unit: float  # seconds of 1 of that
+    time: Callable[[Any, Place], float]  # parser of the first column; times have any origin
+    unit: float  # seconds per unit of a parsed time
 
 
 def read(path: str | Path) -> Trace:
-    """Raises `OSError`, or `TraceError` that names file, line and column: a first line of none of
-    the formats, a column that is missing, a field that is no time or no whole number, negative
-    tokens, a time before the one above it, no requests."""
+    """Read a trace. Raises `OSError`, or a `TraceError` that names file, line and column if the
+    first line fits no format, a column is missing, a field is no time or no whole number, tokens
+    are negative, a time is before the one above it, or there are no requests."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()
@@ -90,7 +90,7 @@ def read(path: str | Path) -> Trace:
 
 
 def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int, list[str]]]]:
-    """Which of the CSV formats it is: the one of which most columns are there."""
+    """Return the CSV format of which the file has the most columns, and its rows."""
     rows = _rows(csv.reader(lines), path)
     header = [name.strip() for name in next(rows, (1, []))[1]]
     found = max((AZURE, BURSTGPT), key=lambda f: sum(name in header for name in f.columns))
@@ -111,7 +111,7 @@ def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int
 
 
 def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Each with the number of its last line."""
+    """Yield each row with the number of its last line."""
     try:
         for row in reader:
             yield reader.line_num, row
@@ -143,10 +143,8 @@ def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, l
             raise TraceError(
                 f"{path}, line {line}, character {error.colno}: no JSON: {error.msg}"
             ) from None
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # a number of thousands of digits, brackets in brackets
+        # ValueError: a number of thousands of digits. RecursionError: deeply nested brackets.
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {line}: no JSON object of a trace: {error}") from None
         if not isinstance(found, dict):
             raise TraceError(f"{path}, line {line}: {text.strip()[:40]!r} is no JSON object")
@@ -168,7 +166,7 @@ def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, l
 
 
 def _date(field: str, place: Place) -> int:
-    """Nanoseconds."""
+    """Parse a date and time to nanoseconds."""
     text = field.strip().removesuffix("Z").removesuffix("+00:00")
     try:
         time = np.datetime64(text, "ns")

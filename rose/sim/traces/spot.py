@@ -1,9 +1,10 @@
-"""Availability of spot instances: when each was there, from a file or made with like statistics.
+"""The availability of spot instances over time, from a file or generated with similar statistics.
 
-Two formats, both of Bamboo's traces (Thorpe et al., NSDI 2023; RLBoost replays them), told apart by
-the first line: `milliseconds,add|remove,name`, and `date, time, count` sampled now and then. Which
-instances a falling count takes is unknown; they are drawn, as in the first format those removed are
-neither the oldest nor the youngest (mean rank by age 0.52 of 0..1 in its p3 trace).
+There are two formats, both of Bamboo's traces (Thorpe et al., NSDI 2023; RLBoost replays them),
+recognized by the first line: `milliseconds,add|remove,name`, and `date, time, count`, a sampled
+count. The second doesn't say which instances are removed when the count falls, so they are drawn at
+random. In the first format removed instances are neither the oldest nor the youngest either: in the
+p3 trace their mean rank by age is 0.52 of 0..1.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ import numpy as np
 from rose.sim.traces.trace import TraceError
 
 HOUR_S = 3600.0  # definition: seconds of an hour
-LATEST_MS = 10**15  # ours: 30,000 years; beyond, it is no time
-MOST = 10**6  # ours: instances at once; each is a record
+LATEST_MS = 10**15  # ours: 30,000 years; a larger number is no time
+MOST = 10**6  # ours: instances at once, since each takes memory
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What `generate` makes again."""
+    """The statistics of a trace, which `generate` reproduces."""
 
-    mean: float  # instances there
-    most: int
-    # mean time until an instance is taken: instance-seconds / removals; infinite without removals
+    mean: float  # mean number of instances
+    most: int  # largest number of instances
+    # mean life of an instance: instance-seconds / removals; infinite without removals
     life_s: float
-    removed_at_once: float  # mean
-    added_at_once: float
+    removed_at_once: float  # mean number of instances per removal
+    added_at_once: float  # mean number of instances per addition
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Instance i is there in [begin[i], end[i]), ordered by begin; `seconds`: of the whole trace,
-    which starts at 0. One still there at the end has end = `seconds`."""
+    """A trace of spot instances, from 0 to `seconds`. Instance i is available in [begin[i],
+    end[i]); if it is never removed, end[i] is `seconds`."""
 
-    begin: np.ndarray  # (instances,) float64, seconds
+    begin: np.ndarray  # (instances,) float64, seconds, ascending
     end: np.ndarray  # (instances,) float64, seconds
     seconds: float
 
@@ -47,32 +48,29 @@ class Availability:
         return len(self.begin)
 
     def count(self, at: float | np.ndarray) -> np.ndarray:
-        """Instances there at these times; int64, of the shape of `at`."""
+        """Return the number of instances at these times, int64 in the shape of `at`."""
         return np.searchsorted(self.begin, at, "right") - np.searchsorted(
             np.sort(self.end), at, "right"
         )
 
     @property
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(times from 0 at which the count changes, the count from then on): (n,) float64, (n,)
-        int64."""
+        """Times from 0 at which the count changes, and the counts: (n,) float64, (n,) int64."""
         at = np.unique(np.concatenate([[0.0], self.begin, self.end[self.end < self.seconds]]))
         return at, self.count(at)
 
     def slice(self, start_s: float, seconds: float) -> Availability:
-        """What is there within [start_s, start_s + seconds), at times from `start_s`."""
+        """Return the part within [start_s, start_s + seconds), with times from `start_s`."""
         stop = min(start_s + seconds, self.seconds)
         held = (self.begin < stop) & (self.end > start_s)
-        begin, end = (
-            np.maximum(self.begin[held], start_s) - start_s,
-            np.minimum(self.end[held], stop) - start_s,
-        )
+        begin = np.maximum(self.begin[held], start_s) - start_s
+        end = np.minimum(self.end[held], stop) - start_s
         order = np.argsort(begin, kind="stable")
         return Availability(begin[order], end[order], max(0.0, stop - start_s))
 
     def limited(self, most: int) -> Availability:
-        """At most so many at once, for a smaller cluster: an instance is taken if there is room
-        when it comes."""
+        """Return a part with at most `most` instances at once, for a smaller cluster: an instance
+        is left out if there are as many when it begins."""
         held: list[float] = []
         taken = np.zeros(len(self), bool)
         for at, (begin, end) in enumerate(zip(self.begin, self.end, strict=False)):
@@ -100,10 +98,10 @@ class Availability:
 
 
 def read(path: str | Path, seed: int = 0) -> Availability:
-    """`seed`: of which instances a falling count takes. Raises `OSError`, or `TraceError` that
-    names file, line and column: neither format, a field missing or no number, negative, a time
-    before the one above it, an instance added twice or removed without having been added, an empty
-    file."""
+    """Read a trace. `seed` draws the instances that a falling count removes. Raises `OSError`, or a
+    `TraceError` that names file, line and column if the file is empty or has neither format, a
+    field is missing, negative or no number, a time is before the one above it, or an instance is
+    added twice or removed without having been added."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)
@@ -141,12 +139,12 @@ def read(path: str | Path, seed: int = 0) -> Availability:
 
 
 Rows = list[tuple[int, list[str]]]
-# seconds from the first line, line, instance, whether it comes
+# (seconds from the first line, line, instance, True if it is added)
 Change = tuple[float, int, str, bool]
 
 
 def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
-    """Changes in order, and the last line's time."""
+    """Return the changes in order, and the last line's time."""
     changes: list[Change] = []
     for line, row in rows:
         _fields(row, ("milliseconds", "add or remove", "name"), path, line)
@@ -159,7 +157,8 @@ def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
             raise TraceError(f"{path}, line {line}, column 2: {row[1]!r} is neither add nor remove")
         changes.append((at, line, row[2], row[1] == "add"))
     first = changes[0][0]
-    return [(at - first, *rest) for at, *rest in changes], changes[-1][0] - first
+    since_first = [(at - first, line, name, added) for at, line, name, added in changes]
+    return since_first, changes[-1][0] - first
 
 
 def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
@@ -221,7 +220,7 @@ def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
     return number
 
 
-# --------------------------------------------------------------------------- made
+# --------------------------------------------------------------------------- generated
 
 
 def generate(
@@ -233,13 +232,14 @@ def generate(
     added_at_once: float = 2.1,  # github.com/uclasystem/bamboo, its p3 trace
     restore_s: float = 0.5 * HOUR_S,  # github.com/uclasystem/bamboo, its p3 trace
 ) -> Availability:
-    """A pool that wants `most` instances: each is taken after `life_s` on average, with others (a
-    geometric number of mean `removed_at_once`, drawn evenly), and each missing one comes back after
-    `restore_s` on average, `added_at_once` together. Defaults: the statistics of Bamboo's p3 trace,
-    which holds 24 of at most 32 on average.
+    """Generate the availability of a pool that wants `most` instances. The same arguments generate
+    the same pool.
 
-    The same arguments make the same pool. Raises `ValueError` for arguments that are not positive,
-    or fewer than one at once.
+    An instance lives for `life_s` on average, and a missing one is replaced after `restore_s` on
+    average. Each removal and addition concerns a geometric number of instances, of mean
+    `removed_at_once` and `added_at_once`. The defaults are the statistics of Bamboo's p3 trace,
+    which has 24 of at most 32 instances on average. Raises `ValueError` for arguments that are not
+    positive, or fewer than one at once.
     """
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
         raise ValueError(
@@ -248,14 +248,13 @@ def generate(
             "at least"
         )
     draw = np.random.default_rng(seed)
-    there = [0.0] * max(1, round(most * life_s / (life_s + restore_s)))  # it begins in equilibrium
+    # The pool begins in equilibrium.
+    there = [0.0] * max(1, round(most * life_s / (life_s + restore_s)))
     spans: list[tuple[float, float]] = []
     at = 0.0
     while True:
-        leave, come = (
-            len(there) / life_s / removed_at_once,
-            (most - len(there)) / restore_s / added_at_once,
-        )
+        leave = len(there) / life_s / removed_at_once  # removals per second
+        come = (most - len(there)) / restore_s / added_at_once  # additions per second
         at += draw.exponential(1 / (leave + come))
         if at >= seconds:
             break

@@ -1,4 +1,4 @@
-"""A request trace: what it is, and how it is cut and scaled to a benchmark."""
+"""A trace of online requests, which can be cut and scaled for a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST = np.iinfo(np.int32).max
 
 
 class TraceError(ValueError):
-    """What is wrong with a trace, and where in its file."""
+    """An error that names what is wrong with a trace, and where in its file."""
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,25 @@ class Trace:
     at: np.ndarray
     prompt_tokens: np.ndarray  # int32
     output_tokens: np.ndarray  # int32; 0: the service failed (BurstGPT)
-    blocks: tuple[tuple[int, ...], ...] | None = (
-        None  # of each prompt's BLOCK tokens (the last: of the rest); equal
-    )
-    # numbers are equal prefixes up to there; null: not known
+    # Per prompt, a number for each BLOCK of its tokens, of which the last may be shorter. Prompts
+    # with equal numbers up to a block are equal up to there. None: unknown.
+    blocks: tuple[tuple[int, ...], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.at)
 
     @property
     def seconds(self) -> float:
-        """Of the last request."""
+        """Arrival time of the last request, seconds."""
         return float(self.at[-1]) if len(self) else 0.0
 
     def slice(self, start_s: float, seconds: float) -> Trace:
-        """Requests of [start_s, start_s + seconds), at times from `start_s`."""
+        """Return the requests of [start_s, start_s + seconds), with times from `start_s`."""
         low, high = np.searchsorted(self.at, [start_s, start_s + seconds])
         return replace(self.part(slice(low, high)), at=self.at[low:high] - start_s)
 
     def part(self, which: slice) -> Trace:
-        """Some of the requests, at their times."""
+        """Return some of the requests, with unchanged times."""
         return Trace(
             self.at[which],
             self.prompt_tokens[which],
@@ -51,7 +50,7 @@ class Trace:
         )
 
     def scaled(self, time_factor: float) -> Trace:
-        """Times multiplied: 2 halves the rate and keeps the bursts."""
+        """Return the trace with all times multiplied: 2 halves the rate and keeps the bursts."""
         if not (time_factor > 0 and math.isfinite(time_factor)):
             raise ValueError(
                 f"time_factor={time_factor}: a trace's times can be multiplied by positive numbers "
@@ -60,8 +59,7 @@ class Trace:
         return replace(self, at=self.at * time_factor)
 
     def tokens_scaled(self, prompt: float, output: float) -> Trace:
-        """Lengths multiplied and rounded, each 1 at least; equal prefixes are not known any
-        more."""
+        """Return the trace without `blocks`, its lengths multiplied and rounded, at least 1."""
 
         def times(lengths: np.ndarray, factor: float) -> np.ndarray:
             return np.clip(np.rint(lengths * factor), 1, LARGEST).astype(np.int32)
@@ -69,7 +67,7 @@ class Trace:
         return Trace(self.at, times(self.prompt_tokens, prompt), times(self.output_tokens, output))
 
     def clipped(self, max_prompt: int, max_output: int) -> Trace:
-        """Longer prompts and outputs cut to these many tokens; no request is dropped."""
+        """Return the trace with longer prompts and outputs cut to these lengths, in tokens."""
         return replace(
             self,
             prompt_tokens=np.minimum(self.prompt_tokens, np.int32(max_prompt)),
@@ -77,8 +75,7 @@ class Trace:
         )
 
     def peak(self, window_s: float) -> float:
-        """Requests in the fullest window of so many seconds, in units of the mean of all whole
-        windows."""
+        """Return the requests in the fullest whole window of `window_s`, over the windows' mean."""
         windows = math.floor(self.seconds / window_s)
         if windows < 1:
             raise ValueError(f"a trace of {self.seconds:g} s has no window of {window_s:g} s")

@@ -1,4 +1,4 @@
-// The figures of a simulation report. DATA is made by rose/sim/study/page.py; figures whose place is absent are not drawn.
+// The figures of a simulation report. rose/sim/study/page.py writes DATA; a figure without a place in the page is not drawn.
 const place = id => document.getElementById(id);
 const PHASES = {rollout: "var(--blue)", train: "var(--orange)", sync: "var(--green)", idle: "var(--pale)"};
 const KINDS = {dedicated: "var(--blue)", cooperative: "var(--red)", spot: "var(--purple)", serverless: "var(--sky)", hybrid: "var(--orange)"};
@@ -55,7 +55,7 @@ function drawPhases() {
   });
 }
 
-// A row per GPU group, darker where it computed more; the steps' phases above.
+// A row per worker, darker where it computed more; the steps' phases above.
 let chosen = DATA.ours;
 function drawTimeline() {
   const host = place("fig-timeline"), names = Object.keys(DATA.pictures);

@@ -1,4 +1,4 @@
-"""Request traces with published burst statistics."""
+"""Generates request traces with published burst statistics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rose.sim.traces.trace import LARGEST, Trace
 
 MINUTE_S, HOUR_S = 60, 3600  # definition: seconds
 SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)  # definition: quantiles
-# name -> tokens of (prompts, outputs) at these shares, an hour of 2023 each: the Azure public
-# dataset (github.com/Azure/AzurePublicDataset), CC-BY 4.0
+# name -> quantiles at SHARES of the tokens of (prompts, outputs). Each is from an hour of 2023 in
+# the Azure public dataset (github.com/Azure/AzurePublicDataset), CC-BY 4.0.
 LENGTHS = {
     "azure_conv": (
         (2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),  # github.com/Azure
@@ -35,17 +35,19 @@ def generate(
     prompt: Lengths = (1020.0, 0.99),  # ours: fitted to azure_conv
     output: Lengths = (129.0, 0.85),  # ours: fitted to azure_conv
 ) -> Trace:
-    """A trace of `seconds` with about `rate` requests/s: a Poisson process whose rate is modulated
-    per minute and per second by lognormal factors of mean 1, such that the rate's highest minute
-    and second of an hour are expected at `minute_peak` and `second_peak` times the mean (published
-    of production traffic: 1.7 and 4.2; a Poisson process of constant rate has 1.0 for both). Counts
-    add Poisson's own noise. `prompt`, `output`: lognormal lengths as (median tokens, sigma of the
-    logarithm), the defaults fitted to Azure's conversation trace, whose longest hundredth they make
-    more than twice as long as it is; or one of `LENGTHS`, quantiles between which logarithms are
-    linear.
+    """Generate a trace of `seconds` with about `rate` requests/s. The same arguments generate the
+    same trace.
 
-    The same arguments make the same trace. Raises `ValueError` for peaks that no such process has,
-    and for lengths of a name that is not known.
+    Arrivals are a Poisson process, whose rate is modulated per minute and per second by lognormal
+    factors of mean 1. In an hour, the rate's highest minute and second are expected at
+    `minute_peak` and `second_peak` times the mean. Published values of production traffic are 1.7
+    and 4.2; a constant rate has 1.0 for both. The counts have Poisson noise in addition.
+
+    `prompt` and `output` are lognormal lengths as (median tokens, sigma of the logarithm), or a
+    name in `LENGTHS`, whose quantiles are interpolated linearly in the logarithm. The defaults are
+    fitted to Azure's conversation trace, but their longest 1 % are more than twice as long.
+
+    Raises `ValueError` for peaks that no such process has, and for an unknown name of lengths.
     """
     if not (seconds > 0 and rate > 0):
         raise ValueError(f"seconds={seconds}, rate={rate}: both must be positive")
@@ -73,7 +75,7 @@ def generate(
 
 
 def _lengths(of: Lengths, which: int, count: int, draw: np.random.Generator) -> np.ndarray:
-    """`which`: 0 of prompts, 1 of outputs."""
+    """Draw `count` lengths of prompts (`which` 0) or outputs (`which` 1)."""
     if isinstance(of, str):
         if of not in LENGTHS:
             raise ValueError(
@@ -87,9 +89,8 @@ def _lengths(of: Lengths, which: int, count: int, draw: np.random.Generator) -> 
 
 
 def _sigma(peak: float, windows: int) -> float:
-    """Of a lognormal factor of mean 1 whose largest of `windows` draws is expected near `peak`:
-    exp(z s - s^2/2) = peak, with z the normal quantile of Blom's (windows - 0.375) / (windows +
-    0.25)."""
+    """Return the sigma of a lognormal factor of mean 1 whose largest of `windows` draws is expected
+    near `peak`: exp(z sigma - sigma^2/2) = peak, with z the normal quantile of Blom's rank."""
     z = NormalDist().inv_cdf((windows - 0.375) / (windows + 0.25))  # definition: Blom's
     if not 1 <= peak <= math.exp(z * z / 2):
         raise ValueError(
