@@ -56,7 +56,7 @@ class Guests:
         spawn: Callable[[Coroutine], asyncio.Task],
     ) -> None:
         cluster = config.cluster
-        self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
+        self._mpi_env = cluster.interface_env | cluster.mpi.env | cluster.mpi.join_env
         self._most = config.reward.max_jobs * cpus_of(cluster, "reward", config.rollout)
         self._door = Door(folder, attempt)
         self._pool, self._spawn = pool, spawn

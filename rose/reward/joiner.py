@@ -158,7 +158,7 @@ def run(run_dir: Path, pool: int) -> Ended:
         with socket.create_server((LOOPBACK, 0)) as place:
             worker, channel, hello = start_worker(run_dir, home, place)
         mpi = config.cluster.mpi
-        os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
+        os.environ.update(config.cluster.interface_env | mpi.env | mpi.join_env)  # before MPI looks
         application = Application(home)
         try:
             answer = application.ask(ANSWER_S)

@@ -70,7 +70,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     """One membership. Raises `JoinError`, `EngineError`, `ConfigError`."""
     _check_profile(config)
     mpi = config.cluster.mpi
-    os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
+    os.environ.update(config.cluster.interface_env | mpi.env | mpi.join_env)  # before MPI looks
     if plugin.FOLDER in os.environ and config.serving.lending.priority == "idle":
         # the online server's front end is on the same cores, and takes tokens from its engine
         os.nice(priority.NICE)
