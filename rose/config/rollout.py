@@ -9,7 +9,7 @@ from rose.config.common import Count, Natural, NotNegative, Positive, Section, S
 
 
 class Env(Section):
-    """One environment. Like a mixture it has `members`: itself alone, with weight 1. So callers
+    """An environment. Like a mixture it has `members`: itself alone, with weight 1. So callers
     need not distinguish the two."""
 
     name: str
@@ -40,7 +40,7 @@ class Env(Section):
 class Member(Env, kw_only=True):
     """An environment of a mixture."""
 
-    weight: Positive  # its share of the groups, relative to the sum over all members
+    weight: Positive  # share of the groups, relative to the sum over all members
 
 
 class Mixture(Section):

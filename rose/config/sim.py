@@ -183,7 +183,7 @@ class SimTrainer(Section):
 class SimSystem(Section):
     """A composition of scheduler options, and the pools that they may use."""
 
-    about: str  # one line: the system, and its paper
+    about: str  # a line that names the system and its paper
     scheduler: Scheduler
     pools: list[str]
     executor: Literal["gate", "memory_only", "none"]  # beside online serving

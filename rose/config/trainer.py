@@ -144,7 +144,7 @@ class Transfer(Section):
     keep_versions: Count  # newest versions that stay in the store, for slow readers
     # further degrees, besides rollout.tensor_parallel, of servers that read only their part
     tensor_parallel: list[Count]
-    broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: mpi
+    broadcast: Literal["auto", "mpi", "nccl", "none"]  # way to dedicated ranks; auto: mpi
     # What happens to running requests when new weights arrive. Null only until the tree is checked:
     # keep with asynchronous batching, where recomputing the KV cache of every context would cost a
     # prefill of all of them per version; else recompute.
