@@ -55,8 +55,7 @@ def advice(refused: OSError | None, message: str = "") -> str:
     return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
 
 
-# Visible replacements for characters that a terminal would obey: ESC becomes ␛. Newline and tab
-# stay.
+# Visible replacements for control characters: ESC becomes ␛. Newline and tab are kept.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(0x7F, 0xA0)
 }

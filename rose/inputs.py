@@ -45,9 +45,8 @@ PROGRAM = b"\x7fELF"
 WHOLE = 2**28
 STRETCH = 2**20
 STRETCHES = 64
-# Seconds. The digest of a file younger than this is not cached, as a second edit within a tick of
-# the file system's clock leaves its times the same (git's "racily clean"; NFS and FAT count in
-# seconds).
+# The digest of a file younger than this is not cached: a second edit within a tick of the file
+# system's clock (seconds on NFS and FAT) leaves its times the same, git's "racily clean".
 FRESH_S = 4.0
 READERS = 16  # threads; on a network file system each small file costs a round trip
 
@@ -112,8 +111,7 @@ def _expected(path: str) -> dict[str, Any]:
 
 
 def named(c: Config) -> dict[str, str]:
-    """Map the absolute path of each file and folder that a key names, and the run reads, to the
-    key."""
+    """Map each file and folder that the run reads (absolute path) to the key that names it."""
     found: dict[str, str] = {}
     for key, value in _texts(msgspec.to_builtins(c)):
         if not key.startswith(SECTIONS) or key.endswith(SECRETS):

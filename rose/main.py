@@ -90,8 +90,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 
 
 def make_broadcast(config: cfg.Config, world, run_dir: Path):
-    """Return this rank's end of the broadcast from trainer to dedicated rollout ranks. A rank that
-    is neither gets an end that does nothing."""
+    """Return this rank's end of the broadcast from trainer to dedicated rollout ranks. None on a
+    rank that is neither, and without a broadcast."""
     from rose.transfer import broadcast
 
     ranks = layout(config)

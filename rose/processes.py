@@ -22,8 +22,7 @@ PR_SET_CHILD_SUBREAPER = 36
 MOST_THREADS = 8  # largest number of threads that is chosen where no key sets one
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
-# Loaded at import, because a forked child should not load libraries.
-LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as a forked child must not load it
 
 # Variables for programs that know nothing of the run. All others are removed.
 KEPT = (
@@ -78,9 +77,8 @@ def adopt_orphans() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may keep busy, at least 1: its CPU affinity (by
-    Slurm or taskset), or the least CPU quota of its control groups (a container's --cpus), rounded
-    down, if that is smaller."""
+    """Return the number of cores that this process may use: those of its CPU affinity, and at most
+    the least CPU quota of its control groups (a container's --cpus), rounded down; at least 1."""
     return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), math.inf)))
 
 
@@ -99,15 +97,14 @@ def _quotas() -> Iterator[float]:
         home = CGROUP if number == "0" else CGROUP / "cpu"
         group = home / path.strip("/")
         while group != home.parent:
-            yield _quota(group, second=number == "0")
+            yield _quota(group, version_2=number == "0")
             group = group.parent
 
 
-def _quota(group: Path, second: bool) -> float:
-    """Return a control group's CPU quota in cores; infinite where it has none, as the root.
-    `second`: the group is of version 2."""
+def _quota(group: Path, version_2: bool) -> float:
+    """Return a control group's CPU quota in cores; infinite where it has none, as the root."""
     try:
-        if second:
+        if version_2:
             quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
             quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8")
@@ -118,9 +115,8 @@ def _quota(group: Path, second: bool) -> float:
 
 
 def usable_threads() -> int:
-    """Return the number of threads for encoding and staging where no key sets it: `cores`, at most
-    8. More would compete with the main thread for Python's lock, and each holds blocks in
-    memory."""
+    """Return the threads for encoding and staging where no key sets them: `cores`, at most 8. More
+    would compete with the main thread for Python's lock, and each holds blocks in memory."""
     return min(MOST_THREADS, cores())
 
 
