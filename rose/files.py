@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Protocol
 
 PAUSE_S = 0.2  # seconds between two polls of a lock that another process holds
-# A folder with less free space counts as full. A line of metrics and the ranks' status files fit.
-PROBE_BYTES = 65_536
+PROBE_BYTES = 65_536  # free space below which a folder counts as full; a line of metrics fits
 REMEDIES = {
     errno.ENOSPC: "free some space there",
     errno.EDQUOT: "free some space there or have the quota raised",

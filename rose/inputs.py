@@ -38,13 +38,11 @@ SECRETS = ("token_file", "api_key_file")
 FOLDERS = ("data", "held_out", "tasks", "path")  # keys whose folders the run only reads
 MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 SKIPPED = {"rootfs", "__pycache__"}  # a task's root file system is large, and read-only to the run
-# Start of a compiled program. Programs are not recorded, as they change with the system's updates.
-PROGRAM = b"\x7fELF"
+PROGRAM = b"\x7fELF"  # compiled programs, which system updates change, are not recorded
 # Bytes up to which a file is read whole: a GB takes a second. Of a larger file, `STRETCHES` evenly
 # spaced stretches of `STRETCH` bytes are read.
 WHOLE = 2**28
-STRETCH = 2**20
-STRETCHES = 64
+STRETCH, STRETCHES = 2**20, 64
 # The digest of a file younger than this is not cached: a second edit within a tick of the file
 # system's clock (seconds on NFS and FAT) leaves its times the same, git's "racily clean".
 FRESH_S = 4.0

@@ -108,8 +108,7 @@ def make_broadcast(config: cfg.Config, world, run_dir: Path):
         rollouts,
         config.transfer.load_timeout_s,
         run_dir,
-        # Without this bound the kernel's memory limit would end the whole job.
-        int(config.transfer.mirror_gib * 2**30),
+        int(config.transfer.mirror_gib * 2**30),  # below the kernel's limit, which ends the job
         config.cluster.interface,
     )
 

@@ -20,8 +20,7 @@ from typing import Any
 from rose import files, hub, places, processes
 from rose.config import ConfigError, Model
 
-# Seconds for a recipe. SmolLM2 takes about 60 s on two slow cores after its download of 93 MB.
-BUILD_DEADLINE_S = 900.0
+BUILD_DEADLINE_S = 900.0  # SmolLM2: about 60 s on two slow cores after its 93 MB download
 
 # Recipes compute on CPUs; DeepSpeed, which transformers imports, would warn that it found no GPU.
 QUIET = {"DS_ACCELERATOR": "cpu"}

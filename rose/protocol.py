@@ -495,8 +495,7 @@ class TurnProgress(Message):
     tokens: bytes
     logprobs: bytes
     version: int
-    # experts and routed: as in `TurnResult`; empty until the attempt ends
-    experts: bytes = b""
+    experts: bytes = b""  # `TurnResult.experts`; empty until the attempt ends
     routed: int = 0
 
 

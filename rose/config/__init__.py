@@ -90,8 +90,7 @@ __all__ = [
     "to_dict",
 ]
 
-# Threads of a deterministic trainer rank. Another number would change the losses of stored runs.
-DETERMINISTIC_THREADS = 2
+DETERMINISTIC_THREADS = 2  # of each trainer rank; another number changes a stored run's losses
 MIXTURE = "mixture"  # `env.name` of a section with several environments
 # Batching policies whose rollouts wait for each step's weights.
 IN_STEP = ("synchronous", "dapo", "tail_batching")
@@ -162,14 +161,10 @@ def _second_copies(config: Config) -> int | None:
 
 
 def _threads(config: Config) -> dict[str, int | None]:
-    """Return the threads of a trainer rank and of an engine where the configuration has null.
-
-    1. On GPUs both are None: the libraries choose, also for a deterministic trainer.
-    2. A deterministic trainer has the same number on every machine: losses depend on it, and the
-       run may continue elsewhere.
-    3. Otherwise each role divides all cores among its ranks, as trainer and engines mostly compute
-       in turn. Under Slurm a rank has its component's CPUs; an engine leaves one to its ROSE rank.
-    """
+    """Return the threads of a trainer rank and of an engine where the configuration has null. On
+    GPUs the libraries choose (None). On CPUs each role divides all cores among its ranks, as both
+    mostly compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A deterministic
+    trainer on CPUs has the same number on every machine, since losses depend on it."""
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
     if config.cluster.gpus:
         return dict.fromkeys(ranks)

@@ -15,8 +15,7 @@ class Mpi(Section):
     """The way this site starts MPI ranks, and the variables that they need."""
 
     name: str
-    # True if processes of other jobs can join at run time, and the run survives their death.
-    join: bool
+    join: bool  # true: processes of other jobs can join, and the run survives their death
     srun: list[str]  # options of srun that start ranks as one MPI world
     env: dict[str, str]
     # further variables, for the processes at both ends of a borrowed rank's connection
@@ -58,12 +57,10 @@ class Slurm(Section):
     borrowed: Component
     # a job that computes rewards (reward.max_jobs), with a worker on each of its CPUs
     reward: Component
-    # `borrowed` jobs that have been pending for this many seconds count as refused.
-    pending_s: Positive
+    pending_s: Positive  # longest wait of a `borrowed` job in the queue; then it counts as refused
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     container: Container | None
-    # The job saves and requeues itself this many seconds before its time limit.
-    warning_s: Count
+    warning_s: Count  # seconds before its time limit at which the job saves and requeues itself
     requeues: Natural  # most requeues in a row without a new checkpoint
 
 

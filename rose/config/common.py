@@ -31,8 +31,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    # Turns that a worker is sent beyond those it can run at once, as a share of the latter. They
-    # hide the latency of dispatch.
+    # Turns sent to a worker beyond its `max_sequences`, as a share of it, to hide dispatch latency.
     queue_depth: NotNegative
     # places trajectories on environment hosts
     placement: Policy = Policy(name="stay", args={})

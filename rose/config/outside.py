@@ -17,8 +17,7 @@ from typing import Any
 from rose.config.errors import ConfigError
 
 
-# Cached: an environment host calls it for each trajectory, and installed packages don't change.
-@functools.cache
+@functools.cache  # called for each trajectory; installed packages don't change
 def find(
     key: str, name: str, what: str, ours: tuple[str, ...], group: str, prefix: str = ""
 ) -> type:

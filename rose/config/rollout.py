@@ -17,12 +17,10 @@ class Env(Section):
     max_turns: Count
     max_new_tokens: Count  # per turn
     step_timeout_s: Positive
-    # A task is given up after this many failures in a row, or the group's size, if larger.
-    max_failures_in_row: Count
+    max_failures_in_row: Count  # a task's limit, or the group's size, if larger
     # Seconds that a trajectory may take besides the model's turns: an agent may never end.
     trajectory_timeout_s: Positive = 3600.0
-    # The run ends when more than this share of an environment's tasks fail each time.
-    max_failed_tasks: Share = 0.2
+    max_failed_tasks: Share = 0.2  # share of tasks that fail each time above which the run ends
 
     @property
     def members(self) -> dict[str, Env]:
@@ -87,8 +85,7 @@ class Draft(Section):
 
     method: Literal["none", "group", "suffix", "ngram"]
     tokens: Count  # most tokens drafted for a request in one step
-    # group only. true: draft as many tokens as save time, possibly none; false: all there are.
-    adaptive: bool
+    adaptive: bool  # group only. true: as many tokens as save time, maybe none; false: all
     memory_mib: Count  # group only: memory of an engine for the texts of groups
 
 
@@ -187,8 +184,7 @@ class Reward(Section):
     per_worker: Count  # scores that a worker computes at once
     idle_s: Positive  # seconds after which a worker that isn't needed ends
     timeout_s: Positive  # seconds for one score
-    # true: a shorter timeout once a prompt has a correct answer (RollPacker's limit)
-    adaptive: bool
+    adaptive: bool  # true: a shorter timeout once a prompt has a correct answer (RollPacker)
     deadline_s: Positive  # seconds from an episode's end to its score, with waiting and retries
     success_from: float  # least reward of a success, where the scorer doesn't report success
 

@@ -41,23 +41,18 @@ class Lending(Section):
     # output of python -m rose.lending.profile for this device and these models; null: lend nothing
     profile: str | None
     chunk_tokens: Count  # most prefill tokens of one step of the rollout engine
-    # most that a rollout step may delay an online request that arrives just after, as a share of
-    # ttft_p99_s
-    step_share: Share
+    step_share: Share  # longest delay of an online request by a rollout step / ttft_p99_s
     priority: Literal["idle", "normal"]  # CPU priority of the rollout engine's threads
     # the device's KV memory, one budget for both engines; null: online.kv_cache_gib
     kv_gib: Positive | None
     reserve: Share  # share of kv_gib that is never lent, beyond what online requests use
-    # The rollout engine's budget is halved when more than this share of kv_gib is in use or lent.
-    high_watermark: Share
-    # Seconds of the online engine's silence after which nothing is lent.
-    stale_after_s: Positive
+    high_watermark: Share  # share of kv_gib in use or lent above which the loan is halved
+    stale_after_s: Positive  # silence of the online engine after which nothing is lent
     revoke_after_s: Positive  # seconds to return revoked memory; then the rollout engine is killed
     patience_s: Positive  # longest wait of a turn at the gate; then the scheduler gets it back
     # "22-06" (local time): share of the lendable memory; 1 in hours not named
     hours: dict[str, NotNegative]
-    # port for metrics, report and stop switch; 0: a free port, printed at start
-    control_port: Natural
+    control_port: Natural  # for metrics, report and stop switch; 0: a free port, printed
     stop_file: str | None  # nothing is lent while this file exists
 
 

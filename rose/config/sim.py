@@ -46,8 +46,7 @@ class SimPool(Section):
     workers: Natural | None
     # one degree for all; dedicated: or a list, with `workers` engines of each degree
     tensor_parallel: Count | list[Count]
-    # hybrid only. true: provisioning decides which engines train and which roll out; false: all
-    # roll out while the trainer is idle.
+    # hybrid. true: provisioning decides which of them train; false: all roll out between steps
     split: bool
     on_request: bool  # true: the provisioning policy requests each worker
     # hybrid: seconds from training to rollout, and back; cooperative: to wake up, without weights
@@ -89,8 +88,7 @@ class SimServing(Section):
     # gate: share of the P99 TPOT target to which online decodes may slow down beside rollouts
     pace: Share
     overhead: Fraction  # gate: share of the idle time lost to admission
-    # memory_only: both engines take 1 + this times as long while the online one computes
-    contention: NotNegative
+    contention: NotNegative  # memory_only: while both compute, each takes 1 + this times as long
     reserve: Fraction  # share of KV memory never lent
     high_watermark: Share  # gate: share of it in use or lent above which the loan is halved
     step: Share  # least change of lendable memory, as a share, that the scheduler is sent
@@ -166,8 +164,7 @@ class SimDraft(Section):
     counts it in a recorded run."""
 
     lookup_s: NotNegative  # seconds for each request, in a step that drafts
-    # Each row of SimDrafted holds from this many finished siblings on; []: no engine drafts.
-    siblings: list[Natural]
+    siblings: list[Natural]  # least finished siblings, for each row; []: no engine drafts
     chances: list[Share]  # least chance of a token that is still drafted, for each column
     lengths: list[SimDrafted]
 

@@ -16,8 +16,7 @@ class Algorithm(Section):
     # importance sampling between engine and trainer (rose/trainer/importance.py); null: off
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
-    # coefficient of the KL penalty to the model folder's own weights; 0: no reference
-    kl_coef: NotNegative
+    kl_coef: NotNegative  # coefficient of the KL penalty to the model folder's weights
     # true: the penalty has the gradient of KL(policy || reference). Runs that were stored without
     # this key can go on: `rose.config.stored` takes the default.
     kl_correction: bool = True
@@ -101,10 +100,9 @@ class Trainer(Section):
     reduce_dtype: Literal["float32", "bfloat16"]
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
-    # Tokens of one forward pass, padding included; with share_prefixes distinct tokens.
+    # tokens of one forward pass, padding included; with share_prefixes distinct tokens
     micro_batch_tokens: Count
-    # true: compute the common beginning of rows once, where that is cheaper.
-    share_prefixes: bool
+    share_prefixes: bool  # true: compute the common beginning of rows once where it is cheaper
     gradient_checkpointing: bool
     step_timeout_s: Positive  # limit of a training step or a checkpoint on all ranks
     checkpoint_every: Count
@@ -115,10 +113,8 @@ class Trainer(Section):
     threads: Count | None
     # Earlier releases stored none of the keys below, so these have defaults.
     lora: Lora | None = None  # null: all weights are trained
-    # true: compute gradients of the step's finished groups while others still run.
-    stream: bool = False
-    # true, for a mixture of experts: a token's experts are those that the engine recorded.
-    router_replay: bool = False
+    stream: bool = False  # true: compute gradients of finished groups while others still run
+    router_replay: bool = False  # true: route tokens to the experts that the engine recorded
     sequence_parallel: Count = 1  # ranks that compute a row together
     offload_activations: bool = False  # true: the layers' inputs wait in host memory
     compile: bool = False  # torch.compile of layers and head
@@ -139,8 +135,7 @@ class Trainer(Section):
 class Transfer(Section):
     """The transfer of policy versions from the trainer to the engines (docs/format.md)."""
 
-    # most versions from one full snapshot to the next; those between are differences
-    full_every: Count
+    full_every: Count  # most versions from one full snapshot to the next
     keep_versions: Count  # newest versions that stay in the store, for slow readers
     # further degrees, besides rollout.tensor_parallel, of servers that read only their part
     tensor_parallel: list[Count]
@@ -157,8 +152,7 @@ class Transfer(Section):
     threads: Count | None
     # Memory of a node for versions broadcast to its dedicated ranks. They read the rest from files.
     mirror_gib: Positive
-    # Memory of an engine rank for blocks with so many changes that they are staged whole.
-    stage_gib: NotNegative
+    stage_gib: NotNegative  # memory of an engine rank for blocks that are staged whole
     # Most memory of a GPU for a version's changes, within what is free. Further changes wait on
     # the host, which makes the pause longer.
     stage_device_gib: Positive

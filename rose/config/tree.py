@@ -29,8 +29,7 @@ class Checkpoints(Section):
     store: str | None  # a folder that all hosts share; null: sandboxes in the run's folder
     local: str | None  # a folder on the node's own disk; null: below TMPDIR
     bytes_per_s: NotNegative  # bandwidth of a host to `store`; 0: unlimited
-    # Memory of a host for captures that wait to be packed. Above it turns are not captured.
-    memory_mib: Count
+    memory_mib: Count  # captures of a host that wait to be packed; above it turns aren't captured
     keep: Natural  # newest checkpoints of a sandbox that stay; 0: all
 
 

@@ -37,10 +37,8 @@ FIXED = (
     "skip_tokenizer_init",
     "generation_config",
 )
-# Most tokens of a draft: vLLM's MAX_SPEC_LEN. An engine crashes at a longer draft.
-MOST_DRAFTED = 128
-# Most ranks of a run. No MPI launcher starts more, and the plan has an entry for each.
-MOST_RANKS = 2**16
+MOST_DRAFTED = 128  # tokens of a draft: vLLM's MAX_SPEC_LEN, above which an engine crashes
+MOST_RANKS = 2**16  # more than any MPI launcher starts; the plan has an entry for each
 
 
 def check(c: Config, need: Need) -> None:

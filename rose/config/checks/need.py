@@ -22,8 +22,7 @@ MOST = {
     "_gib": (1e6, "at most 1e6 GiB"),
     "threads": (2**12, f"at most {2**12}"),
 }
-# Most trajectories of a batch or an evaluation. The coordinator holds a list of them in memory.
-MOST_AT_ONCE = 10**7
+MOST_AT_ONCE = 10**7  # trajectories of a batch or an evaluation, which the coordinator lists
 MOST_WHOLE = 2**63 - 1  # largest integer of other keys; seeds use all bits
 MOST_OTHER = 1e15  # largest float of other keys
 

@@ -18,9 +18,7 @@ OWN_ARGUMENTS = (
     "api_server_count",
     "data_parallel_size",
 )
-# Least serving.lending.stale_after_s. Live engines write their boards every 20 to 50 ms, and later
-# on a busy machine.
-SHORTEST_STALE_S = 0.1
+SHORTEST_STALE_S = 0.1  # live engines write their boards every 20 to 50 ms, later if busy
 
 
 def check(s: Serving, need: Need) -> None:

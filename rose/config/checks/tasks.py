@@ -10,8 +10,7 @@ from rose.config.errors import ConfigError
 from rose.config.rollout import Eval
 from rose.config.tree import Config
 
-# Part of reward.deadline_s in which workers start, and hung ones are detected.
-SCORING_SPARE_S = 20.0
+SCORING_SPARE_S = 20.0  # part of reward.deadline_s to start workers and to detect hung ones
 
 
 def check(c: Config, need: Need) -> None:
