@@ -90,7 +90,7 @@ __all__ = [
     "to_dict",
 ]
 
-DETERMINISTIC_THREADS = 2  # of each trainer rank; another number changes a stored run's losses
+DETERMINISTIC_THREADS = 2  # threads per trainer rank; others change a stored run's losses
 MIXTURE = "mixture"  # `env.name` of a section with several environments
 # Batching policies whose rollouts wait for each step's weights.
 IN_STEP = ("synchronous", "dapo", "tail_batching")

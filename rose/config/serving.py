@@ -52,7 +52,7 @@ class Lending(Section):
     patience_s: Positive  # longest wait of a turn at the gate; then the scheduler gets it back
     # "22-06" (local time): share of the lendable memory; 1 in hours not named
     hours: dict[str, NotNegative]
-    control_port: Natural  # for metrics, report and stop switch; 0: a free port, printed
+    control_port: Natural  # port of metrics, report and stop switch; 0: a free port, printed
     stop_file: str | None  # nothing is lent while this file exists
 
 
