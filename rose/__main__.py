@@ -1,4 +1,4 @@
-"""The command `rose`: what `python launch.py` and the modules do, from any folder.
+"""The command `rose`, which runs `python launch.py` and the modules from any folder.
 
     rose train [KEY=VALUE ...]       train, as python launch.py does
     rose simulate [KEY=VALUE ...]    ... with mode=simulate: the same on a simulated cluster
@@ -62,10 +62,11 @@ def main() -> int:
 
 
 def _complete(arguments: list[str]) -> int:
-    """What Hydra's shell function calls, as `rose -sc query=bash` with the line in COMP_LINE: the
-    first word is a command of ours, the rest is Hydra's."""
+    """Complete a command line: Hydra's shell function calls `rose -sc query=bash` with the line in
+    COMP_LINE. The first word is a command of `rose`; Hydra completes the others."""
     line = os.environ.get("COMP_LINE", "")
-    command = re.match(r"\s*\S+\s+(\S+)\s", line)  # one that is whole: something follows it
+    # A command that is typed whole: white space follows it.
+    command = re.match(r"\s*\S+\s+(\S+)\s", line)
     known = command and command[1] in {*MODES, "doctor"}
     if arguments[:1] == ["query=bash"] and not known:
         print(*MODES, *MODULES, "slurm")
@@ -75,7 +76,7 @@ def _complete(arguments: list[str]) -> int:
 
 
 def _front(name: str, arguments: list[str]) -> int:
-    """What launch.py does, with the mode of this command's name."""
+    """Run launch.py's front door with the mode that this command names."""
     try:
         from rose import front
         from rose.places import CONF

@@ -1,9 +1,9 @@
-"""Files that are written whole or not at all, private ones, locks that die with their holder, and
-disks that take no more: what refuses, and what to do about it.
+"""Atomic and private writes, locks that end with their holder's process, and explanations for a
+disk that refuses writes.
 
-A full disk, an exhausted quota or a mount that became read-only ends a run; the launcher reports it
-once, whatever the ranks could still write about it. Imports nothing of ROSE. Left out: disks that
-lose what they took, and file systems without flock.
+A full disk, an exhausted quota or a mount that became read-only ends a run. The launcher reports
+it once, even if the ranks could not. Imports nothing of ROSE. Left out: disks that lose data which
+they accepted, and file systems without flock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import IO, Any, BinaryIO, Protocol
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_ADVICE = "it is a pointer of Git LFS, not the file itself; run git lfs pull in its repository"
-PAUSE_S = 0.2  # between two looks at a lock that another holds
-PROBE_BYTES = 65_536  # less room than this is none: one line of metrics and the ranks' status files
+PAUSE_S = 0.2  # seconds between two polls of a lock that another process holds
+PROBE_BYTES = 65_536  # free space below which a folder counts as full; a line of metrics fits
 REMEDIES = {
     errno.ENOSPC: "free some space there",
     errno.EDQUOT: "free some space there or have the quota raised",
@@ -36,29 +36,29 @@ CONTINUE = "the same launch.py command then continues the run from its last chec
 
 
 def refusal(folder: Path | str) -> OSError | None:
-    """Why `folder` takes no new file now, as an error that names it; None if it takes one (of which
-    nothing stays)."""
+    """Return the error with which `folder` refuses a new file, naming the folder; None if it
+    accepts one. The probe's file is removed."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
-            os.fsync(probe.fileno())  # where NFS and quotas answer
+            os.fsync(probe.fileno())  # NFS and quotas report errors only here
     except OSError as error:
         return OSError(error.errno, error.strerror, str(folder))
     return None
 
 
-def advice(refused: OSError | None, words: str = "") -> str:
-    """What happened and what to do, when a folder refused or `words`, those of an error, tell of a
-    disk that did; else ''."""
+def advice(refused: OSError | None, message: str = "") -> str:
+    """Explain what happened and what to do where a folder refused a write. '' where none did.
+    `message`: an error's text, which may name such a refusal if `refused` is None."""
     if refused is not None:
         remedy = REMEDIES.get(refused.errno, "make it writable again")
         return f"{refused.filename}: {refused.strerror}; {remedy}; {CONTINUE}"
-    found = next((number for number in REMEDIES if os.strerror(number) in words), None)
+    found = next((number for number in REMEDIES if os.strerror(number) in message), None)
     return f"{os.strerror(found)}, see below where; {REMEDIES[found]}; {CONTINUE}" if found else ""
 
 
-# What a terminal would obey rather than print, as its picture: ESC as ␛. Newline and tab are text.
+# Visible replacements for control characters: ESC becomes ␛. Newline and tab are kept.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(0x7F, 0xA0)
 }
@@ -71,15 +71,15 @@ def printable(text: object) -> str:
 
 
 def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
-    """Make the folder `path` for this user alone, or take one of this user's that is there. Without
-    `follow` a symbolic link is refused: where other users can make files, as in TMPDIR, it may be
-    one of theirs that leads to another folder of this user's. Raises OSError that names `path`."""
+    """Create the folder `path` for this user alone, or accept one that this user owns. Without
+    `follow` a symbolic link is refused: in a folder like TMPDIR another user may have placed it, to
+    lead to another folder of this user's. Raises an OSError that names `path`."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=parents)
     found = path.stat() if follow else path.lstat()
     if stat.S_ISLNK(found.st_mode):
-        words = "is a symbolic link, maybe of another user; name the folder that it leads to"
-        raise PermissionError(errno.EPERM, words, str(path))
+        problem = "is a symbolic link, maybe of another user; name the folder that it leads to"
+        raise PermissionError(errno.EPERM, problem, str(path))
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if found.st_uid != os.geteuid():
@@ -124,23 +124,23 @@ def json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """The temporary name to write `path` under; it becomes `path` at the block's end. One process
-    writes it at a time: a reader sees the old file or the new one, and a failure leaves the old one
-    and nothing else. Raises OSError that names `path`."""
-    part = path.with_name(f"{path.name}.part")  # what a killed process left of it is overwritten
+    """Yield a temporary path to write to; at the block's end it is renamed to `path`. Only one
+    process may write `path` at a time. A reader sees the old file or the new one, and a failure
+    leaves the old one alone. Raises an OSError that names `path`."""
+    part = path.with_name(f"{path.name}.part")  # may exist after a killed process; overwritten
     try:
         yield part
         part.replace(path)
     except OSError as error:
-        # of a disk that is read-only by now: then it stays, and the next write takes it
+        # On a disk that is now read-only the part stays, and the next write overwrites it.
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_whole(path: Path, data: bytes, sync: bool = False, private: bool = False) -> None:
-    """`data` as the whole content of `path`; with `sync` on the disk when this returns, with
-    `private` readable by this user alone from its first byte. Raises as `whole`."""
+    """Replace the content of `path` by `data`, atomically. `sync`: it is on the disk when this
+    returns. `private`: only this user can read it, at any time. Raises as `whole` does."""
     with whole(path) as part, _new(part, private) as file:
         file.write(data)
         file.flush()
@@ -151,20 +151,20 @@ def write_whole(path: Path, data: bytes, sync: bool = False, private: bool = Fal
 def _new(path: Path, private: bool) -> BinaryIO:
     if not private:
         return path.open("wb")
-    path.unlink(missing_ok=True)  # whoever left it may have opened it to others
+    path.unlink(missing_ok=True)  # an earlier file may be open to others
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def lock_now(file: IO) -> None:
-    """Hold this open file's lock until it is closed, or its process dies. Raises BlockingIOError
-    when another holds it, OSError on a file system without locks."""
+    """Lock this open file until it is closed, or its process dies. Raises BlockingIOError while
+    another process holds the lock, OSError on a file system without locks."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager
 def held(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold `path`'s lock, the file made if absent. Raises `TimeoutError` naming it after
-    `deadline_s` seconds."""
+    """Hold the lock of `path`, a file that is created if absent. Raises a `TimeoutError` that names
+    it after `deadline_s` seconds."""
     until = time.monotonic() + deadline_s
     with path.open("w", encoding="utf-8") as file:
         while True:
@@ -181,9 +181,8 @@ def held(path: Path, deadline_s: float) -> Iterator[None]:
 
 
 class Lossy(io.FileIO):
-    """A file of words that nobody needs to go on, a log or a trace: what the disk refuses is lost,
-    so that reporting an error neither fails nor hides it. What must be kept is written by others,
-    who fail."""
+    """A file for logs and traces, which no process needs to continue. A write that the disk refuses
+    is dropped, so that reporting an error neither fails nor hides that error."""
 
     def write(self, data) -> int:
         try:
@@ -197,8 +196,8 @@ class Closes(Protocol):
 
 
 def close_all(*files: Closes) -> None:
-    """Close each. A refusal is only printed: whoever closes for an error has that error to
-    report."""
+    """Close each file. A refused write is only printed, so that it does not hide the error for
+    which the caller may be closing them."""
     for file in files:
         try:
             file.close()

@@ -1,8 +1,8 @@
-"""What `python launch.py` does: compose every configuration, check them all, then run them one
-after the other.
+"""Run `python launch.py`: compose every configuration, check them all, then run them one after the
+other.
 
     0 done   1 the run failed   2 bad configuration, nothing started   130 Ctrl-C   143 SIGTERM
-Left out: processes (supervise.py), the run's rules (resume.py), and everything the ranks do.
+Left out: processes (supervise.py), the rules for a run that continues (resume.py), and the ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from rose.observe.terminal import echo
 from rose.reward import scorers
 from rose.trainer import algorithms, compilers
 
-# Hydra's flags that compose no point
+# Hydra's flags with which it prints something and composes no configuration.
 INSTEAD_OF_RUNNING = frozenset(
     (
         "--help",
@@ -67,12 +67,12 @@ INSTEAD_OF_RUNNING = frozenset(
         "-sc",
     )
 )
-NAME_LIMIT = 151  # characters of a run's name; rose/config/checks refuses longer ones
+NAME_LIMIT = 151  # characters of a run's name; rose/config/checks refuses longer names
 
 
 def main(conf: Path, arguments: list[str], program: str = "python launch.py") -> int:
-    """Run the command line `arguments` of `program` on the Hydra folder `conf`; the process's exit
-    code."""
+    """Run the command line `arguments` of `program` on the Hydra folder `conf`. Return the
+    process's exit code."""
     complaints = Console(stderr=True)
     try:
         with _signals_raise():
@@ -81,9 +81,9 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
         return _refuse(complaints, errors.explain(error, conf, arguments))
     except ConfigError as error:
         return _refuse(complaints, str(error))
-    except _NobodyReads:
+    except _ReaderExited:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # for what is still to be flushed
+        os.dup2(nowhere, sys.stdout.fileno())  # or the last flush would fail
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
         (number,) = interrupt.args
@@ -91,14 +91,14 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
         return 128 + number
 
 
-class _NobodyReads(Exception):
-    """Standard output is a pipe whose reader has left, as `--help | head` does."""
+class _ReaderExited(Exception):
+    """Standard output is a pipe whose reader has exited, as with `--help | head`."""
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt(number), which unlocks and ends what was begun.
-    While a job runs, supervise.py handles them instead."""
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt(number), so that locks are released and child
+    processes end. While a job runs, supervise.py handles them instead."""
 
     def interrupt(number: int, _) -> None:
         raise KeyboardInterrupt(number)
@@ -140,13 +140,13 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
 
 
 def compose(conf: Path, arguments: list[str]) -> list[dict]:
-    """One resolved tree per point of the sweep; one without -m; none for --help and the like.
-    Raises `ConfigError` for a sweep without points."""
+    """Return the resolved tree of each point of the sweep: one without -m, none with --help and the
+    like. Raises `ConfigError` for a sweep without points."""
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
     errors.searched(arguments)
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
-        # One point: `hydra.main` would compose it twice, first to look up hydra.mode.
+        # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             return [errors.to_tree(hydra.compose("config", arguments))]
 
@@ -159,13 +159,12 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting
     program, sys.argv = sys.argv, [sys.argv[0], *errors.options_first(arguments)]
     with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
-        os.environ["ROSE_HYDRA_SCRATCH"] = (
-            scratch  # where conf/config.yaml lets Hydra write its multirun.yaml
-        )
+        # conf/config.yaml names this folder as the place of Hydra's multirun.yaml.
+        os.environ["ROSE_HYDRA_SCRATCH"] = scratch
         try:
             hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
-        except BrokenPipeError:  # nothing runs yet: only Hydra's help has been printed
-            raise _NobodyReads from None
+        except BrokenPipeError:  # Hydra's help has been printed, and nothing runs
+            raise _ReaderExited from None
     sys.argv = program
     if (
         swept
@@ -178,7 +177,7 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
 
 
 def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
-    """Name of a sweep point: the run's name and the swept overrides, as in
+    """Return the name of a sweep point: the run's name and the swept overrides, as in
     `frozenlake-seed=2,algorithm=rloo`."""
     parts = [o.lstrip("+") for o in overrides if o.split("=", 1)[0].lstrip("+") in swept]
     if not parts or any(part.startswith("name=") for part in parts):
@@ -187,7 +186,8 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 
 def check(tree: dict) -> plan.Plan:
-    """Everything that can be wrong before something starts or is written. Raises `ConfigError`."""
+    """Check all that can be checked before anything is started or written, and plan the run. Raises
+    `ConfigError`."""
     c = configuration.from_dict(tree)
     envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
@@ -243,15 +243,15 @@ def check(tree: dict) -> plan.Plan:
 
 
 def _host_gib(c: Config) -> float | None:
-    """Memory that the run may take, if it is for this machine."""
+    """Return the memory in GiB that the run may use; None for a run on another machine."""
     if c.cluster.dry_run or c.cluster.kind != "local":
         return None
     return host_bytes() / 2**30
 
 
 def with_whole_paths(c: Config) -> Config:
-    """What else ranks read, by its path from the root, links followed: in a container they may
-    start in another folder, and that path is mounted."""
+    """Resolve the paths of files that ranks read, links included. Ranks in a container may start in
+    another folder, and the container mounts the resolved path."""
     replayed, token = (
         path and str(Path(path).resolve())
         for path in (c.rollout.replay, c.transfer.relay_token_file)
@@ -269,9 +269,8 @@ def with_whole_paths(c: Config) -> Config:
 
 
 def check_formats(c: Config) -> None:
-    """Raises `ConfigError` for a chat template that no trajectory can be made with, and for a form
-    of tool calls or thoughts that isn't the model's, now that its folder is there. The recipes'
-    templates are known, and the forms that `auto` finds in them."""
+    """Raise `ConfigError` for a chat template that can't render trajectories, and for a tool or
+    reasoning format that isn't the model's. Recipes with `auto` have ROSE's own templates."""
     auto = (c.model.tool_format, c.model.reasoning_format) == (tool_formats.AUTO, tool_formats.AUTO)
     if c.model.source in ("folder", "hub") or not auto:
         from rose.agent.chat import ChatFormat  # imports transformers
@@ -286,8 +285,8 @@ def check_formats(c: Config) -> None:
 
 
 def check_rows(c: Config, say: Callable[[str], None]) -> None:
-    """Raises `ConfigError` for a file of which too many rows don't fit the model's context, now
-    that the model's folder is there; says which don't. The rows of a replay are another run's."""
+    """Raise `ConfigError` for a data file with too many rows that don't fit the model's context.
+    `say` receives progress and rows that don't fit. A replay's rows are another run's."""
     here = c.model.source in ("folder", "hub") or c.cluster.kind == "local"
     if here and c.rollout.replay is None and rows.known(c):
         from rose.agent.chat import ChatFormat  # imports transformers
@@ -297,8 +296,8 @@ def check_rows(c: Config, say: Callable[[str], None]) -> None:
 
 
 def check_domains(c: Config) -> None:
-    """Raises `ConfigError` for an affinity of a domain that no environment of the run is: nothing
-    would go there. The hardware can't be checked: workers that join tell theirs."""
+    """Raise `ConfigError` for a hardware affinity of a domain that the run doesn't have. The
+    hardware can't be checked, since workers report theirs only when they join."""
     routing = c.scheduler.routing
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
         if domain not in c.environments:
@@ -309,7 +308,7 @@ def check_domains(c: Config) -> None:
 
 
 def check_draft(c: Config) -> None:
-    """Raises `ConfigError` for drafts by a package that isn't here. A container has its own."""
+    """Raise `ConfigError` for drafts by a package that isn't installed (outside of containers)."""
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     suffix = c.rollout.draft.method == "suffix" and not contained
     if suffix and importlib.util.find_spec("arctic_inference") is None:
@@ -320,8 +319,8 @@ def check_draft(c: Config) -> None:
 
 
 def check_forks(c: Config, needed: bool) -> None:
-    """Raises `ConfigError` where trajectories can't fork off each other, or don't although the
-    run's algorithm compares those that do."""
+    """Raise `ConfigError` where trajectories can't fork, or don't fork although the algorithm
+    compares forks (`needed`)."""
     branching, size = c.rollout.branch, c.rollout.group_size
     if c.rollout.replay is not None:
         return
@@ -341,7 +340,7 @@ def check_forks(c: Config, needed: bool) -> None:
 
 
 def refuse_programs(c: Config, why: str) -> None:
-    """Raises `ConfigError` for environments in which an agent of its own acts."""
+    """Raise `ConfigError` for an agent that is a program of its own, with the reason `why`."""
     for name, member in c.env.members.items():
         if envs.is_program(member):
             key = f"{c.env.key_of(name)}.name={member.name!r}"
@@ -349,7 +348,7 @@ def refuse_programs(c: Config, why: str) -> None:
 
 
 def check_turn_rewards(c: Config) -> None:
-    """Raises `ConfigError` where trajectories would have no rewards of turns, which the run's
+    """Raise `ConfigError` where trajectories would have no rewards per turn, which the run's
     algorithm needs."""
     needs = f"which algorithm.name={c.algorithm.name} needs"
     if c.algorithm.dynamic_sampling:
@@ -379,23 +378,23 @@ def check_turn_rewards(c: Config) -> None:
         )
 
 
-def _still_there(c: Config) -> str | None:
-    """Id of the run's Slurm job if that waits or runs. Raises `ConfigError` when nobody can say so:
-    a second job would write into the same folder."""
+def _active_job(c: Config) -> str | None:
+    """Return the id of the run's Slurm job if it is pending or running. Raises `ConfigError` where
+    Slurm doesn't answer, since a second job would write into the same folder."""
     try:
         job = state.submitted(c.run_dir)
         return job if job and state.is_active(job) else None
     except RuntimeError as error:
         raise ConfigError(
-            f"{c.run_dir}: whether its Slurm job is still there can't be told: {error}; try again, "
-            "or give the run another name"
+            f"{c.run_dir}: Slurm does not report whether the run's job still exists: {error}; try "
+            "again, or give the run another name"
         ) from None
 
 
-def _report_still_there(c: Config, job: str, console: Console) -> int:
+def _report_active_job(c: Config, job: str, console: Console) -> int:
     if kept := resume.not_applied(c.run_dir / "config.json", c):
-        words = f"job {job} goes on with its own values, until it is submitted again:"
-        echo(console, "\n  ".join([words, *kept]), label="[yellow]warning:[/]")
+        warning = f"job {job} goes on with its own values, until it is submitted again:"
+        echo(console, "\n  ".join([warning, *kept]), label="[yellow]warning:[/]")
     try:
         what_now = state.cannot_start(job) or f"to end it: scancel {job}"
         echo(console, f"{c.name} is job {job} already; {what_now}")
@@ -406,7 +405,7 @@ def _report_still_there(c: Config, job: str, console: Console) -> int:
 
 
 def launch(made: plan.Plan, console: Console, command: str) -> int:
-    """Start, submit or show one run; its exit code. `command` is kept with it."""
+    """Start, submit or show one run, and return its exit code. `command` is saved with the run."""
     c = made.config
     if c.why_not_borrowed:
         echo(console, c.why_not_borrowed, label="[yellow]warning:[/]")
@@ -417,8 +416,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         return 0
     if c.cluster.kind == "slurm":
         slurm.check_environment(c)
-        if job := _still_there(c):
-            return _report_still_there(c, job, console)
+        if job := _active_job(c):
+            return _report_active_job(c, job, console)
     local.check_sandbox_folders(c)
     with _aside(c, console), local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c):
@@ -432,19 +431,19 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
             terminal.final_table(c.run_dir, console)
             return 0
         c = model.fetch(c, c.run_dir / "config.json")
-        # what a hub has, and not what conf/ says of it, is what is planned
+        # The plan must fit the hub's model, whose shape may differ from the one in conf/.
         if c.model != made.config.model:
             made = plan.make(c, c.model.shape, made.doubts, _host_gib(c))
         plan.show(made, console)
-        if words := resume.other_shape(c.run_dir, c):
-            echo(console, words)
-        for words in (resume.check_inputs(c.run_dir, c.name), resume.other_rates(c.run_dir, c)):
-            if words:
-                echo(console, words, label="[yellow]warning:[/]")
+        if note := resume.other_shape(c.run_dir, c):
+            echo(console, note)
+        for warning in (resume.check_inputs(c.run_dir, c.name), resume.other_rates(c.run_dir, c)):
+            if warning:
+                echo(console, warning, label="[yellow]warning:[/]")
         local_run = c.cluster.kind == "local"
         c = model.prepare(c) if local_run else c
         check_formats(c)
-        check_rows(c, lambda words: echo(console, words))
+        check_rows(c, lambda note: echo(console, note))
         write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
         if local_run:
             return _run(c, made, console)
@@ -454,8 +453,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
 
 @contextmanager
 def _aside(c: Config, console: Console) -> Iterator[None]:
-    """With `fresh` the run of this name is moved aside, and back where the new one is refused, or
-    ended by a signal, before there is anything of it."""
+    """Move an earlier run of this name aside, if `fresh` is set. It is moved back if the new run is
+    refused, or ended by a signal, before it has created its folder."""
     if not (c.fresh and c.run_dir.exists()):
         yield
         return
@@ -465,7 +464,7 @@ def _aside(c: Config, console: Console) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # another launch of this name came in between
+        with suppress(OSError):  # another launch may have created the folder meanwhile
             if not c.run_dir.exists():
                 aside.rename(c.run_dir)
                 echo(console, f"the earlier run is {c.run_dir} again")
@@ -475,8 +474,8 @@ def _aside(c: Config, console: Console) -> Iterator[None]:
 def _run(c: Config, made: plan.Plan, console: Console) -> int:
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
-    if words := resume.last_saved(c.run_dir):
-        echo(console, words)
+    if note := resume.last_saved(c.run_dir):
+        echo(console, note)
     echo(console, f"logs: {logs.attempt_folder(c.run_dir, attempt)}")
     processes.adopt_orphans()
     job = supervise.Job(

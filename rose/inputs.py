@@ -1,9 +1,9 @@
-"""The files that a configuration names, and the installed packages, as they were when an attempt of
-the run began: RUN/inputs.json.
+"""RUN/inputs.json: digests of the files that a configuration names, and versions of the installed
+packages, as they were when an attempt of the run began.
 
 A run compares answers with each other, so all of its processes must read the same reward function,
-data and tasks. Each process that reads such a file calls `verify`, which refuses one that was
-edited in the meantime. A run that continues is compared by rose/launch/resume.py.
+data and tasks. Each process that reads such a file calls `verify`, which refuses a file that was
+edited in the meantime. rose/launch/resume.py compares the inputs of a run that continues.
 Left out: modules that a named file imports, folders that environments write to, root file systems
 of tasks, keys of secrets, and what editors and git leave beside files.
 """
@@ -46,17 +46,19 @@ SKIPPED = {"rootfs", "__pycache__", ".git", ".cache", ".ipynb_checkpoints"}
 # Files that NFS, vim, Emacs and macOS put beside others: deleted ones, swap files, backups.
 BESIDE = re.compile(r"\.nfs.*|\..*\.sw[a-z]|4913|.*~|\.#.*|#.*#|\.DS_Store")
 PROGRAM = b"\x7fELF"  # a compiled program changes with the system's updates
-WHOLE = 2**28  # bytes of a file that are read; of a larger one, stretches (a GB takes a second)
+# Bytes up to which a file is read whole: a GB takes a second. Of a larger file, `STRETCHES` evenly
+# spaced stretches of `STRETCH` bytes are read.
+WHOLE = 2**28
 STRETCH, STRETCHES = 2**20, 64
-# A second edit within a tick of a file system's clock leaves the times as they are, so the digest
-# of a file this young is not kept (git's "racily clean"; NFS and FAT count in seconds).
+# The digest of a file younger than this is not cached: a second edit within a tick of the file
+# system's clock (seconds on NFS and FAT) leaves its times the same, git's "racily clean".
 FRESH_S = 4.0
 _noted: dict[str, dict[str, str]] = {}  # name -> key and digest
-READERS = 16  # threads: on a network file system each small file costs a round trip
+READERS = 16  # threads; on a network file system each small file costs a round trip
 
 
 def record(c: Config, run_dir: Path) -> None:
-    """Write down what the attempt that begins now reads."""
+    """Record the inputs of the attempt that begins now."""
     files = {path: {"key": key, "digest": digest(Path(path))} for path, key in named(c).items()}
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     found = {"files": files, "packages": {} if contained else packages(_environments(c))}
@@ -66,13 +68,13 @@ def record(c: Config, run_dir: Path) -> None:
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return what `record` wrote; without files and packages of a run of earlier releases."""
+    """Return what `record` wrote. Files and packages are empty for a run of an earlier release."""
     path = Path(run_dir) / NAME
     return json.loads(path.read_text("utf-8")) if path.exists() else {"files": {}, "packages": {}}
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """(key, what has become of its file) of each file that is not as `record` found it."""
+    """Yield (key, what happened to its file) for each file that differs from the recorded one."""
     for path, was in recorded(run_dir)["files"].items():
         if (now := digest(Path(path))) != was["digest"]:
             yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
@@ -82,7 +84,7 @@ def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 def changed_packages(run_dir: Path) -> list[str]:
-    """Each package whose version differs from the recorded one: "torch 2.12 -> 2.13"."""
+    """List the packages whose version differs from the recorded one: "torch 2.12 -> 2.13"."""
     before = recorded(run_dir)["packages"]
     now = packages({os.path.dirname(name) for name in before} - {""}) if before else {}
     return [
@@ -93,7 +95,7 @@ def changed_packages(run_dir: Path) -> list[str]:
 
 
 def expect(run_dir: Path) -> None:
-    """`verify` goes by what this run recorded, here and in processes that this one starts."""
+    """Let `verify` compare with this run's record, here and in processes that this one starts."""
     os.environ[VARIABLE] = str(Path(run_dir).resolve() / NAME)
 
 
@@ -127,13 +129,13 @@ def note(key: str, name: str, found: str) -> None:
         )
 
 
-@functools.cache  # a process belongs to one attempt
+@functools.cache  # a process belongs to one attempt, so the record doesn't change
 def _expected(path: str) -> dict[str, Any]:
     return recorded(Path(path).parent)
 
 
 def named(c: Config) -> dict[str, str]:
-    """Absolute path -> key, of every file and folder that the run reads and a key names."""
+    """Map each file and folder that the run reads (absolute path) to the key that names it."""
     found: dict[str, str] = {}
     for key, words in _values(c):
         for place in _meant(words):
@@ -194,12 +196,13 @@ def _environments(c: Config) -> set[str]:
 def _is_program(path: str) -> bool:
     with suppress(OSError), open(path, "rb") as file:
         return file.read(len(PROGRAM)) == PROGRAM
-    # The process that reads the file says why it can't be read.
+    # An unreadable file counts as recorded; the process that reads it reports the error.
     return False
 
 
 def _origin(module: str) -> str | None:
-    """The file of a module, imported or not, that no installed package has: those have versions."""
+    """Return the file of a module, imported or not. None for modules of installed packages, whose
+    versions are recorded, and of ROSE."""
     made = sys.modules.get(module)
     places = [getattr(made, "__file__", None)] if made else []
     stem = module.replace(".", "/")
@@ -214,8 +217,8 @@ def _origin(module: str) -> str | None:
 
 
 def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """(dotted key, texts) of every text and of every list with texts in the tree; other items of a
-    list have its key."""
+    """Yield (dotted key, texts) for every text and every list with texts in the tree. Other items
+    of a list have the list's key."""
     if isinstance(tree, dict):
         for name, branch in tree.items():
             yield from _texts(branch, f"{prefix}.{name}" if prefix else name)
@@ -228,8 +231,8 @@ def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
 
 
 def packages(others: Iterable[str] = ()) -> dict[str, str]:
-    """Name -> version of what is installed for this Python, and Python itself; of `others`, package
-    folders of other Pythons, FOLDER/NAME."""
+    """Return the version of each package that is installed for this Python, and of Python. Those
+    in `others`, package folders of other Pythons, are called FOLDER/NAME."""
     found = {"python": platform.python_version()}
     for folder, place in [(each, "") for each in sys.path] + [(each, each) for each in others]:
         for path in Path(folder).glob("*-*.dist-info"):
@@ -240,7 +243,7 @@ def packages(others: Iterable[str] = ()) -> dict[str, str]:
 
 def digest(path: Path) -> str:
     """Return the digest of a file's content, or of the names and contents of a folder's files; ""
-    if it is gone. A file is read again only when its size, times or inode have changed."""
+    if it is gone. A file is read again only if its size, times or inode have changed."""
     if not path.is_dir():
         return _of_file(path)
     found = []
@@ -254,7 +257,7 @@ def digest(path: Path) -> str:
 
 
 def _of_file(path: Path) -> str:
-    """ "" of what is no file."""
+    """Return the digest of a file, or "" for a path that is no file."""
     try:
         stat = path.stat()
         times = (stat.st_mtime_ns, stat.st_ctime_ns)

@@ -1,7 +1,7 @@
-"""One rank of a run: `python -m rose.main --run RUN_DIR --attempt N`, started by the launcher.
+"""Run one rank of a run: `python -m rose.main --run RUN_DIR --attempt N`, started by the launcher.
 
-The same program and the same ranks on a laptop and on Slurm; only the launcher differs. A rank's
-number tells its role (rose/launch/layout.py), so that one command line serves all. MPI is
+The program and the ranks are the same on a laptop and on Slurm; only the launcher differs. A rank's
+number determines its role (rose/launch/layout.py), so that all have the same command line. MPI is
 initialised inside the guarded process, and each role's packages are imported by its own ranks only.
 """
 
@@ -21,7 +21,7 @@ from rose.launch import guard, rank_status
 from rose.launch.layout import Rank, layout
 from rose.processes import importing
 
-SEND_DEADLINE_S = 5.0
+SEND_DEADLINE_S = 5.0  # longest wait for a rank's last messages to leave
 
 
 def main() -> None:
@@ -33,12 +33,13 @@ def main() -> None:
 
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
-    """Join the world, run the role to its end, leave. An error is also sent to the
+    """Join the MPI world, run the role to its end, and leave. An error is raised, and sent to the
     coordinator."""
-    # Ctrl-C is the launcher's: it ends the run in order
+    # On Ctrl-C the launcher ends the run in order, so the ranks ignore it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = cfg.load(run_dir / "config.json")
-    address.check_interface(config.cluster.interface)  # MPI, which uses it, too, would not name it
+    # Checked here because MPI's own error would not name the interface.
+    address.check_interface(config.cluster.interface)
     from mpi4py import MPI  # initialises MPI
 
     from rose.comm import mpi_process
@@ -56,14 +57,14 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     rank_status.mark_joined(run_dir, attempt, me.rank)
     mailbox = Mailbox(world)
     found = _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None
-    what = "the coordinator's word on where to resume"
+    what = "the coordinator's message from where to resume"
     resume_from = share_text(world, found, config.cluster.start_timeout_s, what)
     if me.rank != COORDINATOR:
         mailbox.send(
             COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname())
         )
     if config.cluster.kind == "slurm" and me.rank != COORDINATOR:
-        # Slurm sends it to all of a job's processes; the coordinator alone ends the run, in order
+        # Slurm signals all of a job's processes; the coordinator alone ends the run in order.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         broadcast = make_broadcast(config, world, run_dir)
@@ -89,16 +90,16 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 
 
 def make_broadcast(config: cfg.Config, world, run_dir: Path):
-    """This rank's end of the way from trainer to dedicated rollout ranks; null on ranks that are
-    neither."""
+    """Return this rank's end of the broadcast from trainer to dedicated rollout ranks. None on a
+    rank that is neither, and without a broadcast."""
     from rose.transfer import broadcast
 
     ranks = layout(config)
     trainers, rollouts = (
         [r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT)
     )
-    # What is sent is differences, which are wanted in host memory: over NCCL they would go through
-    # both GPUs, for a CUDA context and a communicator per trainer rank on each engine's device.
+    # auto is MPI: engines need the differences in host memory. NCCL would move them through both
+    # GPUs, and needs a CUDA context and a communicator per trainer rank on each engine's device.
     kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
     return broadcast.make_broadcast(
         kind,
@@ -107,7 +108,7 @@ def make_broadcast(config: cfg.Config, world, run_dir: Path):
         rollouts,
         config.transfer.load_timeout_s,
         run_dir,
-        int(config.transfer.mirror_gib * 2**30),  # the kernel's limit would end the whole job
+        int(config.transfer.mirror_gib * 2**30),  # below the kernel's limit, which ends the job
         config.cluster.interface,
     )
 
@@ -127,7 +128,8 @@ def run_role(
     name = f"{me.role.value}-{me.index}"
     recorder = (
         Recorder(run_dir, me.rank, me.role.value, name, attempt)
-        if config.observe.trace and me.role is not p.Role.ENVIRONMENT  # its process records
+        # An environment host's own process records its trace.
+        if config.observe.trace and me.role is not p.Role.ENVIRONMENT
         else NullRecorder()
     )
     try:
@@ -147,7 +149,8 @@ def run_role(
 
                 asyncio.run(RewardRank(config, run_dir, attempt, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
-                with importing("mlflow"):  # of DeepSpeed's autotuner: another second
+                # mlflow takes a second to import, and only DeepSpeed's autotuner uses it.
+                with importing("mlflow"):
                     from rose.trainer import rank as trainer
 
                 trainer.run(
@@ -159,7 +162,7 @@ def run_role(
                     broadcast,
                     recorder,
                     resume_from,
-                    lambda *told: rank_status.mark_begun(run_dir, attempt, me.rank, *told),
+                    lambda *begun: rank_status.mark_begun(run_dir, attempt, me.rank, *begun),
                 )
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker

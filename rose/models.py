@@ -1,7 +1,7 @@
-"""Where the model is: a folder as it stands, a hub's snapshot (rose/hub.py), or a recipe of
-scripts/ made once in the user's cache.
+"""Find the model's folder: a folder of the user, a hub's snapshot (rose/hub.py), or the output of a
+recipe of scripts/ in the user's cache.
 
-Recipes run as processes of their own, so nothing of torch is imported here.
+Recipes run as processes of their own, so this module imports nothing of torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from typing import Any
 from rose import files, hub, places, processes
 from rose.config import ConfigError, Model
 
-BUILD_DEADLINE_S = 900.0  # SmolLM2 on two slow cores takes about 60 s after the download of 93 MB
+BUILD_DEADLINE_S = 900.0  # SmolLM2: about 60 s on two slow cores after its 93 MB download
 
 # Recipes compute on CPUs; DeepSpeed, which transformers imports, would warn that it found no GPU.
 QUIET = {"DS_ACCELERATOR": "cpu"}
 
-# What a recipe's output depends on besides its arguments; a change of any of them makes a new
-# folder.
+# Files on which a recipe's output depends. A change of one of them leads to a new cache folder.
 RECIPES = {
     "tiny": (
         "scripts/make_tiny_model.py",
@@ -38,11 +37,11 @@ RECIPES = {
 
 
 def resolve(model: Model) -> Path:
-    """The HF folder to load: made first if its recipe has not run yet, downloaded if no launcher
-    has (the ranks of a run find `model.snapshot` in its configuration).
+    """Return the HF folder to load. A recipe that has not run yet runs first. A hub's model is
+    downloaded, unless a launcher has set `model.snapshot`.
 
-    Raises `ConfigError` when a folder is missing or incomplete, when a recipe fails, or a hub can't
-    give the model.
+    Raises `ConfigError` when a folder is missing or incomplete, a recipe fails, or the hub doesn't
+    provide the model.
     """
     if model.source == "hub":
         return _snapshot(model)
@@ -68,7 +67,7 @@ def _snapshot(model: Model) -> Path:
 
 
 def hub_id(model: Model) -> str:
-    """`model.path` of a hub's model. Raises `ConfigError` when it is null."""
+    """Return `model.path` of a hub's model. Raises `ConfigError` when it is null."""
     if not model.path:
         raise ConfigError(
             "model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct"
@@ -77,7 +76,7 @@ def hub_id(model: Model) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """`folder` if it holds a config and a tokenizer; raises `ConfigError` otherwise."""
+    """Return `folder` if it holds a config and a tokenizer; raise `ConfigError` otherwise."""
     if not folder.is_dir():
         raise ConfigError(
             f"model.path={str(folder)!r}: no such folder; give that of a Hugging Face model, "
@@ -117,10 +116,10 @@ def _check_json(path: Path) -> None:
 
 
 def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
-    """Ids of the tokens that end a turn: of generation_config.json, config.json and the tokenizer,
-    whichever has some, and of `more`, texts of tokens (model.end_of_turn). Engines stop at what
-    environment hosts take for a turn's end, so both ask here. Raises `ConfigError` for a text that
-    is no token, and where nothing ends a turn."""
+    """Return the sorted ids of the tokens that end a turn. They are named by
+    generation_config.json, config.json, the tokenizer, and `more`, texts of tokens
+    (model.end_of_turn). Engines and environment hosts must agree on them, so both call this. Raises
+    `ConfigError` for a text that is no token, and where no token ends a turn."""
     folder = Path(folder)
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -146,7 +145,7 @@ def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
 
 
 def _token_ids(folder: Path, texts: set[str]) -> dict[str, int]:
-    """Text -> id, of those that are tokens. The whole vocabulary is read only if it must be."""
+    """Map each text that is a token to its id. The whole vocabulary is read only if it must be."""
     added = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     ids = {token["content"]: int(number) for number, token in added.items()}
     if not texts <= ids.keys():
@@ -168,8 +167,8 @@ def cache_dir() -> Path:
 
 
 def recipe_folder(source: str, recipe: dict[str, Any]) -> Path:
-    """The cache folder named by the recipe's arguments and the content of the files that make
-    it."""
+    """Return the cache folder of a recipe's output. Its name is a digest of the recipe's arguments
+    and of the files in `RECIPES`."""
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for name in RECIPES[source]:
         digest.update(_file(name).read_bytes())
@@ -181,11 +180,11 @@ def _file(name: str) -> Path:
 
 
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
-    """Run the recipe's script; its progress goes to stderr. The script renames a finished folder
-    into place. It ends with this process, and Ctrl-C reaches this process alone, which ends it."""
+    """Run the recipe's script, whose progress goes to stderr. The script renames a finished folder
+    into place. Ctrl-C reaches this process alone, and the script ends with it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
-        if folder.exists():  # made by whoever held the lock before
+        if folder.exists():  # made by the process that held the lock before
             return
         print(
             f"model {source} is not in the cache yet; making it in {folder}",
@@ -216,18 +215,20 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
         if done.returncode:
             raise ConfigError(
                 f"model.source={source}, model.recipe={recipe}: {' '.join(command)} "
-                f"ended with code {done.returncode}; its words are above"
+                f"ended with code {done.returncode}; its output is above"
             )
 
 
 def _bars() -> dict[str, str]:
-    """Progress bars for a terminal only: in a job's log each is hundreds of them on one line."""
+    """Return variables that turn progress bars off where stderr is no terminal: in a job's log
+    each bar would be printed hundreds of times."""
     return {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One maker at a time. Raises `ConfigError` when another one takes too long."""
+    """Hold the recipe's lock, so that one process at a time makes it. Raises `ConfigError` when
+    another process takes too long."""
     try:
         with files.held(path, BUILD_DEADLINE_S):
             yield

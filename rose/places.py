@@ -1,7 +1,7 @@
-"""Where ROSE's own files are: in a checkout, or inside of the installed package.
+"""Paths of ROSE's own files, in a checkout or inside of the installed package.
 
-A wheel has conf/, the model recipes of scripts/ and the scripts of slurm/ within rose/ (setup.py);
-a checkout has them beside it, and its folder is put on the path of every process that a run starts.
+A wheel has conf/, the model recipes of scripts/ and the scripts of slurm/ within rose/ (setup.py).
+A checkout has them beside rose/, and every process that a run starts has its folder in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-REPOSITORY = PACKAGE.parent  # above the package: a checkout, or the folder of installed packages
+REPOSITORY = PACKAGE.parent  # the checkout, or the folder of installed packages
 INSTALLED = (PACKAGE / "conf").is_dir()
-FILES = PACKAGE if INSTALLED else REPOSITORY  # above conf/, scripts/ and slurm/
+FILES = PACKAGE if INSTALLED else REPOSITORY  # the folder with conf/, scripts/ and slurm/
 CONF = FILES / "conf"
 SLURM = FILES / "slurm"  # scripts for sbatch
 CHECKOUT = None if INSTALLED else REPOSITORY
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that imports ROSE: this process's, after the checkout's folder. An
-    installed ROSE is found as any other package is."""
+    """Return PYTHONPATH for a process that imports ROSE: the checkout's folder, then this process's
+    own. An installed ROSE needs no folder there."""
     return os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
 
 
 def command() -> str:
-    """Return what starts the command `rose` of this Python's environment from this folder.
+    """Return the text that starts the command `rose` of this Python's environment in this folder.
 
-    The name alone is enough where the environment is activated; else it is the path, as
-    .venv/bin/rose, or the module where ROSE isn't installed as a command.
+    1. The environment is activated: `rose`.
+    2. Else, where the command is installed: its path, as .venv/bin/rose.
+    3. Else: PYTHON -m rose.
     """
     script = Path(sys.executable).with_name("rose")
     found = shutil.which("rose")

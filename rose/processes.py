@@ -1,5 +1,5 @@
-"""No process outlives the one that started it: Linux's parent-death signal and the child subreaper.
-How many threads a process may well have, and how it imports much.
+"""Child processes that end with their parent (Linux's parent-death signal and child subreaper),
+numbers of cores and threads, and faster imports of large packages.
 
 Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need
 Linux anyway.
@@ -23,11 +23,12 @@ Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-MOST_THREADS = 8
-CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
+MOST_THREADS = 8  # largest number of threads that is chosen where no key sets one
+CGROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as a forked child must not load it
 
-# what programs need that know nothing of the run; all else stays behind
+# Variables for programs that know nothing of the run. All others are removed.
 KEPT = (
     "PATH",
     "HOME",
@@ -47,15 +48,15 @@ KEPT = (
 
 
 def bare_environment(given: Sequence[str] = ()) -> dict[str, str]:
-    """This process's variables that are `KEPT` or `given`: none of the run's tokens, nor of its
-    Python's packages. PATH is `search_path`."""
+    """Return this process's variables that are in `KEPT` or `given`, with PATH from `search_path`.
+    Left out are the run's tokens and the paths of its Python packages."""
     found = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
     return found | {"PATH": search_path()}
 
 
 def search_path() -> str:
-    """PATH, and behind it the folder of this process's Python, since Debian has no `python` unless
-    a virtual environment is activated."""
+    """Return PATH followed by the folder of this process's Python, since Debian has no `python`
+    unless a virtual environment is activated."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
 
@@ -77,9 +78,9 @@ def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """This process gets SIGKILL when the thread that made it ends. `parent`: the pid that must
-    still be the parent, for a process that was just forked (the parent may have ended before this
-    call)."""
+    """Let the kernel kill this process (SIGKILL) when the thread that started it ends. `parent`:
+    the parent's pid, for a process that was just forked. If the parent ended before this call, the
+    process kills itself."""
     expected = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:
@@ -87,20 +88,20 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so that it can find and end
-    them."""
+    """Make orphaned descendants children of this process, so that it can find and end them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def cores() -> int:
-    """Those that this process may keep busy: as Slurm or taskset bound it, and no more than the
-    least CPU quota of its control groups (a container's --cpus) pays for, which is rounded down."""
+    """Return the number of cores that this process may use: those of its CPU affinity, and at most
+    the least CPU quota of its control groups (a container's --cpus), rounded down; at least 1."""
     return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), math.inf)))
 
 
 def _quotas() -> Iterator[float]:
-    """Cores that this process's control groups, v1 and v2, and those above them may use. In a
-    container its group may be the root of what is mounted, under another path than its own."""
+    """Yield the quota, in cores, of each of this process's control groups (v1 and v2) and of the
+    groups above them. In a container the process's group may be mounted as the root, so that its
+    own path doesn't exist there."""
     try:
         lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -112,14 +113,14 @@ def _quotas() -> Iterator[float]:
         home = CGROUP if number == "0" else CGROUP / "cpu"
         group = home / path.strip("/")
         while group != home.parent:
-            yield _quota(group, second=number == "0")
+            yield _quota(group, version_2=number == "0")
             group = group.parent
 
 
-def _quota(group: Path, second: bool) -> float:
-    """Infinite for a group without a limit, as the root."""
+def _quota(group: Path, version_2: bool) -> float:
+    """Return a control group's CPU quota in cores; infinite where it has none, as the root."""
     try:
-        if second:
+        if version_2:
             quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
             quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8")
@@ -130,17 +131,17 @@ def _quota(group: Path, second: bool) -> float:
 
 
 def usable_threads() -> int:
-    """Threads for work on the side (encoding, staging) where no key says how many: `cores`, and 8
-    at most. More would fight over Python's lock with what the process is for, and each of them
-    holds blocks in memory."""
+    """Return the threads for encoding and staging where no key sets them: `cores`, at most 8. More
+    would compete with the main thread for Python's lock, and each holds blocks in memory."""
     return min(MOST_THREADS, cores())
 
 
 @contextmanager
 def importing(*unused: str) -> Iterator[None]:
-    """What is imported within is as old as the process: Python's collector looks for no garbage
-    among these million objects, now (a fifth of the time that vLLM and DeepSpeed take) or later.
-    Packages named in `unused` are not imported, though something within would if it found them."""
+    """Import large packages faster: exempt the objects created within from garbage collection.
+    Collection among these million objects would take a fifth of the time in which vLLM and
+    DeepSpeed import, and more later. Imports of the packages in `unused` fail within, so that
+    packages for which they are optional do without."""
     hidden = [name for name in unused if sys.modules.setdefault(name, None) is None]
     gc.disable()
     try:

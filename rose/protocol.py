@@ -1,11 +1,11 @@
-"""Every message between processes and every domain record.
+"""All messages between processes, and the records that they carry.
 
-Bottom of the house: imports nothing of ROSE. Bulk per-token data travels as packed little-endian
-bytes (int32 tokens, float32 logprobs), so a hub that only forwards it never decodes it.
-Encoding, version and size limits of a message on the wire live in `rose.comm.wire`.
+Imports nothing of ROSE. Per-token data travels as packed little-endian bytes (int32 tokens, float32
+log-probabilities), so that a process that only forwards it never decodes it. `rose.comm.wire` has
+the encoding, the version check and the size limits.
 
 Ids are strings and stable across restarts: group ``g12`` (``e3`` for held-out evaluation), a second
-try of its prompt ``g12r1``, trajectory ``g12.5``, its replacement after an environment failure
+attempt at its prompt ``g12r1``, trajectory ``g12.5``, its replacement after an environment failure
 ``g12.5r1``, turn ``g12.5.t2``.
 """
 
@@ -22,13 +22,13 @@ PROTOCOL_VERSION = 14
 
 
 def seed_of(*parts: object) -> int:
-    """31-bit seed from a name: stable between processes, machines and runs."""
+    """Return a 31-bit seed from a name: the same in all processes, machines and runs."""
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) & 0x7FFFFFFF
 
 
 class Role(enum.StrEnum):
-    """What a rank of the job does; its number determines it (rose/launch/layout.py). Borrowed ranks
-    have none: they join."""
+    """The role of a rank of the job, which its number determines (rose/launch/layout.py). Borrowed
+    ranks, which join at run time, have no role."""
 
     COORDINATOR = "coordinator"
     ENVIRONMENT = "environment"
@@ -45,21 +45,21 @@ class Phase(enum.StrEnum):
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-turn token
     LENGTH = "length"  # max_new_tokens or the model's context reached
-    ABORT = "abort"  # ordered to stop; the tokens so far are valid
+    ABORT = "abort"  # aborted by the coordinator; the tokens so far are valid
 
 
 def pack_tokens(tokens) -> bytes:
-    """Token ids (T,) -> T*4 bytes, int32 little-endian."""
+    """Pack token ids (T,) into T*4 bytes, int32 little-endian."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 def unpack_tokens(data: bytes) -> np.ndarray:
-    """Inverse of `pack_tokens`: (T,) int32."""
+    """Invert `pack_tokens`: (T,) int32."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def pack_floats(values) -> bytes:
-    """(T,) -> T*4 bytes, float32 little-endian."""
+    """Pack (T,) values into T*4 bytes, float32 little-endian."""
     return np.asarray(values, dtype="<f4").tobytes()
 
 
@@ -79,19 +79,19 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Sampling(Record):
-    """How one turn is sampled. A `seed` makes it reproducible whichever engine takes it, at a
-    price: vLLM then draws row by row. None: from the engine's own stream of random numbers."""
+    """The sampling parameters of a turn. With a `seed` every engine generates the same tokens, but
+    vLLM samples the batch row by row, which is slower. None: the engine's own random numbers."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: all tokens
     seed: int | None = None
 
 
 class Branch(Record):
-    """A leaf of a trajectory whose histories form a tree; fields as `Trajectory`'s. What it shares
-    with an earlier leaf is there, with mask 0."""
+    """A leaf of a trajectory whose histories form a tree. Its fields are those of `Trajectory`.
+    Tokens that it shares with an earlier leaf have mask 0."""
 
     tokens: bytes
     mask: bytes
@@ -101,66 +101,63 @@ class Branch(Record):
 
 
 class Trajectory(Record):
-    """One finished episode, token-exact: no text is ever re-tokenised.
-
-    All per-token fields have length T = number of tokens of prompt, turns and observations. An
-    agent may edit its history or start sub-agents: `branches` are the leaves after the first.
-    """
+    """A finished episode, exact in its tokens: no text is ever tokenised again. All per-token
+    fields have length T = number of tokens of prompt, turns and observations. An agent may edit its
+    history or start sub-agents: `branches` are the leaves after the first."""
 
     id: str
     group: str
     phase: Phase
     tokens: bytes  # int32 (T,)
-    mask: bytes  # uint8 (T,): 1 where the policy made the token
-    # float32 (T,): the engine's log-probability when it drew the token; 0 where mask is 0
+    mask: bytes  # uint8 (T,): 1 where the policy generated the token
+    # float32 (T,): the engine's log-probability when it sampled the token; 0 where mask is 0
     logprobs: bytes
-    versions: bytes  # int32 (T,): policy version that made the token; -1 where mask is 0
+    versions: bytes  # int32 (T,): policy version that generated the token; -1 where mask is 0
     reward: float
     success: bool
     turns: int
-    response_tokens: int  # sum of mask, of all branches
-    truncated: bool = False  # ended by a token or turn limit, not by the environment
-    # which limit that was: "turns", "context", or "answer" for the tokens of one turn
+    response_tokens: int  # sum of mask over all branches
+    truncated: bool = False  # True: ended by a token or turn limit, not by the environment
+    # the limit that ended it: "turns", "context", or "answer" for the tokens of one turn
     limit: str = ""
     invalid_calls: int = 0
     stats: dict[str, float] = {}
     started: float = 0.0  # seconds, wall clock
     finished: float = 0.0
-    # the environment's name, in a mixture the member's; "" of trajectories saved by earlier
-    # releases
+    # the environment's name, or the member's in a mixture; "" if an earlier release saved it
     domain: str = ""
     branches: list[Branch] = []
-    # (turn, tokens) of those that made the tokens of `mask`, in order: so each turn's span; [] of
-    # trajectories saved by earlier releases
+    # (turn, number of its tokens), in the order of the tokens with mask 1; [] if an earlier release
+    # saved it
     turn_tokens: list[tuple[int, int]] = []
-    # of turn 0, 1, ..., which sum to `reward`; [] where the environment gives none
+    # rewards of turn 0, 1, ..., whose sum is `reward`; [] where the environment gives none
     turn_rewards: list[float] = []
-    # (trajectory, turns) that made its first turns, in order, before it forked off; its tokens hold
-    # theirs. [] of one that began with the prompt
+    # For a trajectory that forked off another: (trajectory, number of turns) of the turns before
+    # the fork, in order. `tokens` includes theirs.
     inherited: list[tuple[str, int]] = []
     # with trainer.router_replay: the experts that engines chose for the first n <= T tokens, each
-    # (layers, experts per token) uint8, or uint16 of models with more than 256 experts
+    # (layers, experts per token) uint8, or uint16 for models with more than 256 experts
     experts: bytes = b""
-    # whether `logprobs` are of what tokens were drawn from; of trajectories saved by earlier
-    # releases they are of temperature 1 and all tokens
+    # True: `logprobs` are those of the distribution from which tokens were sampled. Earlier
+    # releases saved those at temperature 1 without top-p and top-k.
     as_drawn: bool = False
-    task: str = ""  # the environment's name of its task; "" where it has none
+    task: str = ""  # the environment's name for its task; "" where it has none
 
     @property
     def makers(self) -> list[str]:
-        """Of each turn, the trajectory that made it."""
+        """The trajectory that played each turn, (turns,)."""
         found = [name for name, turns in self.inherited for _ in range(turns)]
         return found + [self.id] * (self.turns - len(found))
 
     @property
     def own_tokens(self) -> int:
-        """Of `response_tokens` those of its own turns."""
+        """Number of `response_tokens` without those of inherited turns."""
         others = sum(turns for _, turns in self.inherited)
         return self.response_tokens - sum(tokens for _, tokens in self.turn_tokens[:others])
 
     def samples(self) -> list[Trajectory]:
-        """What is trained: a row for each leaf, which has that leaf's tokens alone. Every token
-        that the policy made is marked in one of them."""
+        """Return the training samples: one for each leaf, with that leaf's tokens. Each token that
+        the policy generated has mask 1 in exactly one of them."""
         if not self.branches:
             return [self]
         first = Branch(self.tokens, self.mask, self.logprobs, self.versions, self.turn_tokens)
@@ -183,17 +180,17 @@ class Trajectory(Record):
 
 
 class Hello(Message):
-    """First word of every rank to the coordinator."""
+    """Any rank -> coordinator: its first message."""
 
     rank: int
     role: Role
-    index: int  # which of its role, from 0
+    index: int  # number among the ranks of its role, from 0
     pid: int
     host: str
 
 
 class RankFailed(Message):
-    """Last word of a rank that stops on an error."""
+    """Any rank -> coordinator: the last message of a rank that stops on an error."""
 
     rank: int
     error: str
@@ -204,7 +201,7 @@ class Shutdown(Message):
 
 
 class Goodbye(Message):
-    """Everything of this rank is saved; it leaves."""
+    """Any rank -> coordinator: it has saved everything and exits."""
 
     rank: int
 
@@ -214,25 +211,25 @@ class Goodbye(Message):
 
 
 class StartTrajectory(Message):
-    """Coordinator -> environment host: own and run this trajectory to its end."""
+    """Coordinator -> environment host: run this trajectory to its end."""
 
     id: str
     group: str
     phase: Phase
-    domain: str  # whose environment it is: a member of the run's mixture, or the only one
+    domain: str  # the environment's name, or the member's in a mixture
     env_seed: int  # the same for all members of a group
-    sampling_seed: int | None  # of its turns; see `Sampling.seed`
-    # the trajectory, on the same host, that it forks off before this turn; "": none. If that one
-    # ends sooner, it begins with the prompt.
+    sampling_seed: int | None  # seed of its turns; see `Sampling.seed`
+    # It forks off the trajectory `follows`, on the same host, before turn `fork`; "": no fork. If
+    # `follows` ends before that turn, it begins with the prompt.
     follows: str = ""
     fork: int = 0
-    # versions of the weights by which an earlier attempt of the run may have begun it
+    # It resumes turns of an earlier attempt of the run if their policy versions are in this range.
     oldest_version: int = 0
     newest_version: int = -1
 
 
 class TurnRequest(Message):
-    """Environment host -> coordinator: one assistant turn, please."""
+    """Environment host -> coordinator: generate one turn."""
 
     turn: str
     trajectory: str
@@ -240,15 +237,14 @@ class TurnRequest(Message):
     phase: Phase
     tokens: bytes  # int32: the whole context so far
     sampling: Sampling
-    domain: str = ""  # the environment's name, in a mixture the member's
-    outcome: Literal["", "ok", "failed"] = (
-        ""  # of the tool call that the turn follows; "" if it follows none
-    )
-    routed: int = 0  # of `tokens` the first whose experts are known
+    domain: str = ""  # the environment's name, or the member's in a mixture
+    # outcome of the tool call before the turn; "" if there was none
+    outcome: Literal["", "ok", "failed"] = ""
+    routed: int = 0  # number of leading `tokens` whose experts the host has
 
 
 class TurnResult(Message):
-    """Coordinator -> environment host: the turn is complete, wherever its parts were made."""
+    """Coordinator -> environment host: the whole turn, whichever engines generated its parts."""
 
     turn: str
     tokens: bytes  # int32 (n,): new tokens, the end-of-turn token included
@@ -256,7 +252,9 @@ class TurnResult(Message):
     versions: bytes  # int32 (n,)
     finish: FinishReason
     migrations: int = 0
-    experts: bytes = b""  # as `Trajectory`'s, of the next `routed` tokens of context and turn
+    # Experts (as in `Trajectory`) of `routed` tokens of context and turn: those that follow the
+    # `routed` tokens of the request.
+    experts: bytes = b""
     routed: int = 0
 
 
@@ -265,20 +263,20 @@ class TrajectoryFinished(Message):
 
 
 class TrajectoryFailed(Message):
-    """The environment raised or hung, or (`scoring`) nobody could say what the episode is worth;
-    nothing of the trajectory is used."""
+    """Environment host -> coordinator: the environment raised or hung, or (`scoring`) the episode
+    got no score. Nothing of the trajectory is used."""
 
     id: str
     group: str
     domain: str
     error: str
     scoring: bool = False
-    certain: bool = False  # every trajectory of its task would fail
+    certain: bool = False  # True: every trajectory of its task would fail
 
 
 class ScoreTrajectory(Message):
-    """Environment host -> reward rank: what is this episode worth? `prompt` is the same for all
-    answers to one prompt."""
+    """Environment host -> reward rank: score this episode. `prompt` is the same for all answers to
+    one prompt."""
 
     id: str
     prompt: str
@@ -286,81 +284,78 @@ class ScoreTrajectory(Message):
 
 
 class TrajectoryScored(Message):
-    """Reward rank -> environment host. `error`: why there is no score, else empty."""
+    """Reward rank -> environment host: the score, or the `error` for which there is none."""
 
     id: str
     reward: float = 0.0
-    success: bool | None = None  # null: the scorer doesn't judge it
+    success: bool | None = None  # None: the scorer reports no success
     timed_out: bool = False
-    queue_s: float = 0.0  # until a worker took it
-    score_s: float = 0.0  # until it had the score
-    by_job: bool = False  # by a worker of a Slurm job
+    queue_s: float = 0.0  # seconds until a worker took it
+    score_s: float = 0.0  # seconds from then to the score
+    by_job: bool = False  # True: scored by a worker of a Slurm job
     error: str = ""
 
 
 class CancelScore(Message):
-    """Environment host -> reward rank: nobody wants it any more."""
+    """Environment host -> reward rank: drop the episode, its score is no longer needed."""
 
     id: str
 
 
 class RewardDemand(Message):
-    """Reward rank -> coordinator: so many scores wait although its own workers are all up, the
-    oldest for so long; so many ranks of Slurm jobs have joined it."""
+    """Reward rank -> coordinator: its backlog although all its own workers are up."""
 
     index: int
-    waiting: int
-    waited_s: float
-    joined: int
+    waiting: int  # scores that wait
+    waited_s: float  # wait of the oldest, seconds
+    joined: int  # ranks of Slurm jobs that have joined it
 
 
 class CancelTrajectory(Message):
-    """Coordinator -> environment host: its tokens are no longer wanted; close it without a
-    result."""
+    """Coordinator -> environment host: end the trajectory without a result."""
 
     id: str
 
 
 class TrajectoryResumed(Message):
-    """Environment host -> coordinator: it goes on from a snapshot with so many turns and tokens of
-    the policy, which `earlier` attempts of the run have made, or this one."""
+    """Environment host -> coordinator: the trajectory resumes from a snapshot."""
 
     id: str
     turns: int
-    tokens: int
-    earlier: bool
+    tokens: int  # tokens in the snapshot that the policy generated
+    earlier: bool  # True: an earlier attempt of the run took the snapshot; False: this one
 
 
 class HostReady(Message):
-    """Environment host -> coordinator: its process is up (again). `machine`: what its environments
-    say of the machine, for the run's report."""
+    """Environment host -> coordinator: its process is up, at the start or after a restart."""
 
     rank: int
-    machine: str = ""
+    machine: str = ""  # text of its environments about the machine, for the run's report
 
 
 class HostBeat(Message):
-    """Environment host's process -> its rank: its event loop turns."""
+    """Environment host's process -> its rank: its event loop is responsive."""
 
 
 class HostBlocked(Message):
-    """Environment host -> coordinator: `what` holds its event loop, and how long so far."""
+    """Environment host -> coordinator: `what` names the code that blocks its event loop, and for
+    how long so far."""
 
     rank: int
     what: str
 
 
 class HostLost(Message):
-    """Environment host's rank -> coordinator: its process died, and another is being started. All
-    that the dead one said came before this; all that the coordinator sends until `HostForgotten` is
-    dropped."""
+    """Environment host's rank -> coordinator: its process died, and another one is starting. The
+    messages of the dead process were sent before this one. The rank drops what the coordinator
+    sends until `HostForgotten`."""
 
     rank: int
     error: str
 
 
 class HostLoad(Message):
-    """Environment host -> coordinator, now and then where the scheduler moves trajectories: the
+    """Environment host -> coordinator, regularly where the scheduler moves trajectories: the
     fields of `scheduler.events.HostLoad`."""
 
     rank: int
@@ -371,7 +366,7 @@ class HostLoad(Message):
 
 
 class TrajectorySaved(Message):
-    """Environment host -> coordinator: a snapshot of it is where other hosts can read it; the
+    """Environment host -> coordinator: a snapshot is stored where other hosts can read it; the
     fields of `scheduler.events.TrajectorySaved`."""
 
     rank: int
@@ -381,23 +376,23 @@ class TrajectorySaved(Message):
 
 
 class ReleaseTrajectory(Message):
-    """Coordinator -> environment host: let it go, for another host to go on with, as soon as all
-    of it is saved."""
+    """Coordinator -> environment host: release the trajectory as soon as it is saved, so that
+    another host can resume it."""
 
     id: str
 
 
 class TrajectoryReleased(Message):
-    """Environment host -> coordinator, its last word about a trajectory that it was to release:
-    its environment is closed, its snapshots are there."""
+    """Environment host -> coordinator, its last message about a trajectory to be released: the
+    environment is closed, and the snapshots are stored."""
 
     rank: int
     id: str
 
 
 class HostForgotten(Message):
-    """Coordinator -> environment host's rank: the answer to each `HostLost`. What follows is for
-    the process that was started then."""
+    """Coordinator -> environment host's rank: the answer to each `HostLost`. Later messages are for
+    the new process."""
 
 
 # --------------------------------------------------------------------------- coordinator <->
@@ -405,7 +400,8 @@ class HostForgotten(Message):
 
 
 class WorkerReady(Message):
-    """The engine is up (again) with these weights. A restart raises `incarnation`."""
+    """Worker -> coordinator: the engine is up with these weights. Each restart of the engine raises
+    `incarnation`."""
 
     worker: str  # "rollout-0"
     incarnation: int
@@ -414,13 +410,13 @@ class WorkerReady(Message):
     kv_tokens: int  # KV-cache capacity, tokens
     version: int  # -1: the model folder's own weights
     hardware: str = ""  # the device's name, as "H800"; "cpu"
-    kind: Literal["cooperative", "spot", "serverless"] = (
-        "cooperative"  # of a borrowed one (serving.kind)
-    )
+    # serving.kind of a borrowed engine
+    kind: Literal["cooperative", "spot", "serverless"] = "cooperative"
 
 
 class WorkerDown(Message):
-    """The engine died; every turn it held is lost beyond the progress already sent."""
+    """Worker -> coordinator: the engine died. Its turns have lost all tokens after their last
+    `TurnProgress`."""
 
     worker: str
     incarnation: int
@@ -429,61 +425,61 @@ class WorkerDown(Message):
 
 
 class WorkerLoad(Message):
-    """Heartbeat of a worker, each second or so."""
+    """Worker -> coordinator: its load, about every second. Counters are those since its start."""
 
     worker: str
     incarnation: int
     running: int
     waiting: int
     kv_usage: float  # 0..1
-    generated_tokens: int  # since start
+    generated_tokens: int
     prompt_tokens: int
     cached_tokens: int
-    steps: int = 0  # with requests, since start
-    drafted: int = 0  # tokens, by speculative decoding
-    accepted: int = 0  # of them
+    steps: int = 0  # engine steps with requests
+    drafted: int = 0  # tokens drafted by speculative decoding
+    accepted: int = 0  # drafted tokens that were accepted
     energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
 class SiblingTurn(Record):
-    """A part of what a turn has got on another engine."""
+    """Tokens of a turn that runs on another engine."""
 
     turn: str
-    start: int  # its first token's number within the turn
+    start: int  # number of the first token within the turn
     before: bytes  # int32: the last tokens of the turn's context
     tokens: bytes  # int32
 
 
 class SiblingTurns(Message):
-    """Coordinator -> worker, now and then where engines draft from what groups say: new tokens of
-    groups that it has turns of, and groups that have ended."""
+    """Coordinator -> worker, regularly where engines draft from their groups' text: new tokens of
+    groups whose turns the worker has, and the groups that have ended."""
 
     turns: list[SiblingTurn]
     ended: list[str]
 
 
 class WorkerCapacity(Message):
-    """Co-serving worker -> coordinator: what its engine can take now, of what `WorkerReady`
-    declared. Sent on a material change, and after each `TurnReturned`: it gets no turn in
-    between."""
+    """Co-serving worker -> coordinator: its engine's current capacity, at most what `WorkerReady`
+    declared. Sent on a material change, and after each `TurnReturned`: until then the worker gets
+    no turn."""
 
     worker: str
     incarnation: int
-    kv_tokens: int  # of its KV budget; 0: none
-    max_sequences: int  # 0: it takes nothing
-    expected_s: float  # until it can take more; 0: nothing is held back; -1: unknown
-    revoked: bool  # the online engine took memory back: what is left may go, too
+    kv_tokens: int  # KV budget; 0: none
+    max_sequences: int  # 0: it accepts no turn
+    expected_s: float  # seconds until the capacity grows; 0: it is complete; -1: unknown
+    revoked: bool  # True: the online engine revoked memory, and may revoke the remainder
 
 
 class GenerateTurn(Message):
     """Coordinator -> worker: continue these tokens. `attempt` counts dispatches of the turn, so
-    that late words of an earlier one are recognised and dropped."""
+    that late messages of an earlier one are recognised and dropped."""
 
     turn: str
     attempt: int
-    tokens: bytes  # int32: context and the tokens of this turn made elsewhere
+    tokens: bytes  # int32: the context, and tokens of this turn that other engines generated
     sampling: Sampling
-    routed: int = 0  # of `tokens` the first whose experts are known
+    routed: int = 0  # number of leading `tokens` whose experts are known
 
 
 class AbortTurn(Message):
@@ -492,19 +488,19 @@ class AbortTurn(Message):
 
 
 class TurnProgress(Message):
-    """Worker -> coordinator: tokens since the last word on this attempt."""
+    """Worker -> coordinator: the tokens since the last message of this attempt."""
 
     turn: str
     attempt: int
     tokens: bytes
     logprobs: bytes
     version: int
-    experts: bytes = b""  # as `TurnResult`'s, where this attempt has come to an end
+    experts: bytes = b""  # `TurnResult.experts`; empty until the attempt ends
     routed: int = 0
 
 
 class TurnFinished(Message):
-    """Worker -> coordinator: last tokens of the attempt and why it ended."""
+    """Worker -> coordinator: the last tokens of the attempt, and the reason for its end."""
 
     turn: str
     attempt: int
@@ -514,15 +510,15 @@ class TurnFinished(Message):
     finish: FinishReason
     cached_tokens: int = 0
     ttft_s: float = 0.0
-    started: float = 0.0  # wall clock, seconds: when the worker got it
+    started: float = 0.0  # wall clock, seconds: when the worker received it
     finished: float = 0.0
-    experts: bytes = b""  # as `TurnResult`'s, where this attempt has come to an end
+    experts: bytes = b""  # `TurnResult.experts`
     routed: int = 0
 
 
 class TurnReturned(Message):
-    """Worker -> coordinator: the engine gave the turn back before its end, these are the last
-    tokens of the attempt; it goes on elsewhere."""
+    """Worker -> coordinator: the engine returned the turn before its end. These are the attempt's
+    last tokens; another worker continues the turn."""
 
     turn: str
     attempt: int
@@ -530,26 +526,27 @@ class TurnReturned(Message):
     logprobs: bytes
     version: int
     reason: str
-    experts: bytes = b""  # as `TurnResult`'s, where this attempt has come to an end
+    experts: bytes = b""  # `TurnResult.experts`
     routed: int = 0
 
 
 class LoadVersion(Message):
-    """Coordinator -> worker: take these weights before any further turn."""
+    """Coordinator -> worker: load these weights before any further turn."""
 
     version: int
     store: str  # folder of the versions
 
 
 class VersionLoaded(Message):
-    """The live weights were read back and every checksum equals the trainer's."""
+    """Worker -> coordinator: the version is loaded. The live weights were read back, and every
+    checksum equals the trainer's."""
 
     worker: str
     incarnation: int
     version: int
     seconds: float
     pause_s: float
-    nbytes: int  # read for it
+    nbytes: int  # bytes read
 
 
 class VersionFailed(Message):
@@ -564,11 +561,11 @@ class VersionFailed(Message):
 
 
 class JoinHello(Message):
-    """First message of a borrowed rank over MPI; until it was found valid no other message of
-    the rank is accepted."""
+    """Borrowed worker -> coordinator: its first message over MPI. The coordinator accepts no other
+    message of the rank until this one is valid."""
 
-    token: str  # the run's
-    worker: str  # the name that the coordinator gave it
+    token: str  # the run's token
+    worker: str  # the name that the coordinator assigned
 
 
 class Heartbeat(Message):
@@ -576,7 +573,7 @@ class Heartbeat(Message):
 
 
 class WorkerLeaving(Message):
-    """Borrowed worker -> coordinator: no further turns, please."""
+    """Borrowed worker -> coordinator: send no further turns."""
 
     worker: str
     incarnation: int
@@ -584,7 +581,7 @@ class WorkerLeaving(Message):
 
 
 class WorkerLeft(Message):
-    """Borrowed worker -> coordinator: its last word; every token that it made has been sent."""
+    """Borrowed worker -> coordinator: its last message; it has sent every token it generated."""
 
     worker: str
     incarnation: int
@@ -596,24 +593,23 @@ class WorkerLeft(Message):
 
 
 class BatchSummary(Record):
-    """What every trainer rank knows of the whole batch of N trajectories."""
+    """Facts about all N trajectories of the batch, which every trainer rank receives."""
 
     rewards: list[float]
     groups: list[int]  # (N,): index of the group within the batch
     response_tokens: list[int]
     truncated: list[bool]  # True only for a limit of tokens, not for the turn limit
     turn_rewards: list[list[float]] = []  # (N,): `Trajectory.turn_rewards`
-    # (N,): of each turn, its segment: the turns that the same trajectories of the batch have in
-    # common, numbered through the batch; [] in a batch without forks
+    # (N,): segment of each turn. A segment has the turns that the same trajectories share; it has
+    # one number throughout the batch. [] in a batch without forks.
     segments: list[list[int]] = []
-    # (N,): (tokens, most) by the limit that the trajectory's answers came closest to: so many
-    # tokens of the policy, of at most so many
+    # (N,): (generated tokens, allowed tokens) of the limit that the trajectory came closest to
     limits: list[tuple[int, int]] = []
 
 
 class GradientSum(Record):
     """The gradient of a replica's rows of a step, in a file of rose/trainer/sums.py, and sums over
-    their tokens; `ratio_max` as rose/trainer/importance.py's."""
+    their tokens. `ratio_max`: see rose/trainer/importance.py."""
 
     file: str
     statistics: dict[str, float]
@@ -622,23 +618,21 @@ class GradientSum(Record):
 
 class TrainStep(Message):
     """Coordinator -> every trainer rank: the step begins. The batch's rows are the samples of its
-    trajectories, one for each leaf; `owners` names each row's trajectory. The rank's own rows
-    follow in `parts` messages of `TrainPart`. `micro_batches` lists them; every rank has the same
-    number of micro-batches in each optimizer update (ZeRO's collectives need that). `trees`: each
-    micro-batch is computed as one prefix tree."""
+    trajectories, one for each leaf. The rank's own rows follow in `parts` messages of `TrainPart`.
+    Every rank has the same number of micro-batches in each optimizer update, which ZeRO's
+    collectives need."""
 
     step: int
     summary: BatchSummary
-    micro_batches: list[list[list[int]]]  # [update][micro-batch][row]
-    trees: bool
+    micro_batches: list[list[list[int]]]  # [update][micro-batch][row], the rank's own rows
+    trees: bool  # True: each micro-batch is computed as one prefix tree
     parts: int
-    # (rows,): which of the N trajectories of `summary`; empty: as many rows, in their order
+    # (rows,): each row's index among the N trajectories of `summary`; []: row i has trajectory i
     owners: list[int] = []
-    # with `trainer.stream`: the batch grows by further messages of the step. `summary` and `owners`
-    # are those of all groups so far, `micro_batches` of the new ones; the gradient is kept, and
-    # nothing is applied.
+    # True, with `trainer.stream`: further messages add to the batch. `summary` and `owners` cover
+    # all groups so far, `micro_batches` the new ones. The gradient is accumulated and not applied.
     more: bool = False
-    # with `trainer.elastic_replicas`: gradients of the step's other rows, to be added to this one's
+    # with `trainer.elastic_replicas`: gradients of the step's other rows, which the trainer adds
     sums: list[GradientSum] = []
 
 
@@ -650,7 +644,7 @@ class TrainPart(Message):
 
 
 class TrainedAhead(Message):
-    """Every trainer rank -> coordinator: it holds the gradient of a `TrainStep` with `more`."""
+    """Every trainer rank -> coordinator: it computed the gradient of a `TrainStep` with `more`."""
 
     step: int
     index: int
@@ -668,8 +662,8 @@ class TrainDone(Message):
 
 
 class ComputeGradient(Message):
-    """Coordinator -> rollout rank with an elastic replica, whose engine sleeps: the gradient of the
-    rows of the `TrainStep` that follows, by the weights of `version`, goes to `file`."""
+    """Coordinator -> rollout rank whose engine sleeps: its replica computes the gradient of the
+    following `TrainStep` with the weights of `version` and writes it to `file`."""
 
     step: int
     version: int
@@ -678,21 +672,19 @@ class ComputeGradient(Message):
 
 
 class ReplicaReady(Message):
-    """Rollout rank -> coordinator: its replica's process is up (again), whose gradients' files have
-    `nbytes`."""
+    """Rollout rank -> coordinator: its replica's process is up, at the start or after a restart."""
 
     worker: str
     pid: int
-    nbytes: int = 0
+    nbytes: int = 0  # size of a gradient's file
 
 
 class StopReplica(Message):
-    """Coordinator -> rollout rank: its replica is given up. Its process ends, and no other is
-    started."""
+    """Coordinator -> rollout rank: end the replica's process, and start no other."""
 
 
 class GradientComputed(Message):
-    """Rollout rank -> coordinator: the whole gradient is in the file."""
+    """Rollout rank -> coordinator: the file holds the whole gradient."""
 
     worker: str
     step: int
@@ -701,8 +693,8 @@ class GradientComputed(Message):
 
 
 class ReplicaLost(Message):
-    """Rollout rank -> coordinator: its replica's process died, or failed; what it was computing
-    won't come."""
+    """Rollout rank -> coordinator: its replica's process died or failed, and its gradient is
+    lost."""
 
     worker: str
     error: str
@@ -715,25 +707,27 @@ class SaveCheckpoint(Message):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of forward and backward in one layer, in any one unit. `tree`: of a pair under a prefix
-    tree's mask, which counts either each pair of the micro-batch's tokens (`dense`) or those in
-    which one attends to the other."""
+    """Costs of forward and backward in one layer, all in the same arbitrary unit."""
 
-    token: float  # without attention
-    causal: float  # of a pair of tokens of one row, a causal kernel leaving out half of them
+    token: float  # cost of a token without attention
+    # Cost of a pair of tokens of one row. A causal kernel computes half of the pairs.
+    causal: float
+    # Cost of a pair under a prefix tree's mask. `dense`: all pairs of the micro-batch's tokens
+    # count; else those in which one token attends to the other.
     tree: float
     dense: bool
 
 
 class TrainerReady(Message):
-    """Model loaded (or resumed at `step`), version published."""
+    """Trainer rank -> coordinator: the model is loaded, or resumed at `step`, and the version is
+    published."""
 
     index: int
     step: int
     version: int
     store: str
-    no_trees: str  # why this model's micro-batches cannot be prefix trees; "" if they can
-    costs: Costs | None = None  # on this rank's device; null: nothing is known of them
+    no_trees: str  # reason for which this model can't compute prefix trees; "" if it can
+    costs: Costs | None = None  # costs on this rank's device; None: unknown
     energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
@@ -742,27 +736,27 @@ class TrainerReady(Message):
 
 
 class Sleep(Message):
-    """Coordinator -> trainer or rollout rank: give the device's memory back, the other role's turn
-    comes. `turn` grows with every order; the answer repeats it."""
+    """Coordinator -> trainer or rollout rank: free the device's memory for the other role. `turn`
+    numbers these orders; the answer repeats it."""
 
     turn: int
 
 
 class Wake(Message):
-    """Coordinator -> trainer or rollout rank: the device's memory is yours."""
+    """Coordinator -> trainer or rollout rank: the device's memory is free, allocate yours."""
 
     turn: int
 
 
 class DeviceChanged(Message):
-    """A rank's answer to `Sleep` or `Wake`, once it has given the memory back or taken it."""
+    """A rank's answer to `Sleep` or `Wake`, after it has freed or allocated the memory."""
 
     rank: int
     turn: int
     awake: bool
     seconds: float
-    moved_gib: float  # given back, or taken
-    free_gib: float  # on its device afterwards, on a CPU of the machine
+    moved_gib: float  # memory freed or allocated
+    free_gib: float  # memory then free on its device, or of the machine on a CPU
     total_gib: float
 
 

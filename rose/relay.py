@@ -3,11 +3,10 @@
     training side:  python -m rose.relay outputs/RUN/weights --listen HOST:7673 --cache-gib 0
     serving side:   python -m rose.relay http://HOST:7673 --listen HOST2:7673 --token-file FILE --cache DIR
 
-UPSTREAM is the run's weights folder, or another relay. Whoever reads shows the token: the content
-of a file of mode 0600, made in the cache folder if none is given, and the same for all relays of a
-run. The link is not encrypted: put it into a trusted network or a tunnel. A relay that is ended or
-killed goes on with what it had when it is started again. `GET /metrics` has its counters. Ends on
-SIGTERM or SIGINT.
+UPSTREAM is the run's weights folder, or another relay. A reader must send the token: the content
+of a file of mode 0600, which is created in the cache folder if none is given. All relays of a run
+share one token. The link is not encrypted: put it into a trusted network or a tunnel. A relay that
+is started again keeps its cache. `GET /metrics` has its counters. Ends on SIGTERM or SIGINT.
 
     0 stopped       1 can't listen there   2 bad arguments
 """  # noqa: E501
@@ -31,9 +30,10 @@ from rose.transfer.relay_cache import Cache
 from rose.transfer.relay_client import open_source
 from rose.transfer.source import read_token
 
-LISTEN = "127.0.0.1:7673"  # R-O-S-E on a telephone
-CACHE_GIB = 32.0
-UPSTREAM_S = 10.0  # of one attempt at another relay; clients that wait longer cause another one
+LISTEN = "127.0.0.1:7673"  # R-O-S-E on a telephone's keys
+CACHE_GIB = 32.0  # default of --cache-gib
+# Timeout of one request to another relay. Clients that still wait then cause another request.
+UPSTREAM_S = 10.0
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
 
@@ -139,4 +139,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread that reads from a dead mount would never let the interpreter end
+    # A thread that reads from a dead mount would keep the interpreter from exiting.
+    os._exit(code)

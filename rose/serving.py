@@ -1,12 +1,12 @@
-"""Lend this process's share of a serving node to a training run, whenever that runs.
+"""Lend this process's share of a serving node to a training run while that runs.
 
     python -m rose.serving name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
 
-Finds the run by its name, joins it over MPI, takes turns with an engine of its own, and leaves: at
-once on SIGTERM or SIGINT, after its turns (serving.drain_s at most) on SIGUSR2. A run that ends or
-vanishes is waited for (serving.wait_s); one that is finished ends this command too. Keys of
-rollout, serving and cluster may differ from the run's. Start one per engine: alone, by srun in a
-serving job (slurm/serving.sbatch), or beside a server.
+Finds the run by its name, joins it over MPI, and generates turns with an engine of its own. It
+leaves at once on SIGTERM or SIGINT, and after its turns (serving.drain_s at most) on SIGUSR2. If
+the run stops, it waits serving.wait_s for it; if the run is finished, it ends. Keys of rollout,
+serving and cluster may differ from the run's. Start one per engine: alone, by srun in a serving job
+(slurm/serving.sbatch), or beside a server.
 
 With an online server of its own on the same device, whose users come first (docs/serving.md):
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
                 "run's launch.py had"
             )
         serving = settings.of_server(overrides)
-        # started by an operator, beside its server
+        # Without a server of its own, or started by the operator beside its server: only lend.
         if serving.online.model is None or plugin.FOLDER in os.environ:
             return Lender(run_dir, overrides).run()
         measured = None
@@ -73,5 +73,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # a thread that looks for a stop file on a dead mount would never let the interpreter end
+    # A thread that polls a stop file on a dead mount would keep the interpreter from exiting.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Print what the policy did: a step's trajectories as a list, or one as a conversation.
+"""Print a step's trajectories as a list, or one trajectory as a conversation.
 
     python -m rose.show outputs/NAME                     the newest step's trajectories
     python -m rose.show outputs/NAME --step 12
@@ -33,7 +33,7 @@ MOST_CAUSE = 200  # characters of a cause in the list
 
 
 def plain(text: object, style: str = "") -> Text:
-    """As it is: no escape sequence or markup in it is obeyed."""
+    """Return `text` for printing, with escape sequences and markup shown instead of obeyed."""
     return Text(printable(text), style=style)
 
 
@@ -74,10 +74,10 @@ def _steps(steps: list[int]) -> str:
 
 
 def list_failed(run: Path, console: Console) -> int:
-    """List what is kept of trajectories that failed, and name files that can't be read."""
+    """List the saved trajectories that failed, and name files that can't be read."""
     found, damaged = failed.read(run)
-    for words in damaged:
-        print(words, file=sys.stderr)
+    for problem in damaged:
+        print(problem, file=sys.stderr)
     table = Table(title=f"{len(found)} failed and replaced, the newest last", title_justify="left")
     for column in ("trajectory", "environment", "task", "turns", "made", "cause"):
         table.add_column(column)
@@ -98,8 +98,8 @@ def show(
     console: Console,
     lost: bool = False,
 ) -> int:
-    """Print a step's trajectories, or one with this name: of those that failed, if it is `lost`.
-    Raises `ValueError` for a damaged file, or a trajectory that isn't there."""
+    """Print a step's trajectories, or the one called `name`: a failed one if `lost`. Raises
+    `ValueError` for a damaged file, or a trajectory that isn't there."""
     if name is None:
         step = saved_steps(run)[-1] if step is None else step
         console.print(listed(step, read(run, step)))
@@ -121,8 +121,8 @@ def show(
 
 
 def find(run: Path, name: str, step: int | None) -> tuple[int | None, Shown]:
-    """Return (step, trajectory), the newest step first; the step is None for one that failed, and
-    that no step has. Raises `ValueError` when none has it."""
+    """Return (step, trajectory) of the newest step that has it. If no step has it, search those
+    that failed, and return None as its step. Raises `ValueError` where it isn't found."""
     steps = saved_steps(run) if step is None else [step]
     for number in reversed(steps):
         trajectories = read(run, number)
@@ -140,7 +140,7 @@ def find(run: Path, name: str, step: int | None) -> tuple[int | None, Shown]:
 
 
 def find_failed(run: Path, name: str) -> Shown:
-    """Return the newest of this name that failed. Raises `ValueError` when there is none."""
+    """Return the newest failed trajectory of this name. Raises `ValueError` if there is none."""
     found, damaged = failed.read(run)
     for shown in reversed(found):
         if shown.id == name:
@@ -149,7 +149,8 @@ def find_failed(run: Path, name: str) -> Shown:
 
 
 def listed(step: int, trajectories: list[Shown]) -> Table:
-    """Without lines between columns: 80 of a terminal's are just enough."""
+    """Return a step's trajectories as a table. It has no lines between columns, so that it fits a
+    terminal of 80."""
     title = f"Step {step}: {len(trajectories)} trajectories"
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True

@@ -1,4 +1,4 @@
-"""One typed tree for all of conf/, validated once, before anything starts.
+"""The typed tree of all of conf/, validated once, before anything starts.
 
 `from_dict` turns the composed Hydra tree into a frozen `Config` or raises `ConfigError`, whose text
 names the key, its value and what would be right. Nothing else reads the YAML of conf/.
@@ -90,9 +90,9 @@ __all__ = [
     "to_dict",
 ]
 
-DETERMINISTIC_THREADS = 2  # of a trainer; as runs had before threads followed the cores
-MIXTURE = "mixture"  # env.name of what has several environments
-# batching policies whose rollouts wait for each step's weights
+DETERMINISTIC_THREADS = 2  # threads per trainer rank; others change a stored run's losses
+MIXTURE = "mixture"  # `env.name` of a section with several environments
+# Batching policies whose rollouts wait for each step's weights.
 IN_STEP = ("synchronous", "dapo", "tail_batching")
 
 
@@ -101,7 +101,8 @@ class _ServingSide(Section):
 
 
 def from_dict(tree: dict[str, Any], checked: bool = True) -> Config:
-    """Resolved plain containers -> checked `Config`. Raises `ConfigError`."""
+    """Convert resolved plain containers to a `Config`, and check it unless `checked` is false.
+    Raises `ConfigError`."""
     degrees = errors.value_at(tree, "rollout.tensor_parallel")
     if isinstance(degrees, list):
         raise ConfigError(
@@ -120,8 +121,8 @@ def from_dict(tree: dict[str, Any], checked: bool = True) -> Config:
 
 
 def _kind(tree: dict[str, Any]) -> type[Config]:
-    """Of a tree with one environment, or with a mixture. Raises `ConfigError` for a mixture within
-    another."""
+    """Return the class for a tree with one environment, or for one with a mixture. Raises
+    `ConfigError` for a mixture within a mixture."""
     if errors.value_at(tree, "env.name") != MIXTURE:
         return Config
     members = errors.value_at(tree, "env.members")
@@ -135,8 +136,7 @@ def _kind(tree: dict[str, Any]) -> type[Config]:
 
 
 def _resolved(config: Config) -> Config:
-    """With what a null leaves to the rest of the tree; so a run's stored configuration says what it
-    was."""
+    """Replace each null that other keys decide, so that the stored configuration has its value."""
     replace, threads = msgspec.structs.replace, _threads(config)
     in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
     return replace(
@@ -152,7 +152,8 @@ def _resolved(config: Config) -> Config:
 
 
 def _second_copies(config: Config) -> int | None:
-    """The ranks of `trainer.hpz`; on one node a second copy would be what each rank has anyway."""
+    """Return `trainer.hpz` as a number of ranks, or None for no second copy of the weights.
+    hpz=node is None where a node has one trainer rank or all of them: a copy would save nothing."""
     hpz, each = config.trainer.hpz, config.trainers_of_node
     if hpz != "node":
         return hpz
@@ -160,10 +161,10 @@ def _second_copies(config: Config) -> int | None:
 
 
 def _threads(config: Config) -> dict[str, int | None]:
-    """Of a rank of each role, where the configuration leaves it to the machine. On CPUs each takes
-    its share of the cores, as trainer and engines mostly compute in turn; of those that Slurm gives
-    an engine one is for the rank beside it. On GPUs it is the libraries' choice. A deterministic
-    trainer has the same everywhere: losses depend on it, and the run may continue elsewhere."""
+    """Return the threads of a trainer rank and of an engine where the configuration has null. On
+    GPUs the libraries choose (None). On CPUs each role divides all cores among its ranks, as both
+    mostly compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A deterministic
+    trainer on CPUs has the same number on every machine, since losses depend on it."""
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
     if config.cluster.gpus:
         return dict.fromkeys(ranks)
@@ -177,7 +178,7 @@ def _threads(config: Config) -> dict[str, int | None]:
 
 
 def serving_from_dict(tree: dict[str, Any]) -> Serving:
-    """{"serving": {...}} -> the checked section. Raises `ConfigError`."""
+    """Convert {"serving": {...}} to the checked section. Raises `ConfigError`."""
     try:
         serving = msgspec.convert(tree, _ServingSide).serving
     except msgspec.ValidationError as error:
@@ -196,17 +197,18 @@ def keys() -> list[str]:
 
 
 def load(path: Path, checked: bool = True) -> Config:
-    """Read the resolved config that `save` wrote into a run's folder. Without `checked` also one
-    that an earlier release took and this one refuses to run."""
+    """Read the resolved config that `save` wrote into a run's folder. checked=False also reads one
+    that an earlier release accepted and this release refuses to run."""
     return from_dict(json.loads(Path(path).read_text(encoding="utf-8")), checked)
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """The tree that `save` wrote, with the defaults of keys that came later."""
+    """Return the tree that `save` wrote, with the defaults of keys that it lacks. A tree with a key
+    that this release no longer has is returned as it was written."""
     tree = json.loads(Path(path).read_text(encoding="utf-8"))
     try:
         return msgspec.to_builtins(msgspec.convert(tree, _kind(tree)))
-    except msgspec.ValidationError:  # of a key that is gone: what differs is named as it stands
+    except msgspec.ValidationError:
         return tree
 
 
@@ -215,8 +217,8 @@ def save(config: Config, path: Path) -> None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Shape from an HF folder's config.json. Raises `ConfigError` when it is absent or
-    unreadable."""
+    """Read the shape from an HF folder's config.json. Raises `ConfigError` where the file is
+    absent, unreadable, or not a decoder's."""
     path = Path(folder) / "config.json"
     where = f"model.path={str(folder)!r}"
     try:
@@ -230,7 +232,8 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _shape(raw: dict[str, Any]) -> ModelShape:
-    """Of what a config.json says. Raises whatever it lacks, or has and no decoder can have."""
+    """Convert the contents of a config.json. Raises `KeyError`, `TypeError`, `ZeroDivisionError` or
+    msgspec's `ValidationError` where a value is missing, or is one that no decoder can have."""
     heads = raw["num_attention_heads"]
     found = {
         "layers": raw["num_hidden_layers"],
@@ -241,7 +244,7 @@ def _shape(raw: dict[str, Any]) -> ModelShape:
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "vocab": raw["vocab_size"],
         "tied_embeddings": raw.get("tie_word_embeddings", False),
-        # as the hub's folders have it, or as transformers 5 writes it
+        # The hub's folders have the first name; transformers 5 writes the second.
         "experts": raw.get("num_experts") or raw.get("num_local_experts") or 0,
         "experts_per_token": raw.get("num_experts_per_tok") or 0,
         "expert_intermediate": raw.get("moe_intermediate_size") or 0,

@@ -1,5 +1,5 @@
-"""What the sections of the tree share: bounded numbers, their base, and the scheduler's five
-policies."""
+"""Types that the sections of the tree share: bounded numbers, the base class of sections, and the
+scheduler's five policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]  # that vLLM samples at
+Temperature = Annotated[float, Meta(ge=0, le=2)]  # vLLM's bounds
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,7 +31,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    # turns sent to a worker beyond its sequences, as a share, to hide dispatch latency
+    # Turns sent to a worker beyond its `max_sequences`, as a share of it, to hide dispatch latency.
     queue_depth: NotNegative
-    # of trajectories among environment hosts
+    # places trajectories on environment hosts
     placement: Policy = Policy(name="stay", args={})

@@ -1,7 +1,7 @@
-"""What msgspec says of a configuration, in the words of whoever typed it: key, value, what would be
-right.
+"""Rewrite msgspec's errors about a configuration for the user who typed it: key, value, what would
+be right.
 
-Knows trees of msgspec structs, none in particular; imports nothing of ROSE.
+Works on any tree of msgspec structs; imports nothing of ROSE.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Struct = type[msgspec.Struct]
 
 
 class ConfigError(ValueError):
-    """Bad configuration; the launcher prints it and exits with code 2."""
+    """A wrong configuration. The launcher prints it and exits with code 2."""
 
 
 def keys(root: Struct, prefix: str = "") -> list[str]:
-    """Every key of a tree, dotted, sections included."""
+    """List every dotted key of a tree, sections included."""
     found = []
     for field in msgspec.structs.fields(root):
         found.append(prefix + field.name)
@@ -31,8 +31,8 @@ def keys(root: Struct, prefix: str = "") -> list[str]:
 
 
 def check_known(given: dict[str, Any], known: Collection[str], where: str, whose: str) -> None:
-    """Raises `ConfigError` for the first of the `given` arguments, keys of the section `where`,
-    that is not `known` to `whose` they are."""
+    """Raise `ConfigError` for the first of the `given` arguments that is not `known`. `where`: the
+    section's dotted key. `whose`: the policy, recipe or other that takes them."""
     for key, value in given.items():
         if key not in known:
             raise ConfigError(
@@ -42,8 +42,8 @@ def check_known(given: dict[str, Any], known: Collection[str], where: str, whose
 
 
 def value_at(tree: Any, dotted: str) -> Any:
-    """What stands in plain containers at a key such as `trainer.optimizer.betas.0`; None if nothing
-    does."""
+    """Return the value in plain containers at a key such as `trainer.optimizer.betas.0`. None if
+    there is none."""
     for part in re.findall(r"[^.\[\]]+", dotted):
         if isinstance(tree, dict) and part in tree:
             tree = tree[part]
@@ -55,8 +55,8 @@ def value_at(tree: Any, dotted: str) -> Any:
 
 
 def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
-    """msgspec's 'Expected `int`, got `str` - at `$.trainer.steps`' on converting `tree` to `root`
-    -> key, value and what would be right."""
+    """Return msgspec's message on converting `tree` to `root` as key, value and what would be
+    right. `message`, for example: 'Expected `int`, got `str` - at `$.trainer.steps`'."""
     in_dictionary = message.endswith("[...]`")
     message = _entry_named(message, tree, root)
     found = re.search(r" - at `\$\.?([^`]*)`$", message)
@@ -92,8 +92,8 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
 
 
 def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
-    """msgspec says `$.sim.pool[...].gpu` of an entry of a dictionary; here with the name of the
-    first that is wrong."""
+    """Put the name of the first wrong entry into a message about a dictionary. msgspec writes
+    `$.sim.pool[...].gpu` and does not name the entry."""
     found = re.search(r" - at `\$\.?([^`]*?)\[\.\.\.\]", message)
     for name, value in value_at(tree, found[1]).items() if found else ():
         try:
@@ -107,7 +107,7 @@ def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
 
 
 def _section(kind: Any) -> Struct | None:
-    """The section that a field of this type holds, if any (`Slurm | None` holds one)."""
+    """Return the section that a field of this type holds, if any (`Slurm | None` holds one)."""
     return next(
         (
             t
@@ -119,7 +119,7 @@ def _section(kind: Any) -> Struct | None:
 
 
 def _type(dotted: str, root: Struct) -> Any:
-    """Of the field; of the whole list for one of its entries."""
+    """Return the type of the field `dotted`. An entry of a list has the list's type."""
     found: Any = root
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
         found = (

@@ -8,7 +8,8 @@ from rose.config.common import Count, Natural, Section
 
 
 class ModelShape(Section):
-    """The numbers of a decoder's config.json that planning needs; read from the folder if null."""
+    """The numbers of a decoder's config.json that planning needs. Where model.shape is null they
+    are read from the model's folder."""
 
     layers: Count
     hidden: Count
@@ -18,14 +19,14 @@ class ModelShape(Section):
     head_dim: Count
     vocab: Count
     tied_embeddings: bool
-    # of a mixture, in each layer; 0: dense, and `intermediate` is the MLP's
+    # experts of each layer of a mixture; 0: dense, with an MLP of width `intermediate`
     experts: Natural = 0
     experts_per_token: Natural = 0
     expert_intermediate: Natural = 0
 
     @property
     def mlp_width(self) -> int:
-        """Intermediate channels that a token goes through in a layer."""
+        """Intermediate channels of a layer that one token uses."""
         return self.experts_per_token * self.expert_intermediate or self.intermediate
 
     @property
@@ -34,7 +35,7 @@ class ModelShape(Section):
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token meets."""
+        """Parameters that one token uses: all but the experts that it isn't routed to."""
         return self._parameters(self.mlp_width)
 
     def _parameters(self, width: int) -> int:
@@ -45,7 +46,7 @@ class ModelShape(Section):
 
     @property
     def expert_bytes(self) -> int:
-        """Of the number of an expert, where a token's are recorded."""
+        """Bytes of one expert's index in the recorded experts of a token."""
         return 1 if self.experts <= 256 else 2
 
     @property
@@ -68,11 +69,14 @@ class ModelShape(Section):
 
 
 class Model(Section):
-    """`path` is an HF folder or hub id. `source` says how to get it if it is absent: `folder` (it
-    must be there), `hub` (the launcher downloads `revision`, a branch, tag or commit), or the name
-    of a recipe in scripts/ that makes it in the user's cache (`tiny`, `smollm2`), with `recipe` as
-    its arguments. `snapshot` is the folder that the launcher found for a hub id; it is no key of
-    conf/."""
+    """The model: `path` is an HF folder or a hub id, and `source` says where it comes from.
+
+    1. `folder`: the folder `path` must exist.
+    2. `hub`: the launcher downloads `revision`, a branch, tag or commit of the hub id `path`.
+    3. `tiny`, `smollm2`: a script of this name in scripts/ makes it in the user's cache, with the
+       arguments `recipe`.
+    `snapshot`, no key of conf/, is the folder that the launcher found for a hub id.
+    """
 
     name: str
     source: Literal["folder", "hub", "tiny", "smollm2"]
@@ -82,10 +86,10 @@ class Model(Section):
     max_context: Count
     shape: ModelShape | None
     chat_template_args: dict[str, Any]
-    # how tool calls and thoughts are written: auto, hermes, or the name of a parser of vLLM's
+    # format of tool calls and of reasoning: auto, hermes, or the name of a parser of vLLM's
     tool_format: str = "auto"
     reasoning_format: str = "auto"
-    # texts of tokens that end a turn besides those that the folder's files name
+    # texts of further tokens that end a turn, besides those that the folder's files name
     end_of_turn: list[str] = []
     revision: str | None = None
     snapshot: str | None = None

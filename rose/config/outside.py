@@ -1,9 +1,9 @@
-"""Classes that a key names and ROSE doesn't have: by an entry point of an installed package, or as
+"""Find the user's classes that a key names: by the entry point of an installed package, or as
 package.module:Class.
 
 ROSE's own names always win, so installing a package never changes what a configuration means. The
-launcher and every rank look in the same way; what a package needs to be found is that the run's
-Python has it installed, or its folder in PYTHONPATH, which ranks inherit. Standard library only.
+launcher and every rank search in the same way. They find a package that is installed in the run's
+Python, or whose folder is in PYTHONPATH, which ranks inherit. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 from rose.config.errors import ConfigError
 
 
-@functools.cache  # an environment host asks for each trajectory, and what is installed stays
+@functools.cache  # called for each trajectory; installed packages don't change
 def find(
     key: str, name: str, what: str, ours: tuple[str, ...], group: str, prefix: str = ""
 ) -> type:
-    """The class that `key`=`name` means, which is none of `ours`. Entry points of `group` count
-    whose names begin with `prefix`. Raises `ConfigError` with all that was looked at."""
+    """Return the class that `key`=`name` means, which is none of `ours`. Entry points of `group`
+    are searched whose names begin with `prefix`. Raises `ConfigError`, which lists what there
+    is."""
     where = f"{key}={name!r}"
     found = [p for p in entry_points(group=group) if p.name.startswith(prefix)]
     mine = [point for point in found if point.name == prefix + name]
@@ -45,7 +46,7 @@ def find(
 
 
 def lacking(made: Any, protocol: type) -> list[str]:
-    """Methods and attributes of a Protocol that an object doesn't have."""
+    """List the methods and attributes of a Protocol that an object doesn't have."""
     wanted = [*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))]
     return [name for name in dict.fromkeys(wanted) if not hasattr(made, name)]
 
@@ -58,7 +59,7 @@ def _imported(module: str, where: str, mine: list[EntryPoint]) -> Any:
     by = f" (entry point of {_origin(mine[0])})" if mine else ""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # whatever a foreign module does as it is imported
+    except Exception as error:  # a user's module may raise anything
         message = f"{where}{by}: importing {module} failed: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "."):
             folders = ", ".join(folder or "the current folder" for folder in sys.path)

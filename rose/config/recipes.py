@@ -1,7 +1,7 @@
-"""What `model.recipe` may be: the options of the scripts that make a model, with their bounds.
+"""Options of the scripts that make a model, with their bounds: the values of `model.recipe`.
 
-Scripts import torch, so that none can be asked; that names and defaults are theirs is tested
-(tests/scripts/test_make_tiny_model.py). Left out: running them (rose/models.py).
+They are repeated here because the scripts import torch. tests/scripts/test_make_tiny_model.py
+compares names and defaults. rose/models.py runs the scripts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from rose.config.common import Fraction, Section
 from rose.config.errors import ConfigError
 from rose.config.model import ModelShape
 
-# The warm start of a larger model, or on more demonstrations, isn't over within the 15 minutes
-# that a recipe has: the default one, of 0.1 million and 1,920, takes about 10 s.
-MOST_PARAMETERS, MOST_SHOWN = 10**8, 500_000
-VOCABULARY = 512
+# The most parameters and demonstrations with which a warm start ends within the 15 minutes that a
+# recipe has. The default recipe has 0.1 million parameters and 1,920 demonstrations: about 10 s.
+MOST_PARAMETERS = 10**8
+MOST_SHOWN = 500_000
+VOCABULARY = 512  # tokens
 
 
 class Tiny(Section):
-    """scripts/make_tiny_model.py. `hidden` is shared by heads of 32, two to each of keys; each
-    token takes two of `experts`."""
+    """The options of scripts/make_tiny_model.py. A head has 32 of the `hidden` channels; two heads
+    share a key-value head. Each token is routed to two of `experts`."""
 
     seed: int = 1
     env: Literal["frozen_lake", "terminal"] = "frozen_lake"
@@ -56,7 +57,7 @@ class Tiny(Section):
 
 
 class SmolLM2(Section):
-    """scripts/make_smollm2.py."""
+    """The options of scripts/make_smollm2.py."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -65,8 +66,8 @@ OPTIONS: dict[str, type[Section]] = {"tiny": Tiny, "smollm2": SmolLM2}
 
 
 def check(source: str, recipe: dict[str, Any]) -> None:
-    """Raises `ConfigError` for an argument that the recipe `source` doesn't have, and for a value
-    that it can't make a model of."""
+    """Raise `ConfigError` for an argument that the recipe `source` doesn't have, and for a value
+    from which it can't make a model."""
     kind = OPTIONS[source]
     known = [field.name for field in msgspec.structs.fields(kind)]
     given = {key.replace("-", "_"): value for key, value in recipe.items()}
@@ -74,8 +75,8 @@ def check(source: str, recipe: dict[str, Any]) -> None:
     try:
         made = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        words = errors.explain(str(error), given, kind)
-        raise ConfigError(f"model.recipe.{words}") from None
+        explained = errors.explain(str(error), given, kind)
+        raise ConfigError(f"model.recipe.{explained}") from None
     if isinstance(made, Tiny):
         _check_tiny(made)
 

@@ -1,4 +1,4 @@
-"""The types of `serving`: the online engines and what they lend."""
+"""The types of `serving`: the online engines, and the share of their devices that they lend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rose.config.common import Count, Natural, NotNegative, Positive, Section, S
 
 
 class Slo(Section):
-    """Latency targets of one online model: time to first token, and mean time per output token
-    after it; seconds."""
+    """Latency targets of an online model, seconds: time to first token (TTFT), and mean time per
+    output token after it (TPOT)."""
 
     ttft_p50_s: Positive
     ttft_p99_s: Positive
@@ -18,55 +18,54 @@ class Slo(Section):
 
 
 class Online(Section):
-    """The online server beside a borrowed engine: vLLM's OpenAI-compatible one."""
+    """The online server beside a borrowed engine: vLLM's OpenAI-compatible server."""
 
-    # folder or hub id; null: no server of ours beside it, the whole device is lent
+    # folder or hub id; null: ROSE starts no server, and the whole device is lent
     model: str | None
-    served_name: str | None  # as clients call it; null: the model as given
+    served_name: str | None  # name that clients use; null: `model`
     host: str
-    port: Natural  # 0: a free one, printed at start
+    port: Natural  # 0: a free port, printed at start
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     max_context: Count
     max_sequences: Count
     max_batched_tokens: Count
     kv_cache_gib: Positive
-    engine_args: dict[str, Any]  # of vLLM, as they are
+    engine_args: dict[str, Any]  # passed to vLLM unchanged
     start_timeout_s: Positive
     slo: Slo | None  # null: unknown, so nothing is lent
 
 
 class Lending(Section):
-    """When and how much of the device the online engine lends to the rollout engine."""
+    """The conditions on which the online engine lends its device to the rollout engine."""
 
-    # file of python -m rose.lending.profile for this device and these models; null: lend nothing
+    # output of python -m rose.lending.profile for this device and these models; null: lend nothing
     profile: str | None
-    chunk_tokens: Count  # the most that one step of the rollout engine takes in
-    # of ttft_p99_s that a rollout step may hold up a request that comes just after, at most
-    step_share: Share
-    priority: Literal["idle", "normal"]  # of the rollout engine's threads, on a CPU
-    # the device's KV memory, one budget for both; null: online.kv_cache_gib
+    chunk_tokens: Count  # most prefill tokens of one step of the rollout engine
+    step_share: Share  # longest delay of an online request by a rollout step / ttft_p99_s
+    priority: Literal["idle", "normal"]  # CPU priority of the rollout engine's threads
+    # the device's KV memory, one budget for both engines; null: online.kv_cache_gib
     kv_gib: Positive | None
-    reserve: Share  # of it that is never lent, beyond what online requests use
-    high_watermark: Share  # of it in use or lent: above, the rollout engine's budget is halved
-    stale_after_s: Positive  # an online engine silent for so long lends nothing
-    revoke_after_s: Positive  # a rollout engine that has not given back by then is killed
-    patience_s: Positive  # turns held up at the gate for so long go back to the scheduler
-    # "22-06": share of what could be lent, local time; hours not named: all of it
+    reserve: Share  # share of kv_gib that is never lent, beyond what online requests use
+    high_watermark: Share  # share of kv_gib in use or lent above which the loan is halved
+    stale_after_s: Positive  # silence of the online engine after which nothing is lent
+    revoke_after_s: Positive  # seconds to return revoked memory; then the rollout engine is killed
+    patience_s: Positive  # longest wait of a turn at the gate; then the scheduler gets it back
+    # "22-06" (local time): share of the lendable memory; 1 in hours not named
     hours: dict[str, NotNegative]
-    control_port: Natural  # of metrics, report and stop switch; 0: a free one, printed at start
-    stop_file: str | None  # while it exists nothing is lent
+    control_port: Natural  # port of metrics, report and stop switch; 0: a free port, printed
+    stop_file: str | None  # nothing is lent while this file exists
 
 
 class Serving(Section):
     """Ranks of serving jobs that join the run while it runs."""
 
-    borrow: bool  # whether they may
-    # what such a rank says it is; provisioning tells them apart
+    borrow: bool  # true: they may join
+    # kind that such a rank reports; provisioning policies distinguish them
     kind: Literal["cooperative", "spot", "serverless"]
-    max_ranks: Natural  # at once; 0: none
-    heartbeat_s: Positive  # between two signs of life, both ways
-    lost_after_s: Positive  # of silence: its turns go elsewhere
-    drain_s: NotNegative  # a rank asked to leave politely (SIGUSR2) finishes its turns for so long
-    wait_s: Positive  # a serving rank waits for its run so long, then ends
+    max_ranks: Natural  # most that have joined at once; 0: none
+    heartbeat_s: Positive  # seconds between two heartbeats, in both directions
+    lost_after_s: Positive  # seconds of silence after which a rank's turns go elsewhere
+    drain_s: NotNegative  # seconds for a rank to finish its turns after SIGUSR2
+    wait_s: Positive  # seconds that a serving rank waits for its run before it ends
     online: Online
     lending: Lending

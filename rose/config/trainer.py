@@ -16,11 +16,11 @@ class Algorithm(Section):
     # importance sampling between engine and trainer (rose/trainer/importance.py); null: off
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
-    kl_coef: NotNegative  # of the KL penalty to the model folder's own weights; 0: no reference
-    # Gives the penalty the gradient of KL(policy || reference). Runs that were stored without this
-    # key can go on: `rose.config.stored` takes the default.
+    kl_coef: NotNegative  # coefficient of the KL penalty to the model folder's weights
+    # true: the penalty has the gradient of KL(policy || reference). Runs that were stored without
+    # this key can go on: `rose.config.stored` takes the default.
     kl_correction: bool = True
-    # weights below this, and above the cap, are 0; null: those above the cap are cut to it
+    # importance weights below this, or above the cap, become 0; null: those above become the cap
     importance_floor: NotNegative | None = None
     importance_level: Literal["token", "sequence"] = "token"
 
@@ -32,12 +32,13 @@ class Optimizer(Section):
     weight_decay: NotNegative
     warmup_steps: Natural  # updates
     grad_clip: Positive
-    # after warm-up, to the last update of trainer.steps (rose/trainer/schedule.py)
+    # learning rate from warm-up to the last update of trainer.steps (rose/trainer/schedule.py)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_share: Fraction = 0.0  # of lr, at the end of linear and cosine
+    final_share: Fraction = 0.0  # share of lr at the end of linear and cosine
 
 
-# projections of a layer, in vLLM's order -> vLLM's layer that has them, wrapped as a whole
+# Each projection of a layer, in vLLM's order, and the vLLM layer that fuses it with others. vLLM
+# wraps such a layer for LoRA as a whole.
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -49,16 +50,16 @@ FUSED = {
 }
 
 
-SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM 0.32 (its MaxLoRARanks)
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks of vLLM 0.32
 
 
 class Lora(Section):
-    """An adapter (arXiv 2106.09685): beside each matrix W of the `targets` of all layers stand A
-    (rank, columns) and B (rows, rank), and W x becomes W x + scale B A x. W is frozen."""
+    """An adapter (arXiv 2106.09685). Each matrix W of the `targets` of all layers gets A (rank,
+    columns) and B (rows, rank), and W x becomes W x + scale B A x. W is frozen."""
 
     rank: Count
     alpha: Positive
-    targets: list[str]  # of `FUSED`
+    targets: list[str]  # keys of `FUSED`
 
     @property
     def scale(self) -> float:
@@ -66,21 +67,21 @@ class Lora(Section):
 
     @property
     def slot_rank(self) -> int:
-        """That of an engine's memory for the adapter. Raises `StopIteration` above vLLM's
-        largest, which checks/ refuses."""
+        """Rank for which an engine allocates the adapter: `rank`, rounded up to vLLM's next. Raises
+        `StopIteration` above vLLM's largest, which checks/ refuses."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)
 
     @property
     def layers(self) -> list[str]:
-        """vLLM's layers that have targets."""
+        """Names of the vLLM layers that contain targets."""
         return sorted({FUSED[target] for target in self.targets})
 
     def parameters(self, shape: ModelShape) -> int:
-        """Elements of the adapter."""
+        """Return the number of elements of the adapter."""
         return self._elements(shape, self.targets, self.rank)
 
     def slot_parameters(self, shape: ModelShape) -> int:
-        """Elements of an engine's memory for it."""
+        """Return the number of elements that an engine allocates for the adapter."""
         held = [name for name, layer in FUSED.items() if layer in self.layers]
         return self._elements(shape, held, self.slot_rank)
 
@@ -95,79 +96,65 @@ class Trainer(Section):
     zero_stage: Literal[0, 1, 2, 3]
     offload_optimizer: bool
     dtype: Literal["float32", "bfloat16"]
-    # in which ranks add up their gradients; kept and applied in float32
+    # type in which ranks sum their gradients; the sum is kept and applied in float32
     reduce_dtype: Literal["float32", "bfloat16"]
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
-    micro_batch_tokens: (
-        Count  # of one forward pass: padded ones, or distinct ones when prefixes are shared
-    )
-    share_prefixes: (
-        bool  # compute what rows have in common at their beginning once, where that is cheaper
-    )
+    # tokens of one forward pass, padding included; with share_prefixes distinct tokens
+    micro_batch_tokens: Count
+    share_prefixes: bool  # true: compute the common beginning of rows once where it is cheaper
     gradient_checkpointing: bool
-    step_timeout_s: Positive  # one training step, or one checkpoint, of every rank
+    step_timeout_s: Positive  # limit of a training step or a checkpoint on all ranks
     checkpoint_every: Count
     checkpoint_keep: Count
-    export_every: Natural  # steps from one model's folder in exports/ to the next; 0: none
-    export_keep: Count  # of these folders, the newest
-    # null: on CPUs what `rose.config.from_dict` finds, else the libraries' choice
+    export_every: Natural  # steps between two model folders in exports/; 0: none
+    export_keep: Count  # newest folders of exports/ that stay
+    # null: on CPUs the number that `rose.config.from_dict` computes, else the libraries' choice
     threads: Count | None
-    lora: Lora | None = None  # null: all weights; absent in what earlier releases stored
-    # compute gradients of the step's finished groups while others still run; absent in what
-    # earlier releases stored
-    stream: bool = False
-    # of a mixture: the engine's experts for each token, recorded with it; absent as above
-    router_replay: bool = False
-    # both absent there, too: ranks that compute a row together; the layers' inputs in host memory
-    sequence_parallel: Count = 1
-    offload_activations: bool = False
-    # torch.compile of layers and head; Triton kernels of the package liger-kernel for norms, rotary
-    # positions and the MLP's product; absent as above
-    compile: bool = False
+    # Earlier releases stored none of the keys below, so these have defaults.
+    lora: Lora | None = None  # null: all weights are trained
+    stream: bool = False  # true: compute gradients of finished groups while others still run
+    router_replay: bool = False  # true: route tokens to the experts that the engine recorded
+    sequence_parallel: Count = 1  # ranks that compute a row together
+    offload_activations: bool = False  # true: the layers' inputs wait in host memory
+    compile: bool = False  # torch.compile of layers and head
+    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs
     kernels: Literal["none", "liger"] = "none"
-    # neighbours that keep all weights a second time among them, and gather there in the backward
-    # pass (hpZ of ZeRO++, arXiv 2306.10209); node: each node's; null: none; absent as above
+    # Each group of this many neighbouring ranks keeps a second copy of all weights, from which the
+    # backward pass gathers (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.
     hpz: Count | Literal["node"] | None = None
-    # dedicated engines on whose devices a replica trains while the trainer does; absent there, too
+    # dedicated engines on whose devices a replica trains while the trainer does
     elastic_replicas: Natural = 0
 
     @property
     def replicas(self) -> int:
-        """Parts into which a batch's rows are dealt."""
+        """Number of parts into which a batch's rows are divided."""
         return self.ranks // self.sequence_parallel
 
 
 class Transfer(Section):
-    """How policy versions get from the trainer to the engines (docs/format.md)."""
+    """The transfer of policy versions from the trainer to the engines (docs/format.md)."""
 
-    full_every: (
-        Count  # versions from one that needs no base to the next; between them are differences
-    )
-    keep_versions: Count  # that readers may still be on their way to
-    # degrees of servers, rollout.tensor_parallel aside, that read only their part
+    full_every: Count  # most versions from one full snapshot to the next
+    keep_versions: Count  # newest versions that stay in the store, for slow readers
+    # further degrees, besides rollout.tensor_parallel, of servers that read only their part
     tensor_parallel: list[Count]
-    broadcast: Literal["auto", "mpi", "nccl", "none"]  # to dedicated ranks; auto: mpi
-    # What requests do that run when new weights come. Null only until the tree is checked: keep
-    # with asynchronous batching, as making every context's KV cache anew costs a prefill of all of
-    # them per version; else recompute.
+    broadcast: Literal["auto", "mpi", "nccl", "none"]  # way to dedicated ranks; auto: mpi
+    # What happens to running requests when new weights arrive. Null only until the tree is checked:
+    # keep with asynchronous batching, where recomputing the KV cache of every context would cost a
+    # prefill of all of them per version; else recompute.
     in_flight: Literal["recompute", "keep", "finish"] | None
-    # http://host:port of a relay that this process reads versions from; null: the shared folder
+    # http://host:port of the relay from which this process reads versions; null: the shared folder
     relay: str | None
     relay_token_file: str | None
-    threads: (
-        Count | None
-        # that encode or decode; null: the trainer's or the engine's, or
-        # rose.processes.usable_threads
-    )
-    # of a node's memory for what is broadcast to its dedicated ranks; what is more, they read from
-    # files
+    # Threads that encode or decode; null: the trainer's or the engine's, or
+    # rose.processes.usable_threads.
+    threads: Count | None
+    # Memory of a node for versions broadcast to its dedicated ranks. They read the rest from files.
     mirror_gib: Positive
-    stage_gib: (
-        NotNegative  # of blocks that change so much that they are staged whole, per engine rank
-    )
-    # of a GPU for what a version changes, at most, and within what is free; more waits on the
+    stage_gib: NotNegative  # memory of an engine rank for blocks that are staged whole
+    # Most memory of a GPU for a version's changes, within what is free. Further changes wait on
+    # the host, which makes the pause longer.
     stage_device_gib: Positive
-    # host and makes the pause longer
-    verify_every: Count  # versions within which each live block is read back and compared whole
+    verify_every: Count  # versions within which each live block is read back and compared
     load_timeout_s: Positive

@@ -1,8 +1,7 @@
-"""The type of the whole tree of conf/; those of its sections are in the modules beside. No key
-has a default outside the YAML of conf/.
+"""The type of the whole tree of conf/; the modules beside have the types of its sections.
 
-Left out: what keys must be to each other (checks/), and what the arguments of an environment,
-algorithm, policy or recipe may be, which those say themselves.
+Left out: how keys depend on each other (checks/), and the arguments of an environment, algorithm,
+policy or recipe, which check their own.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from rose.config.serving import Serving
 from rose.config.sim import Sim
 from rose.config.trainer import Algorithm, Trainer, Transfer
 
-# batching policies with which rollouts go on while the trainer trains
+# Batching policies with which rollouts go on while the trainer trains.
 OVERLAPPING = ("one_step_off", "bounded_staleness", "trajectory_async", "carry_over")
 
 
 class Checkpoints(Section):
-    """Of the sandboxes of environments that have some: after which turns what is captured, and
-    where it lies."""
+    """Checkpoints of the sandboxes of environments that have some, and where they are stored."""
 
     # classified: what a turn changed (Crab); full: all after each turn; files: without processes
     checkpoints: Literal["none", "classified", "full", "files"]
     store: str | None  # a folder that all hosts share; null: sandboxes in the run's folder
-    local: str | None  # one on the node's own disk; null: below TMPDIR
-    bytes_per_s: NotNegative  # of a host, to `store`; 0: no bound
-    memory_mib: Count  # captures of a host that wait to be packed; beyond, turns are skipped
-    keep: Natural  # newest checkpoints of a sandbox; 0: all
+    local: str | None  # a folder on the node's own disk; null: below TMPDIR
+    bytes_per_s: NotNegative  # bandwidth of a host to `store`; 0: unlimited
+    memory_mib: Count  # captures of a host that wait to be packed; above it turns aren't captured
+    keep: Natural  # newest checkpoints of a sandbox that stay; 0: all
 
 
 class Wandb(Section):
@@ -40,7 +38,7 @@ class Wandb(Section):
 
     project: str | None
     entity: str | None  # null: the account's own
-    # offline: into the run's folder, for `wandb sync`; null: what WANDB_MODE says, or online
+    # offline: into the run's folder, for `wandb sync`; null: WANDB_MODE, or online
     mode: Literal["online", "offline"] | None
     group: str | None
     tags: list[str]
@@ -49,7 +47,7 @@ class Wandb(Section):
 class Mlflow(Section):
     """MLflow, off without a URI."""
 
-    uri: str | None  # of the tracking server, as http://host:5000, or a folder, as file:///runs
+    uri: str | None  # a tracking server, as http://host:5000, or a folder, as file:///runs
     experiment: str
 
 
@@ -61,7 +59,7 @@ class Observe(Section):
     save_trajectories: bool
     wandb: Wandb
     mlflow: Mlflow
-    # the newest steps whose trajectories and events stay, and journals of their attempts; null: all
+    # newest steps whose trajectories, events and attempts' journals stay; null: all
     keep_steps: Count | None
 
 
@@ -70,7 +68,7 @@ class Config(Section):
     mode: Literal["train", "simulate", "plan"]
     seed: int
     deterministic: bool
-    # trainer and engines share the same GPUs (or cores) in turn; None: where there is one GPU
+    # true: trainer and engines use the same GPUs (or cores) in turn; null: with one local GPU
     colocate: bool | None
     fresh: bool  # move an earlier run of this name aside instead of continuing it
     output_dir: str
@@ -91,30 +89,30 @@ class Config(Section):
 
     @property
     def environments(self) -> dict[str, tuple[str, Env]]:
-        """domain -> (the key of its section, the environment), of training and evaluation."""
+        """Map each domain of training and evaluation to (its section's key, the environment)."""
         trained = {name: (self.env.key_of(name), env) for name, env in self.env.members.items()}
         return trained | {name: (f"eval.sets.{name}", env) for name, env in self.eval.sets.items()}
 
     @property
     def step_timeout_s(self) -> float:
-        """Of the slowest environment."""
+        """Largest `step_timeout_s` of the environments, seconds."""
         return max(env.step_timeout_s for _, env in self.environments.values())
 
     @property
     def shares_devices(self) -> bool:
-        """Whether trainer and engines take turns: a run without engines has nobody to share with,
-        and one GPU of one machine can't be had otherwise."""
+        """True if trainer and engines use the same devices in turn: with colocate=true, and by
+        default on a single local GPU. A run with rollout.replay has no engines."""
         alone = self.cluster.gpus == 1 and self.cluster.kind == "local"
         return (alone if self.colocate is None else self.colocate) and self.rollout.replay is None
 
     @property
     def hybrids(self) -> int:
-        """Engines on the trainer's devices beside the dedicated ones."""
+        """Number of hybrid engines: those on the trainer's devices."""
         return self.rollout.hybrid if self.rollout.replay is None else 0
 
     @property
     def trainers_of_node(self) -> int:
-        """Trainer ranks on each node of the trainer's, which are neighbours."""
+        """Number of trainer ranks on each node of the trainer's. Their ranks are consecutive."""
         slurm = self.cluster.slurm if self.cluster.kind == "slurm" else None
         ranks = self.trainer.ranks
         nodes = nodes_of(slurm.trainer, ranks, self.cluster.gpus > 0) if slurm else 1
@@ -122,30 +120,30 @@ class Config(Section):
 
     @property
     def elastic_replicas(self) -> int:
-        """Dedicated engines beside which a replica of the model can train."""
+        """Number of dedicated engines beside which a replica of the model can train."""
         return self.trainer.elastic_replicas if self.rollout.replay is None else 0
 
     @property
     def plans_replicas(self) -> bool:
-        """Whether rollouts go on while the trainer trains, so that somebody has to say how many of
-        the engines with a replica hand their turns on and sleep meanwhile."""
+        """True if provisioning decides how many replicas train: rollouts go on while the trainer
+        trains, and engines whose replica trains pass their turns on and sleep."""
         return self.elastic_replicas > 0 and self.scheduler.batching.name in OVERLAPPING
 
     @property
     def trainer_sleeps(self) -> bool:
-        """Whether the trainer gives its devices' memory to engines between its steps. On CPUs it
-        and hybrid engines have room beside each other."""
+        """True if the trainer frees its devices' memory for engines between its steps. On CPUs
+        trainer and hybrid engines fit beside each other."""
         return self.shares_devices or (self.hybrids > 0 and self.cluster.gpus > 0)
 
     @property
     def borrows(self) -> bool:
-        """Whether serving ranks may join: wanted, possible with this MPI, and not against
-        `deterministic`."""
+        """True if serving ranks may join: serving.borrow and cluster.mpi.join are set, and the run
+        is neither deterministic nor a replay."""
         return self._would_borrow and self.cluster.mpi.join
 
     @property
     def moves_trajectories(self) -> bool:
-        """Whether environment hosts tell what the scheduler decides moves by."""
+        """True if the scheduler may move trajectories, so that environment hosts report load."""
         return self.scheduler.placement.name != "stay"
 
     @property
@@ -154,8 +152,8 @@ class Config(Section):
 
     @property
     def why_not_borrowed(self) -> str:
-        """In words, what is lost when serving ranks are wanted and this MPI can't let them in; else
-        empty."""
+        """Explanation for the user where serving ranks are wanted but this MPI can't admit them;
+        else empty."""
         if self.borrows or not self._would_borrow:
             return ""
         return (
@@ -170,8 +168,7 @@ class Config(Section):
 
 
 class MixedConfig(Config):
-    """The tree of a run on a mixture of environments: a class of its own, as msgspec tells structs
-    in one place apart by a tag only, which a single environment's stored configuration doesn't
-    have."""
+    """The tree of a run on a mixture of environments. It is a class of its own because msgspec
+    distinguishes structs in one field by a tag only, which stored configurations lack."""
 
     env: Mixture

@@ -81,7 +81,7 @@ class Borrowed:
     ) -> None:
         self._config, self._hub = config.serving, hub
         cluster = config.cluster
-        self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
+        self._mpi_env = cluster.interface_env | cluster.mpi.env | cluster.mpi.join_env
         self._on_fault, self._on_change = on_fault, on_change
         self._patience_s = config.rollout.engine_start_timeout_s
         self._shape = config.model.shape

@@ -1,6 +1,6 @@
-"""Policy out: a Hugging Face folder of a run's weights, equal bit for bit to what the engines had
-at that step. `weights` finds and reads them, `folder` writes, `card` tells where they come from.
+"""Export a run's policy as a Hugging Face folder, equal bit for bit to the engines' weights at that
+step. `weights` finds and reads them, `folder` writes them, `card` writes the model card.
 
-May import config, models, transfer, the trainer's checkpoints and observe; knows no MPI, no vLLM,
-no GPU.
+May import config, models, transfer, the trainer's checkpoints and observe; uses no MPI, no vLLM, no
+GPU.
 """

@@ -1,17 +1,16 @@
 """Write a run's policy as a Hugging Face folder, which transformers and vLLM load, and from which
-another run may start; of a LoRA run the adapter, as PEFT and vLLM load it, or the merged model.
+another run may start. For a LoRA run this is the adapter, for PEFT and vLLM, or the merged model.
 
-    python -m rose.export outputs/NAME --out DIR              the newest step that can be had
+    python -m rose.export outputs/NAME --out DIR              the newest step that is available
     python -m rose.export outputs/NAME --step 40 --out DIR
-    python -m rose.export outputs/NAME --merge --out DIR      of a LoRA run: not the adapter alone
-    python -m rose.export outputs/NAME --best --out DIR       by held-out reward (eval.keep_best)
+    python -m rose.export outputs/NAME --merge --out DIR      LoRA run: the model with the adapter
+    python -m rose.export outputs/NAME --best --out DIR       best held-out reward (eval.keep_best)
 
-While the run goes on or after it, on a machine without GPUs; memory is for one shard. The weights
-come from the run's weight store, which has the last versions, or from a checkpoint; which of them
-is printed. They are compared, block by block, with the hashes of what the engines had. DIR is there
-once it is complete.
+Works during the run or after it, on a machine without GPUs, with memory for one shard. The weights
+come from the run's weight store, which has the last versions, or from a checkpoint; the command
+prints which. Each block is compared with its hash in the engines. DIR appears once it is complete.
 
-    0 written   1 can't be had, or is damaged   2 bad arguments
+    0 written   1 not available, or damaged   2 bad arguments
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from rose.files import advice
 from rose.observe import held_out
 from rose.observe.metrics import read_metrics
 
-SHARD_GIB, MOST_GIB = 4.0, 1e6
+SHARD_GIB = 4.0  # default of --shard-gib
+MOST_GIB = 1e6  # largest --shard-gib
 
 
 def main(arguments: list[str]) -> int:
@@ -78,8 +78,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _best(run: Path) -> int:
-    """Raises `ConfigError` for a folder that is no run's, or a run not evaluated after a
-    step."""
+    """Return the step with the highest held-out mean reward. Raises `ConfigError` for a folder that
+    is no run's, and for a run without an evaluation after a training step."""
     if not (run / "config.json").is_file():
         raise ConfigError(f"{run}: no run there (no config.json); give its folder, as outputs/NAME")
     rows = read_metrics(run)
@@ -99,7 +99,9 @@ def _best(run: Path) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed's classes are read, no GPU is used
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # DeepSpeed's classes are unpickled without a GPU
     from rose.export.folder import export  # imports torch
     from rose.transfer.errors import TransferError
 

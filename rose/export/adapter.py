@@ -1,7 +1,8 @@
-"""The folder of a LoRA run: its adapter as PEFT has them, or the model with the adapter in it.
+"""The folder of a LoRA run: its adapter in PEFT's format, or the model with the adapter merged.
 
-An adapter's B is written as engines had it, times alpha / rank; `lora_alpha` is therefore the rank,
-whose scale is 1. Merged matrices are W + B A, computed in float32 and rounded to the dtype once.
+An adapter's B is written as the engines had it, which is multiplied by alpha / rank. Therefore
+`lora_alpha` is the rank, for a scale of 1. Merged matrices are W + B A, computed in float32 and
+rounded to the dtype once.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from rose.transfer.blocks import Block, Tensor
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.versions import Digests
 
-PREFIX = "base_model.model."  # PEFT's, of the names in its files
+PREFIX = "base_model.model."  # PEFT's prefix of the names in its files
 FILE = "adapter_model.safetensors"
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class OtherBase(TransferError):
-    """The base model's folder is another's: no place of the adapter helps."""
+    """The folder has another base model. Another source of the adapter would not help."""
 
 
 def write_config(config: Config, folder: Path) -> None:
-    """adapter_config.json."""
-    from peft import LoraConfig  # takes seconds
+    """Write adapter_config.json."""
+    from peft import LoraConfig  # takes seconds to import
 
     lora = config.trainer.lora
     LoraConfig(
@@ -49,7 +51,7 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 class Merged:
-    """`adapter` in the base model of the folder `source`, as `rose.export.weights.Weights`."""
+    """The base model in the folder `source` with `adapter` merged; a `Weights`."""
 
     def __init__(self, adapter: Weights, source: Path):
         self.adapter, self.source, self.base = adapter, source, None
@@ -59,7 +61,7 @@ class Merged:
         self._files = _files(source)
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        """The merged values, and their own digests. Raises `TransferError` unless the base and the
+        """Return the merged values, and their own digests. Raises `TransferError` unless base and
         adapter are those of the run."""
         values: dict[str, torch.Tensor] = {}
         digests: dict[str, Digests] = {}
@@ -97,7 +99,7 @@ class Merged:
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
-        """The whole adapter, which is small, read and compared once."""
+        """Values of the whole adapter, which is small. Read and checked once."""
         values, digests = self.adapter.read(self.adapter.tensors)
         for part in self.adapter.tensors:
             found = patterns_of(values[part.name].reshape(-1))
@@ -110,6 +112,6 @@ class Merged:
 
 
 def _files(source: Path) -> dict[str, str]:
-    """Tensor -> file of a model's folder that has several."""
+    """Return the file of each tensor, for a model's folder with several files; else {}."""
     path = source / INDEX
     return json.loads(path.read_text(encoding="utf-8"))["weight_map"] if path.is_file() else {}

@@ -1,5 +1,5 @@
-"""The model card of an exported folder: what it is, what it was made of, what it can do, and the
-commands that use it."""
+"""Write the model card of an exported folder: its origin, its held-out results, and the commands
+that use it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rose.observe.metrics import read_metrics, rows_of
 
 
 class Exported(NamedTuple):
-    """What a folder was made of."""
+    """Facts about an exported folder."""
 
     out: Path
     step: int
-    where: str  # the weights came from
+    where: str  # source of the weights, in words
     shards: int
-    blocks: int  # that were compared
-    nbytes: int  # of the weights
+    blocks: int  # number of blocks compared
+    nbytes: int  # bytes of the weights
     base: Path  # folder of the model that the run began with
-    adapter: bool = False  # alone, without the model
+    adapter: bool = False  # True: the adapter without the model
 
 
 def text(config: Config, run_dir: Path, done: Exported) -> str:
-    """README.md, with the hub's header."""
+    """Return the text of README.md, with the hub's header."""
     rows = [row for row in read_metrics(run_dir) if row["step"] <= done.step]
     sections = (
         f"# {config.name}, step {done.step}\n\n{base_of(config)} trained by reinforcement learning "
@@ -47,7 +47,7 @@ def text(config: Config, run_dir: Path, done: Exported) -> str:
 
 
 def base_of(config: Config) -> str:
-    """The model that the run began with, as a reader can find it again."""
+    """Return a description of the model that the run began with, by which a reader can find it."""
     model = config.model
     if model.source == "hub":
         commit = Path(model.snapshot).name[:12] if model.snapshot else model.revision
@@ -56,7 +56,7 @@ def base_of(config: Config) -> str:
 
 
 def _command(run_dir: Path) -> str:
-    """That started the run, as its launcher noted it."""
+    """Return the command that started the run, from the launcher's record."""
     path = run_dir / "command.txt"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else "python launch.py"
 
@@ -81,7 +81,7 @@ def _header(config: Config, adapter: bool = False) -> dict[str, Any]:
 
 
 def _results(rows: list[dict[str, Any]]) -> str:
-    """Held-out success before training and at the last evaluation up to the step."""
+    """Return a table of held-out success at the first and the last evaluation up to the step."""
     found = series.evaluations(rows_of(rows, "eval"))
     if not found:
         return "No held-out evaluation had finished by this step."

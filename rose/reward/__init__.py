@@ -1,7 +1,7 @@
-"""Rewards that cost time, computed beside the rollouts: scorers, and the elastic pool of workers
-that run them.
+"""Rewards that take time, computed beside the rollouts: scorers, and the elastic pool of workers
+that runs them.
 
-May import `rose.config`, `rose.comm`, `rose.protocol` and what lies below; must know nothing of
-engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker; `job.py`
-submits Slurm jobs, whose ranks (`joiner.py`) join a pool through its `guests.py`.
+May import `rose.config`, `rose.comm`, `rose.protocol` and the modules below them; must know nothing
+of engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker.
+`job.py` submits Slurm jobs, whose ranks (`joiner.py`) join a pool through its `guests.py`.
 """

@@ -1,9 +1,9 @@
-"""How long a check of an answer may take: RollPacker's adaptive limit (arXiv 2509.21009, section
-4.3), kept over a requeue.
+"""RollPacker's adaptive time limit for scoring an answer (arXiv 2509.21009, section 4.3). It is
+saved, so that it survives a requeue.
 
-min(max(FLOOR_S, FACTOR * T), `most_s`), where T is what the slowest correct answer of the same
-prompt took: code that runs much longer than every right answer did is wrong or too slow, and need
-not be waited for. Without a correct answer yet, `most_s`.
+The limit is min(max(FLOOR_S, FACTOR * T), `most_s`), where T is the time of the slowest correct
+answer to the same prompt. Code that runs much longer than every correct answer is wrong or too
+slow. A prompt without a correct answer so far has the limit `most_s`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rose.files import write_whole
 
-FLOOR_S = 2.0  # of the paper
-FACTOR = 1.5  # of the paper; its repository has 2
-MOST_PROMPTS = 100_000  # remembered; the longest unused goes first
+FLOOR_S = 2.0  # the paper's value
+FACTOR = 1.5  # the paper's value; its repository has 2
+MOST_PROMPTS = 100_000  # most prompts kept; the least recently used is dropped first
 
 
 class Anchors:
-    """`path`: the file that holds them; what stands there is taken over."""
+    """Times of the slowest correct answers. `path`: their file, which is read if it exists."""
 
     def __init__(self, path: Path, most_s: float, adaptive: bool) -> None:
         self._path, self._most_s, self._adaptive = path, most_s, adaptive
@@ -32,14 +32,14 @@ class Anchors:
             }
 
     def limit_s(self, prompt: str) -> float:
-        """Seconds that the next answer to `prompt` may take."""
+        """Return the seconds that the next answer to `prompt` may take."""
         if not self._adaptive or prompt not in self._slowest:
             return self._most_s
         self._slowest[prompt] = seconds = self._slowest.pop(prompt)
         return min(max(FLOOR_S, FACTOR * seconds), self._most_s)
 
     def correct(self, prompt: str, seconds: float) -> None:
-        """A correct answer was found to be so within `seconds`."""
+        """Record that scoring a correct answer to `prompt` took `seconds`."""
         known = self._slowest.pop(prompt, 0.0)
         self._slowest[prompt] = max(known, seconds)
         self._changed = self._changed or seconds > known
@@ -47,7 +47,7 @@ class Anchors:
             del self._slowest[next(iter(self._slowest))]
 
     def save(self) -> None:
-        """Write them, if any has changed."""
+        """Write the file if any time has changed. Raises `OSError`."""
         if self._adaptive and self._changed:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, (json.dumps(self._slowest) + "\n").encode())

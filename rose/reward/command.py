@@ -1,11 +1,10 @@
-"""A program that checks an answer: it runs in a folder of its own, in a process group of its own,
-with limits.
+"""Run a program that checks an answer, in a folder and a process group of its own, with limits.
 
-Where the kernel allows it, the program has no network, sees no process but its own, and all of them
-end with it (unshare(1), as root or in a user namespace); elsewhere a process that leaves its
-session stays. It has none of this process's variables but PATH and LANG. It is no wall against
-hostile code: the program reads and writes what this user can, and nothing bounds how many processes
-it starts.
+Where the kernel allows it (unshare(1), as root or in a user namespace), the program has no network,
+sees only its own processes, and these end with it. Elsewhere a process that leaves the program's
+session survives it. Of this process's variables it gets only PATH, LANG and LC_ALL. This is no
+protection from hostile code: the program can read and write all that this user can, and the number
+of its processes is not bounded.
 """
 
 from __future__ import annotations
@@ -28,27 +27,28 @@ from rose.files import write_whole
 from rose.processes import die_with_parent
 
 GIB = 2**30
-OUTPUT_BYTES = 65_536  # of the program's, at most kept; it is told of when it fails
-LARGEST_FILE = GIB  # that it may write
-PROBE_S = 10.0
+OUTPUT_BYTES = 65_536  # last bytes of the program's output that are kept, for error messages
+LARGEST_FILE = GIB  # size limit of a file that the program writes
+PROBE_S = 10.0  # seconds for the test of whether unshare works
 SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-REFUSED = "unshare: "  # how its own failures begin
-# The first process in the namespaces waits for a word of the worker. That of unshare(1) up to 2.38
-# asks only after its fork to be killed with unshare: where the worker, and unshare with it, was
-# killed before that, nothing would end the program; so it begins only if the worker lives
-# afterwards. The last word is that process's name: what it can't execute is refused as by unshare.
+REFUSED = "unshare: "  # start of unshare's own error messages
+# The first process in the namespaces prints a line, and executes the program only after the worker
+# has sent a line back. unshare(1) up to 2.38 sets --kill-child's signal only after its fork. If the
+# worker and unshare were killed before that, nothing would end the program. The shell is named
+# "unshare", so that its error about a program that it can't execute begins with `REFUSED`.
 BEGIN = ("sh", "-c", 'echo; read -r begin && exec "$@" < /dev/null', REFUSED.rstrip(": "))
-# the last block of Python, or of any language, that an answer shows
+# A fenced block, in Python or any other language.
 CODE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 @functools.cache
 def isolation() -> tuple[str, ...]:
-    """The words before a program's own that give it namespaces; empty where the kernel refuses."""
+    """Return the command that, put before a program, gives it namespaces of its own; () where the
+    kernel refuses them."""
     for users in ((), ("--user", "--map-current-user")):
-        words = ("unshare", *users, *SPACES)
-        if shutil.which("unshare") and _works((*words, "true")):
-            return words
+        prefix = ("unshare", *users, *SPACES)
+        if shutil.which("unshare") and _works((*prefix, "true")):
+            return prefix
     return ()
 
 
@@ -62,12 +62,12 @@ def _works(command: Sequence[str]) -> bool:
 
 
 def program(name: str) -> str | None:
-    """Its path, as `run` would find it; null where there is none."""
+    """Return the path of the program that `run` would execute; None if there is none."""
     return shutil.which(name, path=_path())
 
 
 def code_of(text: str) -> str:
-    """The last fenced block of an answer, or all of it where there is none."""
+    """Return the last fenced block of an answer, or all of it where there is none."""
     blocks = CODE.findall(text)
     return blocks[-1] if blocks else text
 
@@ -75,8 +75,8 @@ def code_of(text: str) -> str:
 async def run(
     argv: Sequence[str], files: dict[str, str], timeout_s: float, memory_gib: float
 ) -> tuple[int | None, str]:
-    """(exit code, end of what it printed) of `argv` in a folder that holds `files` (name -> text);
-    the code is null after `timeout_s` seconds. Nothing of it stays.
+    """Run `argv` in a temporary folder with `files` (name -> text). Return (exit code, end of its
+    output). The code is None if the program was killed after `timeout_s` seconds.
 
     Raises `ValueError` for a name that leads out of the folder, `OSError` where it can't start.
     """
@@ -131,8 +131,8 @@ def _path() -> str:
 
 
 def _limit(memory_gib: float, parent: int) -> None:
-    """In the new process, before the program, which ends when the worker `parent` does. Ranks under
-    Slurm ignore SIGTERM, which programs would inherit."""
+    """Set the program's limits, in its process before it is executed. It ends with the worker
+    `parent`. Signal handlers are reset, since ranks under Slurm ignore SIGTERM."""
     die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -143,8 +143,8 @@ def _limit(memory_gib: float, parent: int) -> None:
 
 
 async def _begin(process: asyncio.subprocess.Process) -> bytes:
-    """Let a program in namespaces begin, once their first process has said that it is there. What
-    came instead of its word: why unshare failed."""
+    """Let the program start once the first process in its namespaces has printed its line. Return
+    any other line, which is unshare's error, or b""."""
     line = await process.stdout.readline()
     if line == b"\n":
         process.stdin.write(b"\n")
@@ -154,8 +154,8 @@ async def _begin(process: asyncio.subprocess.Process) -> bytes:
 
 
 async def _tail(stream: asyncio.StreamReader, kept: bytes) -> str:
-    """The last `OUTPUT_BYTES` of `kept` and all that comes, which is read to its end: a full pipe
-    would stop the program."""
+    """Read the stream to its end, as a full pipe would block the program. Return the last
+    `OUTPUT_BYTES` of `kept` and the stream."""
     while chunk := await stream.read(OUTPUT_BYTES):
         kept = (kept + chunk)[-OUTPUT_BYTES:]
     return kept.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What a scorer sees of an episode, and what it answers."""
+"""The episode that a scorer receives, and the score that it returns."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from rose.reward import values
 
 
 class Said(msgspec.Struct, frozen=True):
-    """A stretch of the transcript: by the policy, or by anybody else (prompt, tools)."""
+    """A part of the transcript: by the policy, or not (prompt, tools)."""
 
     policy: bool
     text: str
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that has ended. `task` is what the environment says of it (`Start.task`), such as
-    the right answer."""
+    """An episode that has ended."""
 
     trajectory: str
-    domain: str  # the environment's name, in a mixture the member's
-    seed: int  # the environment's
-    task: dict[str, Any]
+    domain: str  # the environment's name, or the member's in a mixture
+    seed: int  # the environment's seed
+    task: dict[str, Any]  # the environment's facts about the task (`Start.task`), as the answer
     transcript: list[Said]
-    reward: float  # the environment's own
-    success: bool  # likewise
-    truncated: bool  # ended by a limit, not by the environment
+    reward: float  # the environment's own reward
+    success: bool  # the environment's own verdict
+    truncated: bool  # True: ended by a limit, not by the environment
     turns: int
 
     @property
     def prompt(self) -> str:
-        """All before the policy's first token, as the chat template renders it."""
+        """All text before the policy's first token, as the chat template renders it."""
         return self.transcript[0].text if self.transcript else ""
 
     @property
@@ -42,16 +41,15 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """`success`: null where the scorer has no word on it. `timed_out`: the answer used its time up,
-    and that is its result."""
+    """The score of an episode."""
 
     reward: float
-    success: bool | None = None
-    timed_out: bool = False
+    success: bool | None = None  # None: the scorer doesn't judge it
+    timed_out: bool = False  # True: the answer exceeded its time limit, which is its result
 
 
 class ScoringFailed(RuntimeError):
-    """No score could be had: nothing is known about the answer, so it is no reward of 0."""
+    """The scorer failed. Nothing is known about the answer, so its reward is not 0."""
 
 
 class Hung(ScoringFailed):
@@ -59,9 +57,10 @@ class Hung(ScoringFailed):
 
 
 def score_of(value: Any, whose: str) -> Score:
-    """What a user's function may return: a number, (number, success), {"reward": ..., "success":
-    ...} or a `Score`, as `rose.reward.values` reads them. Raises `ScoringFailed` for anything
-    else, and for what is not finite or too large; `whose` names the function."""
+    """Convert the value that a user's function returned: a number, (number, success), {"reward":
+    ..., "success": ...} or a `Score`, as `rose.reward.values` reads them. Raises `ScoringFailed`
+    for anything else, and for a reward that isn't finite or is too large. `whose`: the
+    function."""
     late, success = False, None
     match value:
         case Score(reward=reward, success=success, timed_out=late):

@@ -1,4 +1,4 @@
-"""A function of the user's: `path/file.py:name` or `package.module:name`."""
+"""Load a function of the user's: `path/file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rose.config import ConfigError
 
 
 def load(where: str, key: str) -> Callable[..., Any]:
-    """The callable that `where` names; `key` is the configuration's, for what is wrong with it.
+    """Return the callable that `where`, the value of the key `key`, names.
 
     Raises `ConfigError`: no such file, module or name, an import that fails, or not callable.
     """
@@ -52,12 +52,12 @@ def _module(name: str, where: str, key: str):
     inputs.verify(where)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # of the user's code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{key}={where!r}: importing {name} failed: {error!r}") from error
 
 
 def _of_file(path: Path, where: str, key: str):
-    """The module of a file, whose folder its own imports may use, too."""
+    """Import a file as a module. Its folder is added to sys.path, for its own imports."""
     if not path.is_file():
         raise ConfigError(f"{key}={where!r}: there is no file {path.absolute()}")
     inputs.verify(path)
@@ -66,9 +66,9 @@ def _of_file(path: Path, where: str, key: str):
         sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"rose_user_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    sys.modules[spec.name] = module  # dataclasses and pickle need it there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # of the user's code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{key}={where!r}: running {path} failed: {error!r}") from error
     return module

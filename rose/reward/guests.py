@@ -1,9 +1,9 @@
-"""Reward workers from Slurm jobs, on the pool's side: the door of a pool, and a porter for each.
+"""Reward workers from Slurm jobs, on the pool's side: the pool's door, and a porter for each rank.
 
-Each pool has a door of its own (rose/comm/join.py) in its folder, through which a rank of such a
-job joins over MPI. Behind its porter (rose/comm/guest.py) it speaks to the pool as the pool's own
-workers do. Left out: who asks for the jobs (rose/coordinator/reward_jobs.py), and the other side
-(joiner.py).
+Each pool has a door (rose/comm/join.py) in its folder, through which a rank of such a job joins
+over MPI. Through its porter (rose/comm/guest.py) it exchanges the same messages with the pool as
+the pool's own workers. Left out: the submission of jobs (rose/coordinator/reward_jobs.py), and the
+rank's side (joiner.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rose.launch import local
 from rose.reward.messages import AGAIN, BEAT, BEAT_S, STOP
 from rose.reward.pool import Pool
 
-LOOK_S = 0.1  # between two looks at who asks
-PATIENCE_S = 30.0  # from the admission, which is a rank's last wait, to its connection
-FAREWELL_S = 0.3  # for the last word to pass the porter
+POLL_S = 0.1  # seconds between two polls of the door
+PATIENCE_S = 30.0  # longest time between a rank's admission and its connection
+FAREWELL_S = 0.3  # seconds for the last message to pass the porter
 
 
 class _Joined:
-    """A joined rank, as the pool's worker."""
+    """A joined rank, with the interface of a pool's `Process`."""
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
@@ -37,7 +37,7 @@ class _Joined:
     def poll(self) -> None:
         return None
 
-    def rest(self) -> None:
+    def dismiss(self) -> None:
         self.guest.forward(STOP)
 
     def kill(self) -> None:
@@ -45,7 +45,7 @@ class _Joined:
 
 
 class Guests:
-    """Of one pool, for one attempt. `folder`: the pool's."""
+    """The joined ranks of a pool, for one attempt of the run. `folder`: the pool's folder."""
 
     def __init__(
         self,
@@ -56,21 +56,22 @@ class Guests:
         spawn: Callable[[Coroutine], asyncio.Task],
     ) -> None:
         cluster = config.cluster
-        self._mpi_env = cluster.of_interface | cluster.mpi.env | cluster.mpi.join_env
+        self._mpi_env = cluster.interface_env | cluster.mpi.env | cluster.mpi.join_env
         self._most = config.reward.max_jobs * cpus_of(cluster, "reward", config.rollout)
         self._door = Door(folder, attempt)
         self._pool, self._spawn = pool, spawn
-        self._connecting: dict[str, asyncio.Event] = {}  # by the rank's id
+        # Of each admitted rank, by its id: set when the rank connects.
+        self._connecting: dict[str, asyncio.Event] = {}
         self._joined: set[_Joined] = set()
 
     async def run(self) -> None:
-        """For ever: let ranks in. The door's files may lie on a slow file system, so another thread
-        looks at them."""
+        """Admit ranks until cancelled. Another thread polls the door, whose files may lie on a slow
+        file system."""
         await asyncio.to_thread(self._door.open)
         beat_at = time.monotonic()
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
                 asks, connecting = await asyncio.to_thread(self._door.poll)
                 for id, ask in asks:
                     await self._decide(id, ask)
@@ -95,8 +96,8 @@ class Guests:
             self._spawn(self._serve(id, ask))
 
     async def _serve(self, id: str, ask: Ask) -> None:
-        """From the admission to the end of one rank. Whatever is wrong with it concerns it alone:
-        the pool gives others what it held."""
+        """Serve a rank from its admission to its end. An error ends this rank alone, and the pool
+        gives its answers to other workers."""
         guest, who = None, f"process {ask.pid} on {ask.host}, job {ask.job}"
         try:
             guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
@@ -125,6 +126,6 @@ class Guests:
                 await guest.close()
 
     async def close(self) -> None:
-        """After the pool has dismissed them, let their last word go."""
+        """Wait for the pool's last message to reach the ranks that it has dismissed."""
         if self._joined:
             await asyncio.sleep(FAREWELL_S)

@@ -1,8 +1,8 @@
-"""Jobs that compute rewards for a run. `python -m rose.reward.job RUN_DIR NAME` submits one and
-prints its id; NAME is reward-POOL-NUMBER.
+"""Slurm jobs that compute rewards for a run. `python -m rose.reward.job RUN_DIR NAME` submits one
+and prints its id; NAME is reward-POOL-NUMBER.
 
-A job has a rank (joiner.py) for each of its CPUs, which joins that pool. It ends when the pool
-needs none of them any more, or there is no run to join for `WAIT_S`.
+A job has a rank (joiner.py) for each of its CPUs, which joins the pool. The job ends when the pool
+needs none of its ranks any more, or when there was no run to join for `WAIT_S`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rose.config import cpus_of
 from rose.launch import batch, sbatch, slurm
 from rose.reward.joiner import Ended
 
-WAIT_S = 60.0
-PAUSE_S = 2.0  # between two tries to join
-LOOK_S = 0.2
-KILL_S = 5.0  # from the job's signal to its ranks' end
+WAIT_S = 60.0  # longest time without a run to join, after which the job ends
+PAUSE_S = 2.0  # seconds between two attempts to join
+POLL_S = 0.2  # seconds between two polls of the ranks
+KILL_S = 5.0  # longest wait for ranks to end after Slurm's signal to the job
 
 
 @dataclass
 class _Seat:
-    """Of one rank after the other. Times are monotonic seconds."""
+    """A CPU of the job, on which ranks run one after the other. Times are monotonic seconds."""
 
     rank: subprocess.Popen | None = None
     start_at: float = 0.0
-    since: float = field(default_factory=time.monotonic)  # no rank of it has joined
+    since: float = field(default_factory=time.monotonic)  # time since which no rank has joined
     over: bool = False
 
 
 @dataclass
 class Help:
-    """What the job runs, at its start and after each requeue."""
+    """The job's program, which runs at its start and after each requeue."""
 
     run_dir: Path
     pool: int
@@ -52,11 +52,12 @@ class Help:
                 return self._end([seat.rank for seat in seats if seat.rank])
             for seat in seats:
                 if not seat.over:
-                    self._look(seat)
-            time.sleep(LOOK_S)
+                    self._poll(seat)
+            time.sleep(POLL_S)
         return "not needed any more"
 
-    def _look(self, seat: _Seat) -> None:
+    def _poll(self, seat: _Seat) -> None:
+        """Start the seat's rank if it is due, and handle the end of one."""
         now = time.monotonic()
         if seat.rank is None and now >= seat.start_at:
             seat.rank = subprocess.Popen(
@@ -69,12 +70,13 @@ class Help:
         if code is None:
             return
         seat.rank, seat.start_at = None, now + PAUSE_S
-        if code == Ended.AGAIN or code < 0:  # it had joined, or was killed
+        if code == Ended.AGAIN or code < 0:  # the rank had joined, or was killed
             seat.since, seat.start_at = now, now
         seat.over = code in (Ended.DONE, Ended.REFUSED) or now - seat.since > WAIT_S
 
     def _end(self, ranks: list[subprocess.Popen]) -> str:
-        """Slurm ends the job: the pool is told, which gives others what the ranks hold."""
+        """Stop the ranks, as Slurm ends the job. Each reports it to the pool, which gives its
+        answers to other workers."""
         for rank in ranks:
             rank.terminate()
         end = time.monotonic() + KILL_S

@@ -2,9 +2,9 @@
 
     python -m rose.reward.joiner --run RUN --pool INDEX
 
-It starts a worker, joins the pool over MPI when that one is up, and passes on what the two send
-each other; so that nothing that a scorer does keeps it from saying that it lives. A singleton MPI
-world of its own, whose death touches nobody else. Exit codes are `Ended`.
+It starts a worker, joins the pool over MPI when the worker is up, and forwards their messages. As
+the scorer runs in another process, it can't keep the rank from sending heartbeats. The rank is a
+singleton MPI world, whose death harms no other rank. Exit codes are `Ended`.
 """
 
 from __future__ import annotations
@@ -43,30 +43,34 @@ from rose.reward.messages import (
     Leaving,
 )
 
-START_S = 120.0  # for the worker to be up: user code may import much
-ANSWER_S = 20.0  # of the pool, whose file system may be slow
-GOODBYE_S = 2.0  # for the last word to leave
-# An answer waits so long: Slurm may have ended the program that was to check it, a moment before it
-# ends this process, and then the answer isn't right.
+START_S = 120.0  # longest start of the worker; user code may import large packages
+ANSWER_S = 20.0  # longest wait for the pool's answer; its file system may be slow
+GOODBYE_S = 2.0  # longest wait for the last message to leave
+# Seconds that an answer is held back. If Slurm ends the job, it may have killed the program that
+# checks an answer just before it signals this process, and that answer is wrong.
 HOLD_S = 0.2
-PAUSE_S = (0.001, 0.01)  # between two looks at MPI: while words come, and at most
+# Seconds between two polls of MPI: after a message, and the most to which silence raises them.
+LEAST_PAUSE_S = 0.001
+MOST_PAUSE_S = 0.01
 
 
 class Ended(enum.IntEnum):
     DONE = 0  # not needed any more, or asked to end
-    AGAIN = 10  # its worker or its pool is gone
-    NOT_NOW = 12
-    REFUSED = 11  # and will be again
+    AGAIN = 10  # lost its worker or its pool; another rank may join
+    NOT_NOW = 12  # could not join; a later attempt may succeed
+    REFUSED = 11  # refused, as every later attempt would be
 
 
 def folder(run_dir: Path, pool: int) -> Path:
-    """Of a pool: its door, its token and its workers' words."""
+    """Return a pool's folder, with its door, its token and its workers' logs."""
     return run_dir / "rewards" / f"pool-{pool}"
 
 
-def start_worker(run_dir: Path, home: Path, place: socket.socket) -> tuple[subprocess.Popen, bytes]:
-    """A worker that is up and has connected to `place`, which is put in its stead; its first words.
-    Raises `JoinError`."""
+def start_worker(
+    run_dir: Path, home: Path, place: socket.socket
+) -> tuple[subprocess.Popen, socket.socket, bytes]:
+    """Start a worker and wait until it connects to `place`, which takes the role of the pool's
+    socket. Return (worker, connection, its first message). Raises `JoinError`."""
     token = (home / "token").read_text(encoding="utf-8").strip()
     command = [sys.executable, "-m", "rose.reward.worker", "--run", str(run_dir)]
     command += ["--pool", "{}:{}".format(*place.getsockname()), "--token", str(home / "token")]
@@ -85,35 +89,35 @@ def start_worker(run_dir: Path, home: Path, place: socket.socket) -> tuple[subpr
             if hmac.compare_digest(hello.token, token):
                 return worker, channel, whole[0]
         except (OSError, EOFError, FrameError, msgspec.DecodeError):
-            continue  # nobody yet, or somebody else of this node
+            continue  # no connection yet, or one from another process of this node
     raise JoinError(f"no reward worker was up within {START_S:g} s, see above", temporary=True)
 
 
 class Relay:
-    """Between a worker's socket and the pool, until one of them ends."""
+    """Forwards messages between a worker's socket and the pool until one of them ends."""
 
     def __init__(self, channel: socket.socket, link) -> None:
         self._channel, self._link = channel, link
         self._received = Frames(channel, FRAME_BYTES)
-        self._held: deque[tuple[float, bytes]] = deque()  # (when it goes, monotonic; an answer)
-        self._pause_s = PAUSE_S[0]
+        self._held: deque[tuple[float, bytes]] = deque()  # (monotonic time to send it, answer)
+        self._pause_s = LEAST_PAUSE_S
         self.signalled = False
 
     def run(self, hello: bytes) -> Ended:
-        """Raises `LinkError`."""
+        """Forward messages until the worker, the pool or the job ends. Raises `LinkError`."""
         self._link.send(hello)
         beat_at = time.monotonic()
         while not self.signalled:
             readable, _, _ = select.select([self._channel], [], [], self._pause_s)
             if readable and not self._from_worker():
                 return self._leave("its worker has ended", True, Ended.AGAIN)
-            self._pause_s = min(self._pause_s * 1.5, PAUSE_S[1])
+            self._pause_s = min(self._pause_s * 1.5, MOST_PAUSE_S)
             while (message := self._link.take()) is not None:
                 if message in (STOP, AGAIN):
                     ended = Ended.DONE if message == STOP else Ended.AGAIN
                     return self._leave("dismissed", False, ended)
                 if message != BEAT:
-                    self._pause_s = PAUSE_S[0]
+                    self._pause_s = LEAST_PAUSE_S
                     self._channel.sendall(frame(message))
             now = time.monotonic()
             while self._held and self._held[0][0] < now:
@@ -126,7 +130,7 @@ class Relay:
         return self._leave("its job ends", False, Ended.DONE)
 
     def _from_worker(self) -> bool:
-        """Whether it is still there."""
+        """Take answers from the worker. False if it has closed the connection."""
         try:
             answers = self._received.take()
         except OSError:
@@ -136,19 +140,19 @@ class Relay:
         return answers is not None
 
     def _leave(self, why: str, fault: bool, ended: Ended) -> Ended:
-        if fault:  # its last answers are right, unless Slurm ends this process, too
+        if fault:  # if Slurm ends this process meanwhile, the held answers are not sent
             time.sleep(HOLD_S)
         while self._held and not self.signalled:
             self._link.send(self._held.popleft()[1])
         self._link.send(msgspec.msgpack.encode(Leaving(why, fault)))
         end = time.monotonic() + GOODBYE_S
         while not self._link.push() and time.monotonic() < end:
-            time.sleep(PAUSE_S[0])
+            time.sleep(LEAST_PAUSE_S)
         return ended
 
 
 def run(run_dir: Path, pool: int) -> Ended:
-    """One membership. Raises `JoinError`."""
+    """Start a worker, join the pool, and serve until the membership ends. Raises `JoinError`."""
     config = configuration.load(run_dir / "config.json")
     home = folder(run_dir, pool)
     if endpoint(home) is None:
@@ -158,7 +162,8 @@ def run(run_dir: Path, pool: int) -> Ended:
         with socket.create_server((LOOPBACK, 0)) as place:
             worker, channel, hello = start_worker(run_dir, home, place)
         mpi = config.cluster.mpi
-        os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)  # before MPI looks
+        # MPI reads these when it is initialised.
+        os.environ.update(config.cluster.interface_env | mpi.env | mpi.join_env)
         application = Application(home)
         try:
             answer = application.ask(ANSWER_S)

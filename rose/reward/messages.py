@@ -1,4 +1,4 @@
-"""What a pool and its workers send each other, each in a frame of its own (rose/comm/frames.py)."""
+"""Messages between a pool and its workers, each in a frame of its own (rose/comm/frames.py)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import msgspec
 
 from rose.reward.episode import Score
 
-FRAME_BYTES = 2**28
-HELLO_BYTES = 4_096  # of whom the pool doesn't know yet
-BEAT = b""  # both ways between a pool and a joined rank: a sign of life
-BEAT_S = 1.0
-LOST_S = 10.0  # without one
-STOP = b"stop"  # pool -> joined rank: not needed any more
-AGAIN = b"again"  # ... disconnected; another may join
+FRAME_BYTES = 2**28  # largest frame
+HELLO_BYTES = 4_096  # largest frame from a sender that hasn't shown the token yet
+BEAT = b""  # pool <-> joined rank: heartbeat
+BEAT_S = 1.0  # seconds between two heartbeats
+LOST_S = 10.0  # seconds of silence after which the other side counts as lost
+STOP = b"stop"  # pool -> joined rank: leave, and don't join again
+AGAIN = b"again"  # pool -> joined rank: leave; the job may send another rank
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> pool: its first word."""
+    """Worker -> pool: its first message."""
 
     token: str
     worker: int
@@ -31,7 +31,7 @@ class Work(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> pool: `score`, or why there is none."""
+    """Worker -> pool: the `score`, or the `error` for which there is none."""
 
     number: int
     score: Score | None
@@ -40,7 +40,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """Joined rank -> pool: its last word. `fault`: its worker died, maybe of what it computed."""
+    """Joined rank -> pool: its last message. `fault`: its worker died, perhaps because of an answer
+    that it was scoring."""
 
     why: str
     fault: bool

@@ -1,12 +1,13 @@
-"""An elastic pool of reward workers: each a process that computes one score at a time, or several.
+"""An elastic pool of reward workers, processes that each compute `per_worker` scores at a time.
 
-Workers are started when answers wait and none is free, up to `max_workers`, and ended when they
-have had nothing to do for `idle_s`, down to `min_workers`. Each connects to the pool's socket with
-its token, so that it doesn't matter who started it: besides these workers of its own host it takes
-those that join from Slurm jobs (guests.py). An answer whose worker dies, hangs or fails is scored
-once more by another worker, if there may be one; then it has failed. A worker that doesn't answer
-within its limit and `GRACE_S` is killed. When a job is preempted or killed, that is no fault of the
-answers that it held: each is scored elsewhere, after `LOSSES` of its jobs no more.
+The pool starts workers while answers wait and none is free, up to `max_workers`, and ends those
+that were idle for `idle_s`, down to `min_workers`. Workers of this host connect to the pool's
+socket with its token; workers from Slurm jobs join through guests.py. Failures:
+
+1. A worker dies, or its scorer fails: another worker scores the answer. After `TRIES` it fails.
+2. A worker exceeds an answer's limit by `GRACE_S`: it is killed, and case 1 applies.
+3. A Slurm job is preempted or killed: its answers are scored elsewhere, and this counts as a try
+   only from an answer's loss number `LOSSES` on.
 """
 
 from __future__ import annotations
@@ -42,37 +43,37 @@ from rose.reward.messages import (
     Work,
 )
 
-TRIES = 2  # of an answer, by different workers where there are several
-LOSSES = 4  # of an answer's jobs: one that takes its whole job with it must end, too
-GRACE_S = 5.0  # beyond an answer's limit, for a worker to say that it was reached
-START_S = 120.0  # for a worker to start and connect: user code may import much
-BAD_STARTS = 3  # in a row, after which what waits has failed
-SAVE_S = 5.0  # between two writes of what the limits rest on
-PAUSE_S = 30.0  # after such starts, before the next
-LOOK_S = 0.2  # between two looks at the workers
+TRIES = 2  # most tries of an answer, by different workers where there are several
+# From this number on, a Slurm job that ends while it scores an answer counts as a try of it, since
+# the answer may have ended the job.
+LOSSES = 4
+GRACE_S = 5.0  # seconds after an answer's limit for the worker to report that it was reached
+START_S = 120.0  # longest start of a worker; user code may import large packages
+BAD_STARTS = 3  # failed starts in a row after which all waiting answers fail
+START_PAUSE_S = 30.0  # seconds from `BAD_STARTS` failed starts to the next start
+SAVE_S = 5.0  # seconds between two writes of the anchors
+POLL_S = 0.2  # seconds between two polls of the workers
 
 
 @dataclass(frozen=True)
 class Scored:
-    """`queue_s`: until a worker took it; `seconds`: until it had the score; `joined`: by a worker
-    of a Slurm job."""
-
     score: Score
-    queue_s: float
-    seconds: float
-    joined: bool
+    queue_s: float  # seconds until a worker took the answer
+    seconds: float  # seconds from then to the score
+    joined: bool  # True: scored by a worker of a Slurm job
 
 
 class Process(Protocol):
-    """A started worker: `poll` is null while it runs, `kill` ends it. Of a joined one `rest` ends
-    it for good, and after `kill` its job may send another."""
+    """A started worker. `poll` is None while it runs; `kill` ends it. A joined worker also has
+    `dismiss`, after which its job sends no other; after `kill` the job may send another."""
 
     def poll(self) -> int | None: ...
 
     def kill(self) -> None: ...
 
 
-Spawn = Callable[[Coroutine], asyncio.Task]  # of the rank, which ends with what a task raises
+# Starts a task of the rank. An exception of the task ends the rank.
+Spawn = Callable[[Coroutine], asyncio.Task]
 Start = Callable[[int, str, Path], Process]  # (worker, address, token's file) -> its process
 
 
@@ -83,11 +84,11 @@ class _Job:
     prompt: str
     episode: bytes
     future: asyncio.Future[Scored]
-    asked: float  # monotonic
-    tried: list[int] = field(default_factory=list)  # workers
+    asked: float  # monotonic time of the request
+    tried: list[int] = field(default_factory=list)  # numbers of workers
     losses: int = 0
     error: str = ""
-    begun: float = 0.0  # monotonic: when a worker took it
+    begun: float = 0.0  # monotonic time at which a worker took it
     deadline: float = 0.0
 
 
@@ -95,14 +96,15 @@ class _Job:
 class _Worker:
     process: Process
     started: float  # monotonic
-    writer: asyncio.StreamWriter | None = None  # null until it has connected
+    writer: asyncio.StreamWriter | None = None  # None until it has connected
     jobs: dict[int, _Job] = field(default_factory=dict)
     free_since: float = 0.0
-    joined: bool = False  # from a Slurm job
+    joined: bool = False  # True: of a Slurm job
 
 
 class Pool:
-    """`folder` is private to the run's user: the token lies there, and `anchors.json`."""
+    """A reward rank's workers. `folder` is private to the run's user: it holds the token and
+    `anchors.json`."""
 
     def __init__(self, settings: Reward, folder: Path, start: Start, spawn: Spawn):
         self._settings, self._folder, self._start, self._spawn = settings, folder, start, spawn
@@ -110,18 +112,18 @@ class Pool:
         self._token = secrets.token_hex(32)
         self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()
-        self._jobs: dict[str, _Job] = {}  # by trajectory: waiting or running
+        self._jobs: dict[str, _Job] = {}  # waiting and running, by trajectory
         self._workers: dict[int, _Worker] = {}
-        self._made = itertools.count()
+        self._worker_numbers = itertools.count()
         self._bad_starts, self._resume_at = 0, 0.0
         self._server: asyncio.Server | None = None
         self._address = ""
-        self.failures = self.retries = self.timeouts = 0  # said at the end
+        self.failures = self.retries = self.timeouts = 0  # printed at the end
 
-    # ----------------------------------------------------------------- what the role asks
+    # ----------------------------------------------------------------- calls of the rank
 
     async def open(self) -> None:
-        """Listen, and start the least number of workers."""
+        """Listen, and start `min_workers` workers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / "token", f"{self._token}\n".encode(), private=True)
         self._server = await asyncio.start_server(self._connected, LOOPBACK, 0)
@@ -130,9 +132,9 @@ class Pool:
         self._grow()
 
     async def score(self, trajectory: str, prompt: str, episode: bytes) -> Scored:
-        """The score of an episode, which is asked for once however often this is called while it is
-        on its way. Another episode of the trajectory, whose host has died, takes its place. Raises
-        `ScoringFailed`."""
+        """Return the score of an episode. Calls for the same episode share one computation. Another
+        episode of the trajectory, which was played again because its host died, replaces the first.
+        Raises `ScoringFailed`."""
         job = self._jobs.get(trajectory)
         if job is not None and job.episode != episode:
             self.cancel(trajectory)
@@ -146,7 +148,7 @@ class Pool:
         return await asyncio.shield(job.future)
 
     def cancel(self, trajectory: str) -> None:
-        """Nobody wants it any more. A worker that is at it comes to its end."""
+        """Drop the request. A worker that is scoring the answer finishes for nothing."""
         job = self._jobs.pop(trajectory, None)
         if job is not None:
             with suppress(ValueError):
@@ -166,7 +168,8 @@ class Pool:
         self._save()
 
     def _save(self) -> None:
-        """The limits' anchors; what the disk refuses costs time after a requeue, and no run."""
+        """Save the anchors. A failed write only makes the limits longer after a requeue, so it is
+        printed and the run goes on."""
         try:
             self._anchors.save()
         except OSError as error:
@@ -178,7 +181,7 @@ class Pool:
 
     @property
     def workers(self) -> int:
-        """Its own, without those that have joined."""
+        """Number of the pool's own workers, without joined ones."""
         return len(self._workers) - self.joined
 
     @property
@@ -186,28 +189,28 @@ class Pool:
         return sum(worker.joined for worker in self._workers.values())
 
     def unmet(self) -> tuple[int, float]:
-        """(answers that wait although all own workers are up, seconds that the oldest has)."""
+        """Return (answers that wait although all own workers are up, seconds of the oldest)."""
         up = sum(w.writer is not None and not w.joined for w in self._workers.values())
         if not self._queue or up < self._settings.max_workers:
             return 0, 0.0
         oldest = min(job.asked for job in self._queue)
         return len(self._queue), time.monotonic() - oldest
 
-    # ----------------------------------------------------------------- dealing
+    # ----------------------------------------------------------------- dispatch
 
     def _deal(self) -> None:
-        """Give what waits to workers that have room; start one where there is none."""
+        """Give waiting answers to workers with room, and start workers for the remaining ones."""
         for job in list(self._queue):
-            number = self._free(job)
+            number = self._worker_for(job)
             if number is None:
                 continue
             self._queue.remove(job)
             self._give(number, job)
         self._grow()
 
-    def _free(self, job: _Job) -> int | None:
-        """The connected worker with the most room that hasn't tried this one; one that has, where
-        no other can come."""
+    def _worker_for(self, job: _Job) -> int | None:
+        """Return the connected worker with the most room that hasn't tried the answer. One that has
+        tried it is returned only if the pool can have no other worker."""
         room = [
             (len(worker.jobs), number)
             for number, worker in self._workers.items()
@@ -219,7 +222,7 @@ class Pool:
 
     def _give(self, number: int, job: _Job) -> None:
         worker = self._workers[number]
-        # a job's node may be slower than those whose times the adaptive limit goes by
+        # A joined worker has no adaptive limit: its node may be slower than those that set it.
         limit_s = self._settings.timeout_s if worker.joined else self._anchors.limit_s(job.prompt)
         job.tried.append(number)
         job.begun = time.monotonic()
@@ -229,14 +232,14 @@ class Pool:
         worker.writer.write(frames.frame(msgspec.msgpack.encode(work)))
 
     def _grow(self) -> None:
-        """As many workers as answers wait for, within the bounds."""
+        """Start as many workers as the waiting answers need, within the bounds."""
         s = self._settings
         coming = sum(worker.writer is None for worker in self._workers.values())
         wanted = self.workers + -(-len(self._queue) // s.per_worker) - coming
         while self.workers < min(s.max_workers, max(s.min_workers, wanted)):
             if time.monotonic() < self._resume_at:
                 return
-            number = next(self._made)
+            number = next(self._worker_numbers)
             try:
                 process = self._start(number, self._address, self._folder / "token")
             except OSError as error:
@@ -247,7 +250,7 @@ class Pool:
     # ----------------------------------------------------------------- workers
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The connection of one of its own workers, to its end."""
+        """Serve the connection of one of the pool's own workers to its end."""
         try:
             hello = await self._hello(reader)
             known = self._workers.get(hello.worker) if hello else None
@@ -257,30 +260,30 @@ class Pool:
             self._bad_starts = 0
             await self._serve(hello.worker, reader)
         except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError):
-            pass  # of whom the pool doesn't know yet
+            pass  # a sender without the token may send anything
         finally:
             writer.close()
 
     async def serve_joined(
         self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """The connection of a worker that has joined, to its end. Raises what `frames.read` does
-        while its first word isn't here."""
+        """Serve the connection of a joined worker to its end. Raises the errors of `frames.read`
+        until its first message has arrived."""
         if await self._hello(reader) is None:
             process.kill()
             return
-        number, now = next(self._made), time.monotonic()
+        number, now = next(self._worker_numbers), time.monotonic()
         self._workers[number] = _Worker(process, now, writer, joined=True)
         await self._serve(number, reader)
 
     async def _hello(self, reader: asyncio.StreamReader) -> Hello | None:
-        """The first word of a worker; null where its token isn't the pool's."""
+        """Read the first message of a worker. None if its token isn't the pool's."""
         async with asyncio.timeout(START_S):
             hello = msgspec.msgpack.decode(await frames.read(reader, HELLO_BYTES), type=Hello)
         return hello if hmac.compare_digest(hello.token, self._token) else None
 
     async def _serve(self, number: int, reader: asyncio.StreamReader) -> None:
-        """What a known worker sends, until it is lost or needed no more."""
+        """Receive the messages of an accepted worker until it is lost or dismissed."""
         worker = self._workers[number]
         worker.free_since = time.monotonic()
         why, fault = "", not worker.joined
@@ -310,7 +313,7 @@ class Pool:
             return
         worker.free_since = time.monotonic()
         if answer.score is None:
-            self._again(job, answer.error)
+            self._retry(job, answer.error)
         elif self._forget(job):
             if answer.score.success and not answer.score.timed_out:
                 self._anchors.correct(job.prompt, answer.seconds)
@@ -319,8 +322,8 @@ class Pool:
             job.future.set_result(Scored(answer.score, queue_s, answer.seconds, worker.joined))
         self._deal()
 
-    def _again(self, job: _Job, error: str) -> None:
-        """Once more, by another worker; or it has failed."""
+    def _retry(self, job: _Job, error: str) -> None:
+        """Queue the answer again for another worker; after `TRIES` let it fail."""
         if self._jobs.get(job.trajectory) is not job:
             return  # cancelled
         job.error = error
@@ -337,14 +340,15 @@ class Pool:
             job.future.set_exception(ScoringFailed(job.error))
 
     def _forget(self, job: _Job) -> bool:
-        """Whether it was wanted."""
+        """Remove the request. False if it was cancelled or replaced before."""
         wanted = self._jobs.get(job.trajectory) is job
         if wanted:
             del self._jobs[job.trajectory]
         return wanted
 
     def _lost(self, number: int, why: str, fault: bool = True) -> None:
-        """`fault`: maybe of the answers that it held."""
+        """Drop a worker and retry its answers. `fault`: one of these may be the cause, so that the
+        loss counts as a try of each."""
         worker = self._workers.pop(number, None)
         if worker is None:
             return
@@ -353,13 +357,13 @@ class Pool:
             job.losses += not fault
             if not fault and job.losses < LOSSES:
                 job.tried.remove(number)
-            self._again(job, why)
+            self._retry(job, why)
         self._deal()
 
     @staticmethod
     def _dismiss(worker: _Worker, for_good: bool = False) -> None:
         if worker.joined:
-            return worker.process.rest() if for_good else worker.process.kill()
+            return worker.process.dismiss() if for_good else worker.process.kill()
         if worker.writer is not None:
             worker.writer.close()
         worker.process.kill()
@@ -367,16 +371,16 @@ class Pool:
     # ----------------------------------------------------------------- time
 
     async def _watch(self) -> None:
-        """End what hangs, what never came and what idles; remember the limits."""
+        """End workers that hang, failed to start, or are idle; save the anchors."""
         saved = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             now = time.monotonic()
             for number, worker in list(self._workers.items()):
                 if worker.writer is None and (
                     worker.process.poll() is not None or now - worker.started > START_S
                 ):
-                    self._never_came(number)
+                    self._start_failed(number)
                 elif any(job.deadline < now for job in worker.jobs.values()):
                     self._lost(number, f"worker {number} did not answer within the time limit")
                 elif self._idle(worker, now):
@@ -395,18 +399,19 @@ class Pool:
             and now - worker.free_since > self._settings.idle_s
         )
 
-    def _never_came(self, number: int) -> None:
+    def _start_failed(self, number: int) -> None:
         self._lost(number, "")
         self._bad_start(
             f"{BAD_STARTS} reward workers in a row ended, or did not connect within {START_S:g} s; "
-            f"their words are in {self._folder}"
+            f"their logs are in {self._folder}"
         )
 
     def _bad_start(self, why: str) -> None:
-        """After `BAD_STARTS` in a row all that waits has failed, and the next start waits."""
+        """Count a failed start. After `BAD_STARTS` in a row all waiting answers fail, and the next
+        start waits for `START_PAUSE_S`."""
         self._bad_starts += 1
         if self._bad_starts >= BAD_STARTS:
-            self._bad_starts, self._resume_at = 0, time.monotonic() + PAUSE_S
+            self._bad_starts, self._resume_at = 0, time.monotonic() + START_PAUSE_S
             waiting, self._queue = list(self._queue), deque()
             for job in waiting:
                 job.error = why

@@ -1,4 +1,4 @@
-"""A reward rank: takes episodes that have ended from the environment hosts, and answers with their
+"""A reward rank: it receives finished episodes from the environment hosts and answers with their
 scores, which the workers of its pool compute."""
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ from rose.reward.episode import ScoringFailed
 from rose.reward.guests import Guests
 from rose.reward.pool import Pool
 
-CLOSE_S = 5.0
-REPORT_S = 1.0  # between two reports to the coordinator, which may ask Slurm for jobs
-SCRATCH = "rose-reward-"  # in the node's temporary folder, before the rank's pid
+CLOSE_S = 5.0  # longest wait for the rank's tasks at its end
+REPORT_S = 1.0  # seconds between two reports to the coordinator, which may submit Slurm jobs
+SCRATCH = "rose-reward-"  # name, before the rank's pid, of its folder in the node's TMPDIR
 
 
 def start_worker(run_dir: Path, folder: Path, number: int, address: str, token: Path):
-    """A worker on this host, in a process of its own that ends with this one. Its words go to
+    """Start a worker on this host, in a process that ends with this one. Its output goes to
     worker-NUMBER.log in `folder`."""
     command = [sys.executable, "-m", "rose.reward.worker", "--run", str(run_dir)]
     command += ["--pool", address, "--token", str(token), "--number", str(number)]
-    with Lossy(folder / f"worker-{number}.log", "w") as words:
+    with Lossy(folder / f"worker-{number}.log", "w") as log:
         return subprocess.Popen(
             command,
             env=mpi_process.environment({"OMP_NUM_THREADS": "1", "TMPDIR": str(_scratch())}),
             stdin=subprocess.DEVNULL,
-            stdout=words,
-            stderr=words,
+            stdout=log,
+            stderr=log,
         )
 
 
 def _scratch() -> Path:
-    """This rank's folder for its workers' temporary files; those of ranks that were killed go."""
+    """Create this rank's folder for its workers' temporary files, and remove those of ranks that
+    were killed."""
     own = Path(tempfile.gettempdir()) / f"{SCRATCH}{os.getpid()}"
     for other in own.parent.glob(f"{SCRATCH}*"):
         pid = other.name.removeprefix(SCRATCH)
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(other, ignore_errors=True)  # another user's stays
+            shutil.rmtree(other, ignore_errors=True)  # fails for another user's folder
     own_folder(own)
     return own
 
 
 class RewardRank:
-    """`index`: which of its role."""
+    """A reward rank. `index`: its number among the reward ranks."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class RewardRank:
         self._mailbox, self._recorder = mailbox, recorder
 
     async def run(self) -> None:
-        """Until the coordinator says `Shutdown`."""
+        """Score episodes until the coordinator sends `Shutdown`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         tasks = Tasks()
         start = functools.partial(start_worker, self._run_dir, self._folder)
@@ -111,7 +112,7 @@ class RewardRank:
                     raise ValueError(f"a reward rank has no use for {type(message).__name__}")
 
     async def _report(self) -> None:
-        """What waits, for as long as anything does, and once when nothing does any more."""
+        """Report the backlog to the coordinator while there is one, and each time it changes."""
         last = None
         while True:
             await asyncio.sleep(REPORT_S)

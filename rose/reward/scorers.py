@@ -1,8 +1,9 @@
-"""One class per kind of reward: `reward.name` picks it, `reward.args` are its constructor's.
+"""The kinds of reward, a class for each: `reward.name` selects it, `reward.args` are its
+constructor's.
 
-A scorer has `score(episode, limit_s)`, which runs in a reward worker. It answers with a `Score`, or
-raises: then the episode is scored once more by another worker, and replaced if that fails, too. An
-answer that uses up its time has a score of 0 only where the answer itself is what runs (`command`).
+A scorer has `score(episode, limit_s)`, which runs in a reward worker. It returns a `Score` or
+raises. If it raises, another worker scores the episode again; if that fails too, the episode is
+replaced. A timeout is a score of 0 only where the answer itself is executed (`command`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from rose.config import ConfigError, errors
 from rose.reward import command, function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
 
-ANSWER_CHARACTERS = 200  # of a judge's answer, in the message that says that it gave no number
+ANSWER_CHARACTERS = 200  # characters of a judge's answer in an error message
 
 
 class Scorer(Protocol):
     async def score(self, episode: Episode, limit_s: float) -> Score:
-        """Raises `ScoringFailed`, or what a user's function raises."""
+        """Score an episode in `limit_s` seconds. Raises `ScoringFailed`, or any error of a user's
+        function."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment's own reward; as a part of `sum`."""
+    """The environment's own reward, for use as a part of `sum`."""
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
         return Score(reward=episode.reward, success=episode.success)
@@ -41,8 +43,8 @@ class Environment:
 
 @dataclass(frozen=True)
 class Function:
-    """`path`: FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, called with an `Episode` and `args`;
-    plain or async."""
+    """A user's function, plain or async: `path` is FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION. It
+    is called with an `Episode` and the keyword arguments `args`."""
 
     path: str
     args: dict[str, Any] = field(default_factory=dict)
@@ -69,8 +71,9 @@ class Function:
 
 @dataclass(frozen=True)
 class Command:
-    """1 where the program ends with code 0, else 0; also when it takes too long. It runs in a
-    folder with the answer as `answer_file` and the texts of the task's `files` (name -> text)."""
+    """A program that checks the answer: reward 1 if it exits with code 0, else 0, also after its
+    time limit. It runs in a folder with the answer as `answer_file`, and with the task's `files`
+    (name -> text)."""
 
     argv: list[str]
     answer_file: str = "answer.py"
@@ -91,7 +94,7 @@ class Command:
         answer = episode.response
         files = _files(episode.task.get("files"))
         files[self.answer_file] = command.code_of(answer) if self.extract == "code" else answer
-        inputs.verify(*self.argv)  # each run of the program reads them
+        inputs.verify(*self.argv)  # each time, since each execution reads these files
         try:
             code, _ = await command.run(self.argv, files, limit_s, self.memory_gib)
         except (OSError, ValueError) as error:
@@ -100,8 +103,8 @@ class Command:
 
 
 def _files(given: Any) -> dict[str, str]:
-    """Name -> text of a task's `files`. Parquet gives every row the keys of all rows, with null
-    where a row has none. Raises `ScoringFailed`."""
+    """Return a task's `files` (name -> text) without nulls: Parquet gives every row the keys of all
+    rows, with null where a row lacks one. Raises `ScoringFailed`."""
     if not isinstance(given, dict | None):
         raise ScoringFailed(
             f"the task's files are a {type(given).__name__}, {given!r:.80}; a map of names to "
@@ -116,11 +119,11 @@ def _files(given: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Judge:
-    """A model behind an OpenAI-compatible server says a number, which `pattern` finds; `low` to
-    `high` become rewards of 0 to 1.
+    """A model behind an OpenAI-compatible server answers with a number, which `pattern` finds. The
+    range `low` to `high` is mapped to rewards of 0 to 1.
 
-    In `prompt`, {prompt}, {response}, {transcript} and {task.KEY} stand for the episode's. `url`
-    ends before /chat/completions. `api_key_file`: a file that holds the server's key.
+    In `prompt`, {prompt}, {response}, {transcript} and {task.KEY} are replaced by the episode's
+    texts. `url` ends before /chat/completions. `api_key_file`: a file with the server's key.
     """
 
     url: str
@@ -157,8 +160,8 @@ class Judge:
             raise ConfigError(f"reward.args.api_key_file={self.api_key_file!r}: no such file")
 
     def filled(self, episode: Episode) -> str:
-        """`prompt` with the episode's texts in their places. Raises `ScoringFailed` for a KEY that
-        the task has not."""
+        """Return `prompt` with the episode's texts in place. Raises `ScoringFailed` for a KEY that
+        the task lacks."""
 
         def text(found: re.Match) -> str:
             match found[1].partition("."):
@@ -228,8 +231,8 @@ class Judge:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of `parts` (name -> {name, args, weight}), each by its weight. Success is each
-    part's that has a word on it, all of them."""
+    """The weighted sum of `parts` (name -> {name, args, weight}). It is a success if all parts that
+    report success do; None if no part reports it."""
 
     parts: dict[str, dict[str, Any]]
 
@@ -261,10 +264,10 @@ class Sum:
             *(scorer.score(episode, limit_s) for scorer, _ in self.made.values())
         )
         weights = [weight for _, weight in self.made.values()]
-        words = [score.success for score in scores if score.success is not None]
+        verdicts = [score.success for score in scores if score.success is not None]
         return Score(
             reward=sum(w * score.reward for w, score in zip(weights, scores, strict=True)),
-            success=all(words) if words else None,
+            success=all(verdicts) if verdicts else None,
             timed_out=any(score.timed_out for score in scores),
         )
 
@@ -279,7 +282,7 @@ KINDS: dict[str, type] = {
 
 
 def whole_paths(args: Any) -> Any:
-    """`reward.args` with paths of files from the root, wherever a worker starts."""
+    """Return `reward.args` with absolute paths of files, as workers start in other folders."""
     if isinstance(args, dict):
         return {key: _whole(key, value) for key, value in args.items()}
     return args
@@ -295,7 +298,7 @@ def _whole(key: str, value: Any) -> Any:
 
 
 def build(name: str, args: dict[str, Any]) -> Scorer:
-    """The scorer of `reward.name` with `reward.args`. Raises `ConfigError`."""
+    """Build the scorer of `reward.name` with `reward.args`. Raises `ConfigError`."""
     if name not in KINDS:
         raise ConfigError(f"reward.name={name!r}: no such reward; there are {', '.join(KINDS)}")
     known = [each.name for each in fields(KINDS[name])]
@@ -307,7 +310,8 @@ def build(name: str, args: dict[str, Any]) -> Scorer:
 
 
 def _explain(message: str) -> str:
-    """msgspec's words with the full key; what a `__post_init__` says names it itself."""
+    """Return msgspec's message with the full key. A message of a `__post_init__` has the key
+    already."""
     text, found, key = message.partition(" - at `$.")
     if text.startswith("reward."):
         return text

@@ -1,8 +1,8 @@
-"""The one definition of a reward, a number and a truth value, wherever they come from.
+"""The one definition of a reward, a number and a truth value, for all sources.
 
-Every way to a reward (an environment's step, env.args.reward, reward=function, an agent's function,
-its file or its call, verifiers) reads it here, so the same things are rewards everywhere: numbers
-and bools of Python and NumPy, and arrays and tensors of one element. Texts are none.
+All code that receives a reward (of an environment's step, env.args.reward, reward=function, an
+agent's function, file or call, verifiers) converts it here. A reward is a number or bool of Python
+or NumPy, or an array or tensor of one element. A text is no reward.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-# The largest magnitude of a reward. The trainer holds rewards, and algorithms without a division by
-# the standard deviation sums of squared gradients, in float32, whose largest is 3e38.
+# Largest magnitude of a reward. The trainer holds rewards in float32, whose largest value is 3e38,
+# and so it does sums of squared gradients, which grow with the square of rewards in algorithms that
+# don't divide by the standard deviation.
 MOST_REWARD = 1e15
 
 _repr = reprlib.Repr()
@@ -23,12 +24,12 @@ _repr.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """`value` in a message: short, and also where its own repr raises."""
+    """Return a short text of `value` for a message, even where its own repr raises."""
     return _repr.repr(value)
 
 
 def number(value: Any) -> float:
-    """`value` as a float. Raises `ValueError` where it is no number."""
+    """Return `value` as a float. Raises `ValueError` where it is no number."""
     if type(value) is float:
         return value
     if callable(getattr(value, "item", None)):  # NumPy and torch have it
@@ -44,12 +45,12 @@ def number(value: Any) -> float:
         return float(value)
     except OverflowError:  # an integer of 400 digits
         return math.inf if value > 0 else -math.inf
-    except Exception as error:  # A stranger's class may raise anything.
+    except Exception as error:  # a user's class may raise anything
         raise ValueError(f"not a number: {error}") from None
 
 
 def reward(value: Any) -> float:
-    """`value` as a reward. Raises `ValueError` with what was wrong."""
+    """Return `value` as a reward. Raises `ValueError` for no finite number, or one too large."""
     try:
         found = number(value)
     except ValueError:
@@ -64,7 +65,7 @@ def reward(value: Any) -> float:
 
 
 def flag(value: Any) -> bool:
-    """`value` as a truth value: a bool, or a number that is 0 or 1. Raises `ValueError`."""
+    """Return `value`, a bool or a number that is 0 or 1, as a bool. Raises `ValueError`."""
     if type(value) is bool:
         return value
     found = number(value)
@@ -74,8 +75,8 @@ def flag(value: Any) -> bool:
 
 
 def to_json(value: Any) -> Any:
-    """The `default` of `json.dumps`: NumPy's and torch's values as Python's, structs as objects.
-    Raises `TypeError` for what JSON has no word for."""
+    """Convert a value for JSON, as the `default` of `json.dumps`: NumPy's and torch's values to
+    Python's, structs to objects. Raises `TypeError` for a value that JSON can't express."""
     if callable(getattr(value, "item", None)):
         try:
             value = _item(value)

@@ -2,8 +2,8 @@
 
     python -m rose.reward.worker --run RUN --pool HOST:PORT --token FILE --number N
 
-It builds the run's scorer once and answers one piece of work after the other, or as many at once as
-the pool gives it, until the pool closes the connection.
+It builds the run's scorer once. It computes the scores that the pool requests, several at once if
+the pool sends several, until the pool closes the connection.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rose.reward.episode import Episode, Hung, score_of
 from rose.reward.messages import FRAME_BYTES, Answer, Hello, Work
 from rose.reward.scorers import Scorer
 
-ERROR_CHARACTERS = 2_000
-MARGIN_S = (
-    2.0  # beyond an answer's limit, which scorers keep themselves; less than the pool's grace
-)
+ERROR_CHARACTERS = 2_000  # longest error text in an `Answer`
+# Seconds after an answer's limit at which the worker stops a scorer that exceeds it. Less than the
+# pool's `GRACE_S`, so that the worker can report it.
+MARGIN_S = 2.0
 
 
 async def serve(scorer: Scorer, host: str, port: int, hello: Hello, at_once: int) -> None:
-    """Until the connection ends. Plain functions run in `at_once` threads: asyncio's own would be
-    six on two cores, and what waits for one would use its limit up."""
+    """Compute scores until the connection ends. Plain functions run in `at_once` threads. With
+    asyncio's default (six on two cores) a score could spend its time limit waiting for a thread."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(at_once))
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(frames.frame(msgspec.msgpack.encode(hello)))
@@ -55,8 +55,8 @@ async def serve(scorer: Scorer, host: str, port: int, hello: Hello, at_once: int
 
 
 async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> None:
-    """Compute one score and send it, or why there is none. A worker in which a function hangs ends:
-    threads that can't be stopped would leave no room for others."""
+    """Compute a score and send it, or the error for which there is none. If a function hangs, the
+    process exits, since a thread can't be stopped and would occupy a slot."""
     began, score, error, hung = time.monotonic(), None, "", False
     try:
         async with asyncio.timeout(work.limit_s + MARGIN_S):
@@ -88,14 +88,14 @@ def main() -> None:
     parser.add_argument("--number", type=int, required=True)
     args = parser.parse_args()
     die_with_parent()
-    # Slurm sends it to all processes of a job; who started this one ends it. Not SIG_IGN, which the
-    # programs that check answers would inherit.
+    # Slurm signals all processes of a job, but the process that started this one ends it. SIG_IGN
+    # would be inherited by the programs that check answers.
     signal.signal(signal.SIGTERM, lambda *_: None)
     settings = configuration.load(args.run / "config.json").reward
     inputs.expect(args.run)
     try:
         scorer = scorers.build(settings.name, settings.args)
-    except ConfigError as error:  # a file that was edited: a traceback says no more
+    except ConfigError as error:  # an edited file, for which a traceback says no more
         raise SystemExit(str(error)) from None
     if settings.name == "command" and not command.isolation():
         print(

@@ -282,7 +282,7 @@ def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, ma
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     address.Place("10.0.0.1", 1, None, "bond0", []).use_interface()
-    asked = make_config("cluster.interface=bond0").cluster.of_interface
+    asked = make_config("cluster.interface=bond0").cluster.interface_env
     for found in (os.environ, asked):
         assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0"), (
             "and not bond0.100"

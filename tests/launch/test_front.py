@@ -534,7 +534,7 @@ def test_a_run_whose_job_nobody_can_tell_of_is_not_launched_a_second_time(make_c
     c = make_config("cluster=slurm")
     monkeypatch.setattr(front.state, "submitted", lambda run_dir: "7")
     monkeypatch.setattr(front.state, "is_active", unknown)
-    with pytest.raises(ConfigError, match="can't be told: squeue failed.*try again"):
+    with pytest.raises(ConfigError, match="does not report.*: squeue failed.*try again"):
         front.launch(SimpleNamespace(config=c), Console(), "python launch.py")
 
 

@@ -1,5 +1,5 @@
-"""What the keys of a configuration must be to each other, and to the model: a file for each part of
-the tree. Left out: the machine's own limits (rose/launch/plan.py)."""
+"""Checks of keys against each other and against the model: a file for each part of the tree. Left
+out: the machine's own limits (rose/launch/plan.py)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 
-COLDEST = 0.01  # vLLM's _MAX_TEMP, in place of which it takes no lower temperature but 0
+COLDEST = 0.01  # vLLM's _MAX_TEMP: it samples at no lower temperature, except greedily at 0
 
 
 def check(c: Config) -> None:
-    """Everything that can be said without looking at the machine or the model."""
+    """Check all that needs neither the machine nor the model. Raises `ConfigError`."""
     need = needs(msgspec.to_builtins(c))
     _check_values(c, need)
     serving.check(c.serving, need)
@@ -42,12 +42,12 @@ def check(c: Config) -> None:
 
 
 def check_serving(section: Serving) -> None:
-    """The same of the serving side's section alone: an online server runs before there is a run."""
+    """Check the section `serving` alone, for an online server that starts before its run."""
     serving.check(section, needs({"serving": msgspec.to_builtins(section)}))
 
 
 def _check_values(c: Config, need: Need) -> None:
-    """Single values that their types don't bound."""
+    """Check single values whose types don't bound them."""
     need(
         re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}", c.name) is not None,
         "name",

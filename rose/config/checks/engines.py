@@ -1,8 +1,8 @@
-"""Engines: how many ranks there are, what vLLM refuses as it starts, and which of its arguments are
-not for a configuration to set.
+"""Checks of engines: the number of ranks, values that vLLM refuses at its start, and arguments of
+vLLM that a configuration may not set.
 
-Left out: what the model's shape and the machine's memory decide (checks/model.py,
-rose/launch/plan.py), and whether vLLM knows an argument at all (rose/front.py).
+Left out: limits of the model's shape and the machine's memory (checks/model.py,
+rose/launch/plan.py), and arguments that vLLM doesn't have (rose/front.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from rose.config.checks.need import NO_DRAFTS, Need, drafts
 from rose.config.tree import Config
 
-# vLLM's arguments that rollout.engine_args may not set: other weights than the trainer's, and
+# rollout.engine_args may not set three kinds of vLLM's arguments. The first would give the engine
+# other weights than the trainer's.
 OTHER_WEIGHTS = ("quantization", "dtype", "moe_backend", "enable_eplb")
-# those that have a key of their own, which plan, scheduler and trainer go by, or none at all
+# The second have a key of their own, which plan, scheduler and trainer use.
 OWN = {
     "model": "model.path",
     "max_model_len": "model.max_context",
@@ -27,6 +28,7 @@ OWN = {
     "data_parallel_size": "rollout.workers",
     "seed": "seed",
 }
+# The third have no key: ROSE sets them.
 FIXED = (
     "logprobs_mode",
     "worker_extension_cls",
@@ -35,13 +37,12 @@ FIXED = (
     "skip_tokenizer_init",
     "generation_config",
 )
-# tokens of a draft: vLLM's MAX_SPEC_LEN, whose engine ends at the first longer one
-MOST_DRAFTED = 128
-MOST_RANKS = 2**16  # of a run: more than any MPI launcher starts, and each is an entry of the plan
+MOST_DRAFTED = 128  # tokens of a draft: vLLM's MAX_SPEC_LEN, above which an engine crashes
+MOST_RANKS = 2**16  # more than any MPI launcher starts; the plan has an entry for each
 
 
 def check(c: Config, need: Need) -> None:
-    """The number of ranks; of an engine what its steps hold, and what vLLM is told besides."""
+    """Check the number of ranks, the tokens of an engine step, and `rollout.engine_args`."""
     _check_ranks(c, need)
     _check_arguments(c, need)
     if c.rollout.replay is None:
@@ -65,7 +66,7 @@ def _check_ranks(c: Config, need: Need) -> None:
 
 
 def _check_steps(c: Config, need: Need) -> None:
-    """vLLM wants a token of a step for each sequence, and drafts within the context."""
+    """Check vLLM's rules: a step has a token for each sequence, and drafts fit the context."""
     r = c.rollout
     tokens = r.step_tokens(c.model.max_context, c.deterministic)
     need(

@@ -1,4 +1,4 @@
-"""Ranks, GPUs and Slurm. Left out: the machine's own limits (rose/launch/plan.py)."""
+"""Checks of ranks, GPUs and Slurm. Left out: the machine's own limits (rose/launch/plan.py)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.errors import ConfigError
 from rose.config.tree import OVERLAPPING, Config
 
-# batching policies whose trainer is to have its next batch before it waits, and provisioning
-# policies that use its devices never, or (libra) beside its training
+# Batching policies that prepare the next batch while the trainer works, so that it rarely waits.
 BUSY_TRAINER = ("one_step_off", "bounded_staleness", "trajectory_async")
+# Provisioning policies that never wake hybrid engines; libra uses the devices beside training.
 NO_HYBRIDS = ("fixed", "libra", "on_demand", "rose", "serverless", "static")
 LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
 ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 
 
 def check(c: Config, need: Need) -> None:
-    """GPUs and ranks. A run that trains from saved trajectories has neither engines nor environment
-    hosts."""
+    """Check GPUs and ranks. A run that trains from saved trajectories has neither engines nor
+    environment hosts."""
     rolls = c.rollout.replay is None
     engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
     if c.deterministic:
@@ -96,8 +96,8 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_hpz(c: Config, need: Need) -> None:
-    """A second copy of the weights among some neighbours, which has something to spare only where
-    these are not all ranks, and does so only within a node."""
+    """Check that the second copy of the weights saves network traffic: its groups are smaller than
+    all ranks, and each lies within a node."""
     t, key = c.trainer, "trainer.hpz"
     if t.hpz is None:
         return
@@ -107,8 +107,8 @@ def _check_hpz(c: Config, need: Need) -> None:
         f"needs trainer.zero_stage=3, not {t.zero_stage}: below it every "
         "rank has all weights; or null",
     )
-    # trainer.offload_optimizer changes nothing here: DeepSpeed (stage3.py) forgets the second copy
-    # as every update ends, wherever the optimizer's states are.
+    # trainer.offload_optimizer is allowed: DeepSpeed (stage3.py) drops the second copy at the end
+    # of every update, wherever the optimizer's states are.
     need(
         t.sequence_parallel == 1,
         key,
@@ -131,13 +131,12 @@ def _check_hpz(c: Config, need: Need) -> None:
 
 
 def _check_gpus(c: Config, engines: int, need: Need) -> None:
-    """Trainer ranks and engines beside each other, or in turn on the same GPUs."""
-    ranks, of_engines, shared = (
-        c.trainer.ranks,
-        engines * c.rollout.tensor_parallel,
-        c.shares_devices,
-    )
-    gpus = max(ranks, of_engines) if shared else ranks + of_engines
+    """Check that cluster.gpus suffices for trainer ranks and engines, beside each other or in
+    turn."""
+    ranks = c.trainer.ranks
+    engine_gpus = engines * c.rollout.tensor_parallel
+    shared = c.shares_devices
+    gpus = max(ranks, engine_gpus) if shared else ranks + engine_gpus
     parts = (
         f"trainer.ranks={ranks} {'or' if shared else '+'} {engines} engines x "
         "rollout.tensor_parallel="
@@ -154,7 +153,7 @@ def _check_gpus(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_colocation(c: Config, need: Need) -> None:
-    """Trainer ranks and engines take turns: nothing may want both at once."""
+    """Check that trainer and engines, which share devices in turn, are never needed at once."""
     if not c.shares_devices:
         return
     batching = c.scheduler.batching.name
@@ -179,7 +178,7 @@ def _check_colocation(c: Config, need: Need) -> None:
 
 
 def _check_hybrid(c: Config, need: Need) -> None:
-    """Engines on the trainer's devices have these while it waits, and somebody says when."""
+    """Check hybrid engines: the trainer waits for its batches, and provisioning wakes them then."""
     if not c.hybrids:
         return
     key, asks, batching = "rollout.hybrid", c.scheduler.provisioning.name, c.scheduler.batching.name
@@ -227,8 +226,8 @@ def _check_hybrid(c: Config, need: Need) -> None:
 
 
 def _check_replicas(c: Config, need: Need) -> None:
-    """Replicas have engines' devices while nothing rolls out, or while the planner says so, and
-    compute what the trainer's ranks would."""
+    """Check replicas: they use an engine's device while nothing rolls out, or when the planner says
+    so, and compute the same gradients as trainer ranks."""
     if not c.elastic_replicas:
         return
     key, t, asked = "trainer.elastic_replicas", c.trainer, f"{c.elastic_replicas} replicas"
@@ -306,7 +305,7 @@ def _check_replicas(c: Config, need: Need) -> None:
 
 
 def _check_mpi(mpi: Mpi, need: Need) -> None:
-    """Options and variables that srun and the system take as they are."""
+    """Check options and variables that are passed to srun and the system unchanged."""
     for at, option in enumerate(mpi.srun):
         need(
             option.startswith("-") and option.isprintable(),
@@ -323,8 +322,8 @@ def _check_mpi(mpi: Mpi, need: Need) -> None:
 
 
 def _check_slurm(c: Config, engines: int, need: Need) -> None:
-    """Ranks divide evenly over the nodes of their component, and nothing in an option can end its
-    line."""
+    """Check that ranks divide evenly over their component's nodes, and that no option spans
+    lines."""
     parts = (
         ("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
         ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel),
@@ -363,8 +362,8 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         "output_dir",
         "a path without %j, %t, %A and %a, in whose place submitit would write the job's numbers",
     )
-    if words := time_limit.too_short(c, c.cluster.slurm.warning_s):
-        raise ConfigError(words)
+    if problem := time_limit.too_short(c, c.cluster.slurm.warning_s):
+        raise ConfigError(problem)
     for name in ("trainer", "rollout", "borrowed", "reward"):
         time = getattr(c.cluster.slurm, name).time
         need(
@@ -396,8 +395,8 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_groups(c: Config, need: Need) -> None:
-    """Ranks that share a row exchange it in every layer: on one node, unless they are more than it
-    has."""
+    """Check that ranks which compute a row together are on one node, as they exchange activations
+    in every layer. Groups larger than a node are allowed."""
     each, parts = c.trainers_of_node, c.trainer.sequence_parallel
     nodes = c.trainer.ranks // each
     need(
@@ -410,8 +409,7 @@ def _check_groups(c: Config, need: Need) -> None:
 
 
 def _check_container(container: Container | None, need: Need) -> None:
-    """Paths that are the same on every node; nothing that could be taken for another option or
-    another mount."""
+    """Check that paths are absolute, and that no value can be read as another option or mount."""
     if container is None:
         return
     key = "cluster.slurm.container"

@@ -1,4 +1,4 @@
-"""What of a configuration a model can do."""
+"""Checks of a configuration against the model's shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rose.config.tree import Config
 
 
 def check_model(c: Config, shape: ModelShape) -> None:
-    """Checks that need the model's shape. Raises `ConfigError`."""
+    """Check what depends on the model's shape. Raises `ConfigError`."""
     lora = c.trainer.lora
     if c.trainer.router_replay and not shape.experts:
         raise ConfigError(
@@ -45,7 +45,7 @@ def check_model(c: Config, shape: ModelShape) -> None:
             )
     _check_heads("trainer.sequence_parallel", c.trainer.sequence_parallel, c, shape)
     if c.rollout.replay is not None:
-        return  # no engines, and all of them are about engines
+        return  # no engines, and the checks below are about engines
     tp = c.rollout.tensor_parallel
     _check_heads("rollout.tensor_parallel", tp, c, shape)
     by_expert = bool(shape.experts) and c.rollout.engine_args.get("enable_expert_parallel", False)
@@ -63,7 +63,8 @@ def check_model(c: Config, shape: ModelShape) -> None:
 
 
 def _check_heads(key: str, parts: int, c: Config, shape: ModelShape) -> None:
-    """So many ranks can have like shares of the attention heads. Raises `ConfigError`."""
+    """Check that `parts` ranks can have equal shares of the attention heads. Raises
+    `ConfigError`."""
     if shape.heads % parts:
         raise ConfigError(
             f"{key}={parts}: must divide the {shape.heads} attention heads of model {c.model.name}"

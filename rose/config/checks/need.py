@@ -1,4 +1,4 @@
-"""What every check is written with."""
+"""Helpers that every check uses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ NO_DRAFTS = (
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; a run's own engines, where "
     "ROSE mends it, have rollout/draft=group or ngram"
 )
-# What clocks, memory and threads can be counted in, by the end of a key's name: larger values are
-# refused by what has started already.
+# Largest value of a time, a size and a number of threads, by the end of a key's name. A larger
+# one would be refused only after the run has started.
 MOST = {
     "_s": (1e9, "at most 1e9 seconds, 31 years"),
     "_gib": (1e6, "at most 1e6 GiB"),
     "threads": (2**12, f"at most {2**12}"),
 }
 MOST_AT_ONCE = 10**7  # trajectories of a batch or an evaluation, which the coordinator lists
-MOST_WHOLE, MOST_OTHER = 2**63 - 1, 1e15  # of all others; seeds use all bits of a machine's integer
+MOST_WHOLE = 2**63 - 1  # largest integer of other keys; seeds use all bits
+MOST_OTHER = 1e15  # largest float of other keys
 
 
 def needs(tree: dict[str, Any]) -> Need:
-    """Raises `ConfigError` for the first value that is not as needed, no finite number, or larger
-    than can be counted with."""
+    """Check that every number of `tree` is finite and not too large, and return a function that
+    raises `ConfigError` for a key whose value is not as needed."""
 
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
@@ -42,9 +43,9 @@ def needs(tree: dict[str, Any]) -> Need:
 
 
 def _check_size(key: str, value: float, need: Need) -> None:
-    for end, (most, words) in MOST.items():
-        of_it = key.endswith(end) and ".factors." not in key  # which have no unit
-        need(not of_it or value <= most, key, words)
+    for end, (most, remedy) in MOST.items():
+        bounded = key.endswith(end) and ".factors." not in key  # factors have no unit
+        need(not bounded or value <= most, key, remedy)
     if isinstance(value, int):
         need(abs(value) <= MOST_WHOLE, key, "must be below 2**63")
     else:
@@ -52,7 +53,7 @@ def _check_size(key: str, value: float, need: Need) -> None:
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of the tree with its dotted key."""
+    """Yield (dotted key, value) for every value of the tree."""
     if isinstance(tree, (dict, list)):
         for name, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(branch, f"{prefix}.{name}" if prefix else str(name))
@@ -61,6 +62,6 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def drafts(name: str, value: Any) -> bool:
-    """Whether this argument of vLLM asks for speculative decoding: speculative_config, spec_method
-    and their like, which a command line may shorten and divide by dots."""
+    """True if this argument of vLLM asks for speculative decoding: speculative_config, spec_method,
+    or one that a command line shortens or divides by dots."""
     return name.replace("-", "_").startswith("spec") and value is not None

@@ -1,4 +1,4 @@
-"""Targets, thresholds and hours of the serving side."""
+"""Checks of the serving side's targets, thresholds and hours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from rose.config.checks.need import Need
 from rose.config.serving import Serving
 
-# of vLLM, which serving.online.engine_args may not set
+# Arguments of vLLM that serving.online.engine_args may not set.
 OWN_ARGUMENTS = (
     "model",
     "host",
@@ -18,11 +18,11 @@ OWN_ARGUMENTS = (
     "api_server_count",
     "data_parallel_size",
 )
-SHORTEST_STALE_S = 0.1  # the online engine renews its board every 20 ms, on a machine that is busy
+SHORTEST_STALE_S = 0.1  # live engines write their boards every 20 to 50 ms, later if busy
 
 
 def check(s: Serving, need: Need) -> None:
-    """Targets, thresholds and hours of lending."""
+    """Check the latency targets, thresholds and hours of lending."""
     need(
         s.lost_after_s >= 2 * s.heartbeat_s,
         "serving.lost_after_s",
@@ -76,7 +76,7 @@ def check(s: Serving, need: Need) -> None:
 
 
 def _check_hours(hours: dict[str, float], need: Need) -> None:
-    """ "HH-HH", local time, over midnight or not; no hour in two of them."""
+    """Check that each span reads "HH-HH" (it may cross midnight), and that no hour is in two."""
     taken: dict[int, str] = {}
     for span, share in hours.items():
         key = f"serving.lending.hours.{span}"
@@ -89,7 +89,7 @@ def _check_hours(hours: dict[str, float], need: Need) -> None:
 
 
 def hours_of(span: str) -> list[int]:
-    """ "22-02" -> [22, 23, 0, 1]; [] of what is no span of hours."""
+    """Return the hours of a span: [22, 23, 0, 1] for "22-02", [] for a text that is no span."""
     found = re.fullmatch(r"(\d\d)-(\d\d)", span)
     low, high = (int(found[1]), int(found[2])) if found else (0, 0)
     if low == high or low > 23 or high > 24:

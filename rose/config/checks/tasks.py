@@ -1,4 +1,4 @@
-"""Environments, evaluation, sandboxes and rewards."""
+"""Checks of environments, evaluation, sandboxes and rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rose.config.errors import ConfigError
 from rose.config.rollout import Eval
 from rose.config.tree import Config
 
-SCORING_SPARE_S = 20.0  # of reward.deadline_s, for workers to start and to be noticed as hung
+SCORING_SPARE_S = 20.0  # part of reward.deadline_s to start workers and to detect hung ones
 
 
 def check(c: Config, need: Need) -> None:
@@ -21,7 +21,7 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_env(c: Config, need: Need) -> None:
-    """Each member alone, and that there is one."""
+    """Check each member, and that there is one."""
     need(
         len(c.env.members) > 0,
         "env.members",
@@ -43,8 +43,8 @@ def _check_env(c: Config, need: Need) -> None:
 
 
 def _check_eval(c: Config, need: Need) -> None:
-    """Sets that can be told from the trained environments, and what needs evaluations between
-    steps."""
+    """Check that sets have other names than the trained environments, and that options which need
+    evaluations between steps have them."""
     e = c.eval
     for name, one in e.sets.items():
         key = f"eval.sets.{name}"
@@ -94,7 +94,7 @@ def _check_eval(c: Config, need: Need) -> None:
 
 
 def _check_evaluated(c: Config, need: Need) -> None:
-    """Nothing goes by evaluations in a run that has none, as it has no engines."""
+    """Check that a replay, which has no engines and evaluates nothing, doesn't use evaluations."""
     stop, replay = c.eval.stop.patience, c.rollout.replay
     why = f"rollout.replay={replay} starts no engines, so no held-out task is evaluated"
     if replay is not None and c.mode == "train":
@@ -103,7 +103,7 @@ def _check_evaluated(c: Config, need: Need) -> None:
 
 
 def _check_samples(e: Eval, need: Need) -> None:
-    """Of each task of an evaluation."""
+    """Check the number of samples of each task, and their temperature."""
     for name in ("", *e.sets):
         samples, temperature = e.of(name)
         key, tasks = (f"eval.sets.{name}", e.sets[name].episodes) if name else ("eval", e.episodes)
@@ -127,7 +127,7 @@ def _check_sandbox(c: Config, need: Need) -> None:
 
 
 def _check_reward(c: Config, need: Need) -> None:
-    """Workers and deadlines of a pool."""
+    """Check the workers and deadlines of a pool."""
     r = c.reward
     need(
         r.min_workers <= r.max_workers,

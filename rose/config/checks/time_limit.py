@@ -1,4 +1,4 @@
-"""A Slurm job's time limit, beside the warning before it."""
+"""Check of a Slurm job's time limit against the warning before it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 
 from rose.config.tree import Config
 
-# Seconds from a job's start to its first step, at least: without them an attempt is warned before
-# it can do anything, and so is each one after it.
+# Least seconds between a job's start and its warning. With fewer, no attempt reaches its first
+# step, and the job requeues for nothing.
 START_S = 60
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and days before these.
 FORM = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def seconds(time: str | int) -> int | None:
-    """Return a time limit in seconds, in whole minutes, to which Slurm rounds up; None where it is
-    none of Slurm's forms, which sbatch refuses, or no limit (UNLIMITED)."""
+    """Return a time limit in seconds, rounded up to whole minutes as Slurm does. None for UNLIMITED
+    and for a text in none of Slurm's forms, which sbatch refuses."""
     match = FORM.fullmatch(str(time).strip())
     if match is None:
         return None
@@ -28,9 +28,9 @@ def seconds(time: str | int) -> int | None:
 
 
 def too_short(c: Config, warning_s: int, default: str = "") -> str:
-    """Return which time limit of the run's job leaves no time between a start and the warning that
-    comes `warning_s` before it, and what would be right; "" if none does. `default`:
-    SBATCH_TIMELIMIT, which counts where the job's script names no limit."""
+    """Return an error about the first time limit that leaves less than `START_S` before the
+    warning, which comes `warning_s` before the limit; "" if there is none. `default`:
+    SBATCH_TIMELIMIT, which Slurm uses where the job's script names no limit."""
     found = limits(c) or ([("SBATCH_TIMELIMIT", default)] if default else [])
     for source, limit in found:
         allowed = seconds(limit)
@@ -46,15 +46,15 @@ def too_short(c: Config, warning_s: int, default: str = "") -> str:
 
 
 def limits(c: Config) -> list[tuple[str, str | int]]:
-    """Return the key and the value of each time limit that the job's script names: of each
-    component the last one, since an option in `sbatch` replaces `time`."""
+    """Return (key, value) of each component's time limit. An option in `sbatch` replaces
+    `time`."""
     found = []
     for name in ("trainer", "rollout"):
         component = getattr(c.cluster.slurm, name)
         named = [(f"cluster.slurm.{name}.time", component.time)] if component.time else []
         for at, option in enumerate(component.sbatch):
-            word, _, value = option.partition("=")
-            if word == "--time":
+            name_of_option, _, value = option.partition("=")
+            if name_of_option == "--time":
                 named.append((f"cluster.slurm.{name}.sbatch.{at}=--time", value))
         found += named[-1:]
     return found

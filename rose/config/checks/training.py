@@ -1,4 +1,4 @@
-"""Batches, adapters, drafts and what of the trainer and the rollouts excludes each other."""
+"""Checks of batches, adapters and drafts, and of options that exclude each other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from rose.config.checks.need import MOST_AT_ONCE, Need, drafts
 from rose.config.trainer import FUSED, SLOT_RANKS
 from rose.config.tree import Config
 
-# algorithms whose baseline is the group's mean reward
+# Algorithms whose baseline is the group's mean reward.
 GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
 
-# arguments of batching policies that count batches, or versions with a batch for each, which run
-# at once
+# Arguments of batching policies that count batches in flight, or versions with a batch each.
 BATCHES = ("alpha", "carry", "eta", "oversample", "running", "spare", "speculation", "staleness")
-MOST_BATCHES = 1000
+MOST_BATCHES = 1000  # bound on these arguments against slips of the pen
 
 
 def check(c: Config, need: Need) -> None:
@@ -27,8 +26,8 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_batch(c: Config, need: Need) -> None:
-    """Trajectories of a step among groups, ranks and updates; tokens of a trajectory among turns
-    and passes."""
+    """Check that a batch divides into groups, ranks and updates, and that a trajectory fits into a
+    forward pass."""
     need(
         c.trainer.batch_size % c.rollout.group_size == 0,
         "trainer.batch_size",
@@ -81,7 +80,8 @@ def _check_batch(c: Config, need: Need) -> None:
 
 
 def _check_at_once(c: Config, need: Need) -> None:
-    """What is admitted is listed, so that a slip of the hand would fill the memory."""
+    """Bound the trajectories in flight: the coordinator lists them, and a typing error would fill
+    its memory."""
     need(
         c.trainer.batch_size <= MOST_AT_ONCE,
         "trainer.batch_size",
@@ -97,7 +97,8 @@ def _check_at_once(c: Config, need: Need) -> None:
 
 
 def _check_stream(c: Config, need: Need) -> None:
-    """What the parts of a batch must not know of the rest, nor the trainer share with rollouts."""
+    """Check trainer.stream: a group's gradient must not depend on groups that still run, and the
+    trainer must not share devices with rollouts."""
     if not c.trainer.stream:
         return
     key = "trainer.stream"
@@ -120,7 +121,7 @@ def _check_stream(c: Config, need: Need) -> None:
 
 
 def _check_branching(c: Config, need: Need) -> None:
-    """Forks within the turns that there are, and whole trees in a group."""
+    """Check that forks come before the last turn, and that a group consists of whole trees."""
     branching, size = c.rollout.branch, c.rollout.group_size
     ways, at = branching.ways, branching.at
     if not ways:
@@ -153,7 +154,7 @@ def _check_branching(c: Config, need: Need) -> None:
 
 
 def _check_lora(c: Config, need: Need) -> None:
-    """What vLLM can hold of an adapter, and that nobody sets its arguments twice."""
+    """Check that vLLM can hold the adapter, and that rollout.engine_args doesn't set it again."""
     for name in c.rollout.engine_args:
         need("lora" not in name, f"rollout.engine_args.{name}", "is set by ROSE, from trainer.lora")
     lora = c.trainer.lora
@@ -183,7 +184,7 @@ def _check_lora(c: Config, need: Need) -> None:
 
 
 def _check_draft(c: Config, need: Need) -> None:
-    """Drafts change which random numbers a token gets, not its distribution."""
+    """Check drafts. They change which random numbers a token gets, not its distribution."""
     method = c.rollout.draft.method
     if method == "none":
         return
@@ -212,7 +213,7 @@ def _check_draft(c: Config, need: Need) -> None:
 
 
 def _check_router_replay(c: Config, need: Need) -> None:
-    """Where the experts of every token can be recorded."""
+    """Check that vLLM can record the experts of every token."""
     for name in c.rollout.engine_args:
         need(
             name.replace("-", "_") not in ("enable_return_routed_experts", "aux_output_config"),
@@ -243,7 +244,7 @@ def _check_router_replay(c: Config, need: Need) -> None:
 
 
 def _check_kernels(c: Config, need: Need) -> None:
-    """What compiled layers and Liger's kernels were not tried with, or can't be."""
+    """Check that compiled layers and Liger's kernels aren't combined with untested options."""
     t, both = c.trainer, "trainer.kernels"
     need(t.kernels == "none" or c.cluster.gpus > 0, both, "Triton's need GPUs: none")
     need(
@@ -262,9 +263,9 @@ def _check_kernels(c: Config, need: Need) -> None:
         key,
         "deterministic=true needs false: what torch compiles depends on the lengths that it met",
     )
-    for with_it, value in (
+    for untested, value in (
         (t.sequence_parallel > 1, f"sequence_parallel={t.sequence_parallel}"),
         (t.offload_activations, "offload_activations=true"),
         (t.router_replay, "router_replay=true"),
     ):
-        need(not with_it, key, f"not tried with trainer.{value}: false")
+        need(not untested, key, f"not tried with trainer.{value}: false")

@@ -75,7 +75,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     _check_profile(config)
     mpi = config.cluster.mpi
     # MPI reads these variables when it is initialized.
-    os.environ.update(config.cluster.of_interface | mpi.env | mpi.join_env)
+    os.environ.update(config.cluster.interface_env | mpi.env | mpi.join_env)
     if plugin.FOLDER in os.environ and config.serving.lending.priority == "idle":
         # The online server's front end uses the same cores to pass tokens on, so it comes first.
         os.nice(priority.NICE)
