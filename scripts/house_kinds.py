@@ -1,4 +1,4 @@
-"""What scripts/house.py counts, by kind of finding:
+"""The kinds of finding that scripts/house.py counts:
 
     lines       lines of Python
     functions   functions longer than MOST_LINES_OF_FUNCTION lines

@@ -149,7 +149,9 @@ def test_commands_are_accepted(page, run, reader, monkeypatch):
         if f"={path}" in " ".join(run):
             make(folder, path)
     monkeypatch.setattr("rose.agent.envs.openenv._schema", lambda *_: {})  # no server is here
-    monkeypatch.setattr("rose.agent.envs.verifiers._load", lambda *_: {})  # nor the library
+    monkeypatch.setattr(
+        "rose.agent.envs.verifiers._load", lambda *_: {"tasks": ""}
+    )  # nor the library
     # As in an activated environment; Debian has no `python` elsewhere.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     replaced = {"env.args.python=$VENV_PYTHON": "env.args.python=/bin/sh", "seed=1,2,3": "seed=1"}

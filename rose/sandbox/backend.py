@@ -19,7 +19,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Where a command has disabled printf, echo writes. Where both or read are disabled, as by a
 # function with the name of `builtin`, the shell ends; so it does after `set -n`, with which every
 # condition is true. The session's own descriptors have numbers that scripts don't use (bash itself
-# takes those from 63 downwards), and its own errors go nowhere, as does what `set -x` tells of it.
+# takes those from 63 downwards), and its own errors go nowhere, as does what `set -x` shows of it.
 ACCOUNT = "\1"
 SESSION = """\
 exec 44<&0 45>&2 46>&1 0</dev/null 2>&0

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from rose.sandbox import kernel, layer, unread
 from rose.sandbox.backend import GUARDED, MIB, SESSION
-from rose.sandbox.watch import Watch, idle
+from rose.sandbox.watch import OWN_PIPES, READ_CALL, Watch
 
 MESSAGE_BYTES = 128 * 1024
 WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
@@ -377,6 +377,16 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
     kernel.confine(True)
     os.execve(argv[0], argv, spec["variables"])
+
+
+def idle(session: int, unread_bytes: int) -> bool:
+    """Return whether the session's bash waits for its next command although one was written.
+
+    `unread_bytes`: of commands, counted before this call. Raises OSError."""
+    if unread_bytes or os.readlink(f"/proc/{session}/fd/0") != f"{OWN_PIPES}commands":
+        return False
+    with open(f"/proc/{session}/syscall", encoding="utf-8") as file:
+        return file.read().startswith(f"{READ_CALL} 0x0 ")
 
 
 def end_others(since: int, spare: tuple[int, ...] = ()) -> None:

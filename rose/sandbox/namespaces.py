@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -39,6 +40,8 @@ OF_FILES = {
 PATH_BYTES = 4096  # Linux's PATH_MAX
 ORDER_S = 30.0  # what process 1 does takes milliseconds
 IDLE_S = 1.0  # seconds for an answer that only saves time
+KILLED_S = 10.0  # seconds that killed processes have to end
+KILLED_POLL_S = 0.05  # seconds between two attempts to begin a check meanwhile
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -308,8 +311,12 @@ class Namespaces:
             raise SandboxError(f"a check's files lie below {GUARDED}, not {at!r} and {collect}")
         order = {"argv": argv, "at": at, "collect": collect, "limit": limit}
         answer, output = await self._check(order, files, wait_s)
-        if answer.get("full"):  # the agent's processes have used up what it takes to begin one
+        until = time.monotonic() + KILLED_S
+        while answer.get("full") and time.monotonic() < until:
+            # The agent's processes have used up what it takes to begin a check. They are killed,
+            # and the kernel needs a moment to end them.
             await self.stop_since(0)
+            await asyncio.sleep(KILLED_POLL_S)
             answer, output = await self._check(order, files, wait_s)
         if "failed" in answer:
             raise SandboxError(f"backend {NAME}: {answer['failed']}")

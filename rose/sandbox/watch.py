@@ -354,14 +354,6 @@ def waits(session: int) -> bool:
     return False
 
 
-def idle(session: int, unread_bytes: int) -> bool:
-    """Return whether the session's bash waits for its next command although one was written.
-
-    `unread_bytes`: of commands, counted before this call. Raises OSError."""
-    taken = unread_bytes == 0 and os.readlink(f"/proc/{session}/fd/0") == f"{OWN_PIPES}commands"
-    return taken and _read(f"/proc/{session}/syscall").startswith(f"{READ_CALL} 0x0 ")
-
-
 def session_state(session: int) -> dict[str, str]:
     """What the kernel holds of the session, in parts with names. Raises OSError."""
     values = _read(f"/proc/{session}/stat").rpartition(")")[2].split()
@@ -406,7 +398,7 @@ class Watch:
         return self.events + new
 
     def resume(self) -> None:
-        """Take what was done to processes by whoever saved them as no change of the agent's."""
+        """Count what a capture did to processes as no change of the agent's."""
         self.processes.resume()
         self.events = self.written.others(self._events())
 

@@ -51,7 +51,7 @@ class Saving:
             note = (json.dumps(state) + "\n").encode()
             try:
                 write_whole(folder / checkpoint.TRAINER_STATE, note, sync=True)
-            except OSError as refused:  # The disk is full: it is told as what the thread meets.
+            except OSError as refused:  # A full disk is reported like the errors of the thread.
                 error = f"{type(refused).__name__}: {refused}"
         torch.distributed.barrier()
         self.writer.finish(folder, error)

@@ -43,7 +43,9 @@ class GroupProposer:
         self.most = vllm_config.speculative_config.num_speculative_tokens
         self.gate, self.memory_bytes = Gate(adaptive=True), 0
         self.overall = acceptance(begins=True)
-        self.texts: OrderedDict[str, Text] = OrderedDict()  # by group, least recently used first
+        self.texts: OrderedDict[str, Text] = (
+            OrderedDict()
+        )  # keys are groups, the least recently used first
         self._rows: dict[str, _Row] = {}  # request id -> row
         self._last: dict[str, _Row] = {}  # trajectory -> the row of its last request
         # Turn on another engine -> (its group's text, its last node there, number of its tokens).
