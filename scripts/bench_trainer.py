@@ -235,7 +235,7 @@ class Ours:
         )
         rows = [t for group in groups for t in group]
         tokens = [p.unpack_tokens(t.tokens) for t in rows]
-        self.summary, self.rows, self.number = summarise(groups), dict(enumerate(rows)), 0
+        self.summary, self.rows, self.number = summarise(groups, config), dict(enumerate(rows)), 0
         self.plans, self.flops = {}, {}
         packings = {
             "rows": batching.Padded([len(t) for t in tokens]),
