@@ -47,7 +47,8 @@ def make(
     memory of the machine that all ranks run on; None: unknown. Raises `ConfigError` if the plan
     can't run."""
     container.check(c)
-    doubts = (*doubts, *_check_container(c), *_check_threads(c), *_check_machine(c))
+    own = (*_check_container(c), *_check_threads(c), *_check_machine(c))
+    doubts = tuple(dict.fromkeys((*doubts, *own)))  # an earlier plan's doubts hold these, too
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts)
