@@ -350,7 +350,8 @@ def test_a_check_whose_process_is_ended_is_no_verdict(loop, tmp_path):
             while not (found := set(psutil.Process(keeper).children()) - others):
                 await asyncio.sleep(0.01)
             found.pop().kill()
-            with pytest.raises(SandboxError, match="what ran the check was ended"):
+            # Whether it was a member of the sandbox's cgroup by then is a matter of moments.
+            with pytest.raises(SandboxError, match="what ran the check was ended|No such process"):
                 await check
             await scenarios.still_alive(box)
 
