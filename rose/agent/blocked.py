@@ -27,17 +27,14 @@ from typing import Any
 
 BEAT_S = 1.0  # seconds between two beats; short beside the rank's 30 s, so a few may be late
 SIGNAL = signal.SIGRTMIN + 3  # a signal that neither asyncio nor the usual libraries use
-# (method, limit in seconds) of the environment call that runs. Tasks that the call starts inherit
-# it, so a task that blocks is attributed to its call.
+# (method, limit in seconds) of the running environment call, inherited by tasks that it starts.
 INHERITED: ContextVar[tuple[str, float] | None] = ContextVar("inherited", default=None)
-# Code of the functions that call environments. Their locals are `what`, the method's name, and
-# `limit_s`, so a stack frame of one of them identifies the call.
+# Functions that call environments; on the stack, their locals `what` and `limit_s` name the call.
 CALLS: set[CodeType] = set()
 
 
 class Blocked(BaseException):
-    """Interrupts a method that blocks. As an `Exception`, the method's own handlers would catch
-    it."""
+    """Interrupts a method that blocks. The method's handlers would catch an `Exception`."""
 
 
 def marks(function: Callable) -> Callable:
@@ -53,8 +50,7 @@ def called(what: str, limit_s: float, call: Callable[[], Any]) -> Any:
 
 
 class LoopWatch:
-    """Sends beats, and reports what blocks the event loop. `beat` sends one beat to the rank; `say`
-    sends one sentence that names the code which blocks."""
+    """Detects a blocked event loop. `beat` sends one beat, `say` reports the code that blocks."""
 
     def __init__(self, beat: Callable[[], None], say: Callable[[str], None]) -> None:
         self._beat, self._say = beat, say

@@ -39,9 +39,7 @@ from rose.agent.tool_calls import CLOSE, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
 
-# Most characters that are tokenized in the event loop, which takes a few milliseconds; longer texts
-# are tokenized in a thread.
-LOOP_CHARACTERS = 20_000
+LOOP_CHARACTERS = 20_000  # most characters tokenized in the event loop, in a few milliseconds
 COMPOSED = 4  # most characters that NFC composes to one: a Greek letter with three marks
 CACHED = 4096  # most characters of a cached text; longer ones seldom repeat and would fill memory
 VARIANTS = 16  # most cached sets of requests' template arguments; an agent uses one or two
@@ -92,9 +90,8 @@ class ChatFormat:
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(end_tokens(folder, end_of_turn))
         self.vocabulary = self._find_vocabulary()  # size: all token ids are smaller
-        # Marks in an environment's text must not become marks of turns or tool responses, so
-        # `neutral` breaks them up. It keeps the marks of calls: they are harmless there, and the
-        # loop's own messages quote them to the model.
+        # Marks of turns and tool responses, which `neutral` breaks up in an environment's text.
+        # Marks of calls are harmless there, and the loop's own messages quote them to the model.
         marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._longest = _longest_token(self._backend)
@@ -153,19 +150,18 @@ class ChatFormat:
         return list(self._start(*key) if short else self._start_tokens(*key))
 
     def least_tokens(self, characters: int) -> int:
-        """Return a lower bound on the tokens of messages with so many characters; 0 if unknown. It
-        rejects messages that can't fit without tokenizing them, at one second per 100 kB."""
+        """Return a lower bound on the number of tokens of `characters`; 0 if unknown. With it, the
+        caller rejects too long messages without tokenizing them, at a second per 100 kB."""
         return characters // self._longest if self._longest else 0
 
     async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
-        """Return `write(*given)`, run in a thread if there are more than `LOOP_CHARACTERS`."""
+        """Return `write(*given)`, run in a thread for more than `LOOP_CHARACTERS` `characters`."""
         if characters <= LOOP_CHARACTERS:
             return write(*given)
         return await asyncio.to_thread(write, *given)
 
     def written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """Return the text of the first prompt, whose tokens `start` returns. Raises
-        `CannotExtend`."""
+        """Return the text whose tokens `start` returns. Raises `CannotExtend`."""
         if tools and self.tools_problem:
             raise CannotExtend(self.tools_problem)
         try:
@@ -185,9 +181,8 @@ class ChatFormat:
     ) -> list[int]:
         """Return the tokens between the policy's last token and its next turn.
 
-        `closed`: True if the last token was an end-of-turn token. Otherwise a limit cut the turn,
-        and the tokens begin with one. `tools`: True if the trajectory has tools; by default, True
-        for observations of tools.
+        `closed`: True if the last token was an end-of-turn token; otherwise the tokens begin with
+        one. `tools`: True if the trajectory has tools; by default, True for observations of tools.
         """
         return self.observations([(role, text)], closed, tools)
 
@@ -198,10 +193,9 @@ class ChatFormat:
         tools: bool | None = None,
         system: bool = False,
     ) -> list[int]:
-        """Return the tokens of several observations in a row, as `observation` does for one: the
-        results of a turn's calls, and a user's messages after them. Each is (role, text) or an
-        OpenAI message. `system`: True if the trajectory has a system message. Raises
-        `CannotExtend`."""
+        """Do as `observation` for several in a row: the results of a turn's calls, then a user's
+        messages. All are (role, text), or all are OpenAI messages. `system`: True if the trajectory
+        has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))
@@ -264,8 +258,7 @@ class ChatFormat:
         return tokenizer
 
     def _find_vocabulary(self) -> int:
-        """Return the model's size of vocabulary, which may be padded; the tokenizer's size if the
-        folder's config.json gives none."""
+        """Return the model's vocabulary size, padding included; else the tokenizer's size."""
         path = Path(self.folder) / "config.json"
         given = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = given.get("text_config") or {}  # present in vision-language models
@@ -357,7 +350,7 @@ class ChatFormat:
 
 def _longest_token(backend: Any) -> int:
     """Return the largest number of characters that one token stands for; 0 if that is unbounded, as
-    in tokenizers that collapse spaces or have an unknown-word token.
+    in tokenizers that collapse spaces or know whole words only.
 
     In byte-level BPE a token's name has one character per byte. Normalisation to NFC composes up to
     `COMPOSED` characters to one.

@@ -1,14 +1,11 @@
 """Tree rollouts (`rollout/branch`): trajectories that fork off other trajectories of their host.
 
-A fork copies its parent just before one of the parent's turns:
-1. It waits until the parent has reached that turn, and copies the parent's tokens.
-2. It brings its own environment to the same state: from the state that the parent's environment
-   saved (`Environment.checkpoint`); without one, by resetting to the same seed and repeating all
-   actions. Each repeated result must then equal the recorded one.
-3. The copy is the fork's first snapshot (rose/agent/snapshots.py), so a fork can resume without its
-   parent after its host died.
-If the parent ends or fails before that turn, the fork starts from the prompt; other trajectories
-can still fork off it.
+A fork waits until its parent has reached a certain turn and copies the parent's tokens. It brings
+its own environment to the same state: from what the parent's environment has saved
+(`Environment.checkpoint`), else by a reset to the same seed and a repetition of all actions, whose
+results must equal the recorded ones. The copy is the fork's first snapshot
+(rose/agent/snapshots.py), so after its host died it resumes without its parent. If the parent ends
+or fails before that turn, the fork starts from the prompt; others can still fork off it.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ class Fork:
 
 
 class Forks:
-    """The forks that wait for their parents. The host calls `expect` for a fork before its parent
-    gets its first turn."""
+    """The waiting forks. `expect` must be called before the parent gets its first turn."""
 
     def __init__(self) -> None:
         # parent -> turn -> futures of the forks that wait for it

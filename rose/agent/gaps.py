@@ -20,7 +20,7 @@ from rose.config import ConfigError
 
 CACHE = 4096  # most cached gaps, one per sequence of roles; a run has few such sequences
 ANSWER = "ROSE-ANSWER-7f3a"
-OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # its quotation mark shows if the template escapes it
+OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # quotation mark: a test of the template's escaping
 # Test contents, to find out how a template changes contents.
 TRIED = (
     "",

@@ -16,9 +16,7 @@ from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.protocol import Trajectory
 from rose.reward import values
 
-CAUSE_CHARACTERS = (
-    4000  # most characters of a cause, which may quote 2,000 bytes of a program's log
-)
+CAUSE_CHARACTERS = 4000  # most characters of a cause, which may quote 2,000 bytes of a log
 LOOK_S = 0.1  # least seconds between two checks of a deadline that moves while a call is queued
 
 
@@ -67,8 +65,7 @@ class Guard:
         return await self._call("step", lambda: self.env.step(action), Step, returned.step)
 
     async def end(self) -> Step | None:
-        """Return the last step of an environment that judges the final state, for an episode that
-        reached its limit of turns or tokens. None of an environment without `end`."""
+        """Return the environment's verdict on an episode that a limit ended; None without `end`."""
         if (end := getattr(self.env, "end", None)) is None:
             return None
         return await self._call("end", end, Step, returned.step)
@@ -176,7 +173,6 @@ def _raised(error: BaseException) -> str:
 
 
 def forget(task: asyncio.Task) -> None:
-    """Retrieve the exception of an abandoned call, so that asyncio doesn't log it. The failure has
-    been reported already."""
+    """Retrieve an abandoned call's exception, so that asyncio doesn't log what was reported."""
     if not task.cancelled():
         task.exception()

@@ -45,9 +45,9 @@ from rose.sandbox.engine import Engine
 TASK_CHARACTERS = 200  # most characters of a task's name; the remainder is cut
 STORE_S = 60.0  # most seconds to store the remaining checkpoints of sandboxes when the host ends
 
-# Slurm ends a job with SIGTERM to all its processes, so an agent's program may die of it before
-# this process has received its own. A failure therefore waits TOLD_S seconds; if SIGTERM arrived by
-# then, it waits ENDING_S more, in which the run should end. Only then does it count as a failure.
+# Slurm ends a job with SIGTERM to all its processes. One of them may die, and fail a trajectory,
+# before this process gets SIGTERM. So a failure is reported only after TOLD_S seconds, and if
+# SIGTERM arrived in them, after ENDING_S more, by which time the run should have ended.
 TOLD_S, ENDING_S = 0.5, 60.0
 
 
@@ -126,7 +126,7 @@ class TrajectoryHost:
             trajectory = await self._trajectory(start, fork)
         except EnvironmentFailure as failure:
             await asyncio.sleep(TOLD_S)
-            if self._ending:  # the requeued run restarts the trajectory
+            if self._ending:  # the run's next attempt restarts the trajectory
                 await asyncio.sleep(ENDING_S)
             kinds = isinstance(failure, ScoringFailure), isinstance(failure, TaskFailure)
             words = f"{failure} ({failure.task})" if failure.task else str(failure)
@@ -179,8 +179,7 @@ class TrajectoryHost:
             task.cancel()
 
     async def _drop(self, trajectory: str) -> None:
-        """Remove the snapshots of a cancelled trajectory. Without them, the states of its sandbox
-        are removed, too (`open_checkpoints`)."""
+        """Remove a cancelled trajectory's snapshots, and with them its sandbox's states."""
         if self._snapshots is not None:
             await asyncio.to_thread(self._snapshots.remove, trajectory)
         self._forget(trajectory)
@@ -236,8 +235,7 @@ class TrajectoryHost:
         return msgspec.structs.replace(made, task=task)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
-        """Return the gateway at `address`, opened for the first agent that needs it. Raises
-        `ConfigError`."""
+        """Return the gateway at `address`; the first call opens it. Raises `ConfigError`."""
         async with self._opening:
             if address not in self._gateways:
                 gateway = Gateway(self._config.model.name)
@@ -250,7 +248,7 @@ class TrajectoryHost:
                 await asyncio.to_thread(remove_stale)
                 self._gateways[address] = gateway
                 self._watchdog = self._watchdog or Watchdog(HOST)
-                processes.adopt_orphans()  # to find and end what agents leave behind
+                processes.adopt_orphans()  # agents may leave processes behind
             return self._gateways[address]
 
     async def close(self) -> None:

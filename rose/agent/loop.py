@@ -1,5 +1,4 @@
-"""The agent loop runs one trajectory from its seed to its reward: it requests a turn, acts on the
-environment, appends the observation, and repeats.
+"""The agent loop of one trajectory: request a turn, act on the environment, observe, repeat.
 
 The loop owns the tokens and the environment; its caller provides `request_turn`. Tokens are
 appended exactly as generated, never re-tokenised. Every call of the environment has a deadline.
@@ -67,11 +66,9 @@ async def run_trajectory(
     fork: asyncio.Future[Fork | None] | None = None,
 ) -> Trajectory:
     """Run one episode on a fresh `env`, and close `env` in any case. The reward is the
-    environment's, or the score by `scoring`. The episode begins:
-    1. from its newest usable snapshot in `snapshots`, if there is one;
-    2. else from the state of the parent that it forks off, once `fork` has that as its result;
-    3. else from the prompt.
-    If `env` has `checkpoint`, the episode writes snapshots. Others may fork off it through `forks`.
+    environment's, or the score by `scoring`. The episode begins from its newest usable snapshot in
+    `snapshots`, else from the parent's state that `fork` resolves to, else from the prompt. If
+    `env` has `checkpoint`, it writes snapshots. Others may fork off it through `forks`.
 
     Each turn gets a copy of `sampling` with the turn's seed and with max_new_tokens = the smaller
     of limits.max_new_tokens and the tokens left of `max_context` (prompt and answers together).
@@ -107,8 +104,7 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
 
 
 class _Episode:
-    """The state of one trajectory. `tokens`, `mask`, `logprobs` and `versions` grow together, one
-    entry per token."""
+    """State of one trajectory; tokens, mask, logprobs and versions have one entry per token."""
 
     def __init__(
         self,
@@ -138,10 +134,7 @@ class _Episode:
             guard,
         )
         self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
-        self.experts, self.routed = (
-            bytearray(),
-            0,
-        )  # routed: the number of tokens that experts covers
+        self.experts, self.routed = bytearray(), 0  # experts of the first `routed` tokens
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
         self.cut = False  # True: a token limit ended the last turn
@@ -220,9 +213,9 @@ class _Episode:
     async def _written(
         self, method: str, size: int, write: Callable[..., list[int]], *given: Any
     ) -> list[int]:
-        """Return the tokens, written by the chat template, of the `size` characters that a method
-        of the environment returned. A template that refuses them has been checked with other
-        messages, so the environment is at fault. Raises `EnvironmentFailure`."""
+        """Return the chat template's tokens for the `size` characters that a method of the
+        environment returned. The template has been checked with other messages, so if it refuses
+        these, the environment is at fault. Raises `EnvironmentFailure`."""
         try:
             return await self.chat.in_thread(size, write, *given)
         except CannotExtend as error:
@@ -411,9 +404,9 @@ class _Episode:
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
-        """Act on a turn's text. Return the environment's steps and the observations with their
-        roles; for a malformed or missing call, the loop's own instead. Without tools, a text that
-        looks like a call is plain text."""
+        """Act on a turn's text. Return the environment's steps and (role, observation) pairs, or
+        the loop's own for a malformed or missing call. Without tools, no text is parsed for calls.
+        """
         requires_tool = self.guard.flag("requires_tool")
         action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)
         if isinstance(action, tool_calls.BadCall):

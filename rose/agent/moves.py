@@ -19,8 +19,7 @@ from rose import protocol as p
 from rose.agent.envs.base import Environment
 from rose.agent.snapshots import Snapshot
 
-# Seconds between two samples of the machine's load, and samples per report: one every two seconds.
-LOOK_S, LOOKS = 0.5, 4
+LOOK_S, LOOKS = 0.5, 4  # seconds between two samples of the load; samples per report
 
 
 class Moves:
@@ -29,8 +28,7 @@ class Moves:
     def __init__(self, rank: int, send: Callable[[p.Message], None]) -> None:
         self.rank, self._send = rank, send
         self._running: dict[str, Environment] = {}
-        # Turns before the newest snapshot that other hosts can read, by trajectory.
-        self._saved: dict[str, int] = {}
+        self._saved: dict[str, int] = {}  # turns in the newest snapshot that other hosts can read
         self._asked: set[str] = set()  # trajectories that the coordinator wants to move
 
     def begin(self, trajectory: str, environment: Environment) -> None:
@@ -67,8 +65,7 @@ class Moves:
         return True
 
     async def tell_load(self) -> None:
-        """Report the machine's load until cancelled. Load of other processes counts, because it
-        slows the commands of environments just as much."""
+        """Report the whole machine's load until cancelled: any load slows commands."""
         while True:
             cores, tasks = float(len(os.sched_getaffinity(0))), 0
             for _ in range(LOOKS):

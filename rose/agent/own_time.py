@@ -1,8 +1,7 @@
 """Limits a trajectory's own time: its duration without the waits for the model.
 
-Each call of an environment has a deadline, and so has each pause between an agent's requests. But
-an agent may repeat requests that need no turn, or that are refused, and go on for hours. Its group
-would wait for it.
+Calls of an environment, and pauses between an agent's requests, have deadlines. But an agent may
+repeat requests that need no turn, or are refused, for hours, and its group would wait for it.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class OwnTime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock, as while a turn is awaited. Overlapping pauses count once. Once the time
-        has expired or the context was left, a pause has no effect."""
+        """Stop the clock, as while a turn is awaited. Overlapping pauses count once; a pause after
+        the end has no effect."""
         loop = asyncio.get_running_loop()
         self._pauses += 1
         if self._pauses == 1 and not self._over:
@@ -67,6 +66,5 @@ class OwnTime:
 
     @property
     def _over(self) -> bool:
-        """True once the time has expired or the context was left. A pause can end after that,
-        because a sub-agent's turn may outlast its trajectory."""
+        """True once expired or left; a sub-agent's turn may outlast its trajectory."""
         return self._timeout.expired() or self._left

@@ -85,8 +85,7 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
     faulthandler.enable()  # logs the stack when native code crashes
-    # Slurm sends SIGTERM to all processes of a job that ends, and this one goes on. Unlike SIG_IGN,
-    # a handler isn't inherited, so the processes that this one starts react as usual.
+    # Survive the SIGTERM that Slurm sends to a whole job. Child processes don't inherit a handler.
     signal.signal(signal.SIGTERM, lambda *_: None)
     inputs.expect(args.run)
     config = cfg.load(args.run / "config.json")

@@ -1,9 +1,8 @@
 """An environment host's rank: keeps the host's process (process.py) running and forwards its
 messages undecoded. An MPI job can't lose a rank, but the process may die at any instruction.
 
-When the process dies, the rank kills what the process has left behind, starts it again and reports
-the loss to the coordinator. The coordinator restarts the lost trajectories on the hosts that are
-up, and ends the run after too many deaths.
+When the process dies, the rank kills its descendants, starts it again and reports the loss to the
+coordinator, which restarts the lost trajectories and ends the run after too many deaths.
 """
 
 from __future__ import annotations
@@ -31,18 +30,15 @@ from rose.config import Config
 from rose.launch import logs
 from rose.launch.layout import Rank
 
-# Descendants of a dead process get ALONE_S seconds to exit by themselves, as a sandbox's keeper
-# does, then are killed. After END_S more, the rank ignores those that remain, such as a process in
-# uninterruptible sleep or of another user.
+# Seconds for killed processes to end; one of another user, or asleep in the kernel, may outlast it.
 END_S = 10.0
-ALONE_S = 2.0
+ALONE_S = 2.0  # seconds for a dead process's descendants to exit, as a sandbox's keeper does
 CLOSE_S = 10.0  # seconds to shut down, besides the environments' step_timeout_s
 TAIL_LINES = 15  # last lines of the process's log in the report of its death
 PAUSE_S = 0.05  # seconds between two polls for descendants
-# After SILENT_S seconds without a beat, or the shortest step_timeout_s if that is less, the rank
-# signals the process to report what blocks it, and again every ASK_S. Native code ignores the
-# signal, and a method may catch its exception. So the process is killed once it has been silent for
-# the longest step_timeout_s plus END_SILENT_S.
+# After SILENT_S seconds without a beat (or the shortest step_timeout_s), then every ASK_S, the rank
+# signals the process to report what blocks it. Native code may ignore the signal, and a method may
+# catch its exception; the process is killed END_SILENT_S after the longest step_timeout_s.
 SILENT_S, ASK_S, END_SILENT_S = 30.0, 5.0, 60.0
 WATCH_S = 1.0  # seconds between two checks for a missing beat
 
@@ -88,8 +84,7 @@ class _Process:
             self._writer.write(frames.frame(encode(message)))
 
     async def pass_on(self, mailbox: Mailbox) -> None:
-        """Forward the process's messages to their ranks until the process closes its socket. Raises
-        `HostFailed`."""
+        """Forward messages to their ranks until the socket is closed. Raises `HostFailed`."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 data = memoryview(await frames.read(self._reader, FRAME_BYTES))
@@ -151,7 +146,7 @@ class HostRank:
         while True:
             await self._process.pass_on(self._mailbox)
             if not self._ends.is_set():
-                self._process.signal(signal.SIGKILL)  # it has closed its socket
+                self._process.signal(signal.SIGKILL)  # a process without its socket is useless
             how = await self._process.end()
             if self._ends.is_set():
                 return

@@ -33,8 +33,7 @@ SAY_S = 5.0  # seconds between two lines of progress
 
 
 def known(c: config.Config) -> dict[str, Iterable[tuple[str, Start]]]:
-    """Return the tasks, (name, first state), of each environment that has `starts`, by the
-    environment's key in the configuration."""
+    """Return each environment's tasks, by its key in the configuration, where it has `starts`."""
     found = {key: envs.build(member) for key, member in c.environments.values()}
     return {key: _given(key, made) for key, made in found.items() if hasattr(made, "starts")}
 
@@ -102,9 +101,8 @@ def _tried(
 
 
 def _bytes(start: Start, chat: ChatFormat, overheads: dict[bytes, int]) -> int:
-    """Estimate the bytes of a task's prompt: its contents plus `overheads` of its shape. Messages
-    of one shape differ only in their contents. Raises `ValueError` for invalid messages, and what
-    the template raises."""
+    """Estimate the bytes of a task's prompt. Messages of one shape differ only in their contents.
+    Raises `ValueError` for invalid messages, and what the template raises."""
     messages = returned.start_messages(start)
     own = sum(len((m.get("content") or "").encode("utf-8", "replace")) for m in messages)
     rest = [{key: m[key] for key in m if key != "content"} for m in messages]

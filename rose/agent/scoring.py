@@ -18,8 +18,7 @@ Clock = Callable[[], float]
 
 
 def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
-    """Decode an episode's tokens, int32 (T,), into one text for each stretch of equal `mask`,
-    uint8 (T,): 1 for tokens of the policy."""
+    """Decode tokens, int32 (T,), to one text per run of equal `mask`, uint8 (T,), 1: the policy."""
     ids = p.unpack_tokens(tokens)
     parts, at = [], 0
     for policy, run in groupby(mask):
@@ -40,8 +39,7 @@ class Scoring:
         self._waiting: dict[str, asyncio.Future[p.TrajectoryScored]] = {}
 
     async def score(self, episode: Episode) -> p.TrajectoryScored:
-        """Return the episode's score, or the reason why there is none in `error`. A cancellation
-        also cancels the request at the rank."""
+        """Return the score, or the failure in `error`. Cancelling this cancels the request."""
         prompt = f"{episode.domain}/{p.seed_of(episode.prompt):08x}"
         rank = self._ranks[p.seed_of(prompt) % len(self._ranks)]
         try:
@@ -94,8 +92,7 @@ class Scoring:
 async def score(
     scoring: Scoring, episode: Episode, clock: Clock
 ) -> tuple[float, bool, dict[str, float]]:
-    """Return (reward, success, statistics) of an episode, scored by the reward ranks. Raises
-    `ScoringFailure`."""
+    """Return (reward, success, statistics) from the reward ranks. Raises `ScoringFailure`."""
     asked = clock()
     scored = await scoring.score(episode)
     if scored.error:

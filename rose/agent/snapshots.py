@@ -1,15 +1,13 @@
-"""Snapshots of trajectories on disk, after each turn of an environment that has `checkpoint`. A
-trajectory resumes from its snapshot after its host or its run has ended, and repeats no turn or
-step.
+"""Snapshots of trajectories on disk, after each turn of an environment that has `checkpoint`. After
+its host or its run has ended, a trajectory resumes from its snapshot and repeats no turn or step.
 
 RUN/snapshots/TRAJECTORY/aAAA-tNNNN is the state before turn N, from attempt A of the run: its
 XXH3-128 hash, then msgpack. At least the last `KEPT` snapshots stay, and all since the newest that
 other hosts can resume, because the data that a snapshot refers to may still be on its way to them.
-If a snapshot is damaged or the environment can't resume it, the one before is used.
-
-Snapshots are written while the model generates. If the disk fails or is slow, snapshots are
-skipped and nothing else happens. The coordinator removes a trajectory's folder at its end, the host
-that of a cancelled trajectory. The data that `saved` refers to belongs to the environment.
+If a snapshot is damaged or the environment can't resume it, the one before is used. Snapshots are
+written while the model generates. If the disk fails or is slow, snapshots are skipped and nothing
+else happens. The coordinator removes a trajectory's folder at its end, the host that of a cancelled
+trajectory. The data that `saved` refers to belongs to the environment.
 """
 
 from __future__ import annotations
@@ -69,9 +67,8 @@ _decoder = msgspec.msgpack.Decoder(Snapshot)
 
 
 class Snapshots:
-    """The snapshots of a host's trajectories. `folder`: the run's folder of snapshots; `attempt`:
-    the run's. `on_resume` is called with each snapshot that an episode has resumed from, `on_saved`
-    with each that is on disk."""
+    """The snapshots of a host's trajectories, in `folder`, by this attempt of the run. `on_resume`
+    gets each snapshot that an episode has resumed from, `on_saved` each that is on disk."""
 
     def __init__(
         self,
@@ -84,8 +81,7 @@ class Snapshots:
         self._folder, self.attempt = Path(folder), attempt
         self.digests = {name: _digest(config, name) for name in config.environments}
         self.on_resume, self._on_saved = on_resume, on_saved
-        # trajectory -> file name of the newest snapshot that other hosts can resume
-        self._settled: dict[str, str] = {}
+        self._settled: dict[str, str] = {}  # trajectory -> newest snapshot for other hosts, by name
         self._words = 0  # lines logged
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
@@ -118,8 +114,7 @@ class Snapshots:
         )
 
     def expect(self, trajectory: str) -> None:
-        """Create the trajectory's folder. While it exists, the states of the trajectory's sandbox
-        stay stored (`host.open_checkpoints`)."""
+        """Create the trajectory's folder; while it exists, its sandbox's states stay stored."""
         try:
             (self._folder / trajectory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -181,8 +176,7 @@ def _read(path: Path) -> Snapshot:
 
 
 def _digest(config: Config, domain: str) -> bytes:
-    """Hash the settings that determine the tokens and environment states of the domain's
-    episodes."""
+    """Hash the settings that determine the tokens and states of the domain's episodes."""
     env, model = config.environments[domain][1], config.model
     parts = [env.name, env.args, env.max_turns, env.max_new_tokens]
     parts += [model.name, model.max_context, model.tool_format, model.chat_template_args]

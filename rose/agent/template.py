@@ -110,7 +110,7 @@ def texts(content: Any) -> list[str]:
 
 def _served_message(message: dict[str, Any], parts: bool) -> dict[str, Any]:
     role, found = message["role"], texts(message.get("content"))
-    whole = "\n".join(found if parts else filter(None, found))  # without empty texts, as in vLLM
+    whole = "\n".join(found if parts else filter(None, found))  # vLLM, too, omits empty texts here
     served: dict[str, Any] = {"role": role, "content": whole}
     if parts and role != "tool":
         served["content"] = [{"type": "text", "text": text} for text in found]
@@ -173,7 +173,6 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
-    """Yield the loops over a message's content."""
     lists, before = {"messages"}, 0  # names of variables that hold the messages
     # Follow assignments until none adds a name.
     while before < len(lists):

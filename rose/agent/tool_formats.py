@@ -63,8 +63,7 @@ class OfVllm:
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        # vLLM logs an error for each malformed call, but that is the model's fault, not the run's.
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # no error for each malformed call
         self.name = name
         self.form = written.replace(PROBE.name, "...").strip()
         self._parser = ToolParserManager.get_tool_parser(name)
