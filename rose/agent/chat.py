@@ -114,7 +114,7 @@ class ChatFormat:
         caches. Raises `CannotExtend`."""
         self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
         self._gaps.of(("user",), False)
-        self.tools_problem = self._gaps.tools_problem()  # "" where environments may have tools
+        self.tools_problem = self._gaps.tools_problem()  # "" if environments may have tools
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
@@ -310,7 +310,7 @@ class ChatFormat:
         return tokens[1:] if closed else tokens
 
     def _has_tools(self) -> bool:
-        """True where the template lists tools."""
+        """True if the template lists tools."""
         try:
             return tool_formats.PROBE.name in self._render(
                 [plain_message("user")], [tool_formats.PROBE_TOOL]

@@ -75,7 +75,7 @@ class Guard:
         return self._read("stats", {}, returned.stats)
 
     def flag(self, name: str) -> bool:
-        """Return an attribute that is true or false."""
+        """Return an attribute as a bool."""
         return self._read(name, None, returned.flag)
 
     def _read(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:

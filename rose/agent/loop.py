@@ -196,7 +196,7 @@ class _Episode:
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
             raise self._no_room(f"at least {least}")
-        size += len(json.dumps(first.tools))  # the template may leave them out
+        size += len(json.dumps(first.tools))  # not in the bound above: the template may omit tools
         prompt = await self._written("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise self._no_room(str(len(prompt)))
@@ -337,7 +337,7 @@ class _Episode:
             self.snapshots.settled(self.start.id, turns)
 
     async def settle(self) -> None:
-        """Cancel the capture of a state, and wait until no snapshot is written any more."""
+        """Cancel a capture of the environment's state; wait until no snapshot is being written."""
         if self.capturing is not None:
             self.capturing.cancel()
         if self.settling is not None:

@@ -1,8 +1,8 @@
 """An environment host's rank: keeps the host's process (process.py) running and forwards its
 messages undecoded. An MPI job can't lose a rank, but the process may die at any instruction.
 
-When the process dies, the rank kills its descendants, starts it again and reports the loss to the
-coordinator, which restarts the lost trajectories and ends the run after too many deaths.
+When the process dies, the rank kills its descendants, restarts it and reports the loss to the
+coordinator. The coordinator restarts the lost trajectories, or ends the run after too many deaths.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ ALONE_S = 2.0  # seconds for a dead process's descendants to exit, as a sandbox'
 CLOSE_S = 10.0  # seconds to shut down, besides the environments' step_timeout_s
 TAIL_LINES = 15  # last lines of the process's log in the report of its death
 PAUSE_S = 0.05  # seconds between two polls for descendants
-# After SILENT_S seconds without a beat (or the shortest step_timeout_s), then every ASK_S, the rank
-# signals the process to report what blocks it. Native code may ignore the signal, and a method may
-# catch its exception; the process is killed END_SILENT_S after the longest step_timeout_s.
+# After SILENT_S seconds without a beat, or the shortest step_timeout_s if that is less, the rank
+# signals the process to report what blocks it, and again every ASK_S. Native code may ignore the
+# signal, and a method may catch its exception. So a process that has been silent for the longest
+# step_timeout_s plus END_SILENT_S is killed.
 SILENT_S, ASK_S, END_SILENT_S = 30.0, 5.0, 60.0
 WATCH_S = 1.0  # seconds between two checks for a missing beat
 
@@ -107,7 +108,7 @@ class _Process:
                 os.kill(self._process.pid, number)
 
     async def end(self) -> str:
-        """Wait until the process and all its descendants have ended; return how it ended."""
+        """Wait for the process's exit and end its descendants; return how the process ended."""
         code = await self._process.wait()
         self._writer.close()
         await asyncio.to_thread(_end_descendants)
