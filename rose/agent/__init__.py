@@ -1,4 +1,3 @@
 """The environment host: it owns trajectories, runs the agent loop on an environment (`envs`), and
-asks the coordinator for one turn at a time. May import protocol, config, comm and observe; never an
-engine or the trainer.
+requests one turn at a time from the coordinator. It never imports an engine or the trainer.
 """

@@ -1,16 +1,16 @@
-"""An environment that blocks the event loop of its host: noticed, named and ended.
+"""Detect, name and interrupt an environment's method that blocks the event loop of its host.
 
 All trajectories of a host share one event loop, so a method that never awaits stops them all. The
-host's process sends a `HostBeat` to its rank each `BEAT_S`, as long as its loop turns. The rank is
-another process (rose/agent/rank.py), and where beats stay away it sends `SIGNAL`. The handler runs
-within the very call that blocks, be it a sleep or a regular expression:
+host's process sends a `HostBeat` to its rank every `BEAT_S` seconds while its loop is responsive.
+The rank is another process (rose/agent/rank.py). When beats are missing, it sends `SIGNAL`. Python
+runs the handler inside the call that blocks, for example a sleep or a regular expression:
 
-1. it reports the environment's method, which it finds among the frames below, or by the context
-   that a task of the method has inherited;
-2. once the loop stood still for the environment's step_timeout_s, it raises `Blocked` in the
-   method: that trajectory fails, and all others go on.
+1. The handler reports the environment's method. It finds the method on the stack, or in the context
+   that an asyncio task inherited from the method which created it.
+2. Once the loop has been blocked for the environment's step_timeout_s, the handler raises `Blocked`
+   in the method. That trajectory fails, and all others continue.
 
-Native code that handles no signals goes on blocking; the rank ends its process.
+Native code that never returns to the interpreter keeps blocking; the rank then kills the process.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-BEAT_S = 1.0  # seconds between two beats: a rank that counts to 30 s may miss some
-SIGNAL = signal.SIGRTMIN + 3  # neither asyncio nor what environments use needs it
-# (what, limit_s) of the environment call whose task runs, or has started the task that does.
+BEAT_S = 1.0  # seconds between two beats; short beside the rank's 30 s, so a few may be late
+SIGNAL = signal.SIGRTMIN + 3  # a signal that neither asyncio nor the usual libraries use
+# (method, limit in seconds) of the running environment call, inherited by tasks that it starts.
 INHERITED: ContextVar[tuple[str, float] | None] = ContextVar("inherited", default=None)
-CALLS: set[CodeType] = set()  # functions whose locals `what` and `limit_s` tell an environment call
+# Functions that call environments; on the stack, their locals `what` and `limit_s` name the call.
+CALLS: set[CodeType] = set()
 
 
 class Blocked(BaseException):
-    """Raised in a method that blocks. `Exception` would end in the method's own handlers."""
+    """Interrupts a method that blocks. The method's handlers would catch an `Exception`."""
 
 
 def marks(function: Callable) -> Callable:
-    """A decorator: calls of the environment lie within this function."""
+    """Decorate a function that calls an environment and has the locals `what` and `limit_s`."""
     CALLS.add(function.__code__)
     return function
 
 
 @marks
 def called(what: str, limit_s: float, call: Callable[[], Any]) -> Any:
-    """Call a method of the environment that is no coroutine, as its constructor."""
+    """Call a method of the environment that is not a coroutine, such as its constructor."""
     return call()
 
 
 class LoopWatch:
-    """`beat` sends a sign of life, `say` a sentence about what blocks."""
+    """Detects a blocked event loop. `beat` sends one beat, `say` reports the code that blocks."""
 
     def __init__(self, beat: Callable[[], None], say: Callable[[str], None]) -> None:
         self._beat, self._say = beat, say
         self._beat_at, self._said = time.monotonic(), False
 
     async def run(self) -> None:
-        """Send beats until cancelled. In the main thread."""
+        """Send beats until cancelled. Must run in the main thread, which handles signals."""
         signal.signal(SIGNAL, lambda _, frame: self.look(frame))
         while True:
             self._beat_at, self._said = time.monotonic(), False
@@ -64,10 +65,10 @@ class LoopWatch:
             await asyncio.sleep(BEAT_S)
 
     def look(self, frame: FrameType | None) -> None:
-        """Report what blocks the loop in `frame`. Raises `Blocked` where its time is up."""
+        """Report once what blocks the loop in `frame`. Raises `Blocked` after its time limit."""
         silent = time.monotonic() - self._beat_at
         if silent < 2 * BEAT_S:
-            return  # The loop turns again.
+            return  # the loop is responsive again
         where, limit_s = _call(frame)
         if not self._said:
             self._said = True
@@ -83,8 +84,8 @@ class LoopWatch:
 
 
 def _call(frame: FrameType | None) -> tuple[str, float]:
-    """The environment's method that runs in `frame`, or one of whose tasks does, and its
-    step_timeout_s; ROSE's own code has no limit."""
+    """Return the environment's method that runs in `frame` or started the task in it, and its
+    step_timeout_s. For ROSE's own code: the line, and an infinite limit."""
     call = frame
     while call is not None and call.f_code not in CALLS:
         call = call.f_back
@@ -96,7 +97,7 @@ def _call(frame: FrameType | None) -> tuple[str, float]:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Name the line of ROSE's own code."""
+    """Return file, line and function of `frame`."""
     if frame is None:
         return "native code"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,11 +1,11 @@
-"""Chat messages and observations -> tokens, by the model's own template, without re-tokenising.
+"""Converts chat messages to tokens with the model's own template, and never re-tokenises.
 
-A conversation's first prompt is rendered by the template as usual. After that only the text between
-the end of the policy's turn and its next generation prompt is encoded and appended: a template may
-rewrite earlier turns (Qwen3 drops their thinking), a trajectory must not. That text is the
-template's rendering of a dummy conversation, after the dummy answer. What a template gets is what
-`vllm serve` gives it (rose/agent/template.py). Left out: images, and tools with templates in which
-a result behind a call is written otherwise than behind an answer without one, or not at all.
+The template renders a conversation's first prompt as usual. After a turn, only the text from the
+end of that turn to the next generation prompt is encoded and appended. Rendering the conversation
+again would change it, since a template may rewrite earlier turns (Qwen3 drops their thoughts). The
+appended text comes from a dummy conversation: what the template writes after the dummy answer. The
+template gets its input as from `vllm serve` (rose/agent/template.py). Not supported: images, and
+tools with a template that omits results or writes them differently after a call than after text.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from rose.agent.tool_calls import CLOSE, OPEN, BadCall, Reading
 from rose.config import ConfigError, Model
 from rose.models import end_tokens
 
-LOOP_CHARACTERS = 20_000  # are made tokens of within the event loop: some milliseconds
-COMPOSED = 4  # characters that NFC makes one, at most: a Greek letter with three marks
-CACHED = 4096  # characters: longer texts are seldom the same, and thousands of them fill memory
-VARIANTS = 16  # sets of template arguments that requests give; an agent has one or two
-CACHE = 4096  # texts; FrozenLake has about as many observations in a step of 64 trajectories
+LOOP_CHARACTERS = 20_000  # most characters tokenized in the event loop, in a few milliseconds
+COMPOSED = 4  # most characters that NFC composes to one: a Greek letter with three marks
+CACHED = 4096  # most characters of a cached text; longer ones seldom repeat and would fill memory
+VARIANTS = 16  # most cached sets of requests' template arguments; an agent uses one or two
+CACHE = 4096  # most cached texts; FrozenLake with 64 trajectories has about as many per step
 
-# Types of models of which `AutoTokenizer` takes the class that their tokenizer_config.json names.
+# Model types for which `AutoTokenizer` uses the class that tokenizer_config.json names.
 NAMED = ("qwen3", "qwen3_moe")
 
 RESPONSE = {"<tool_response>", "</tool_response>"}
@@ -54,8 +54,8 @@ Tokens = TypeVar("Tokens")
 
 
 def tokenizer_class(folder: str | Path) -> type:
-    """The class whose `from_pretrained` loads the tokenizer in `folder` as `AutoTokenizer` does. Of
-    models in `NAMED` it is looked up here: `AutoTokenizer` itself imports torch, for 3 s."""
+    """Return the class whose `from_pretrained` loads the tokenizer in `folder` as `AutoTokenizer`
+    does. Models in `NAMED` don't need `AutoTokenizer`, which imports torch and so takes 3 s."""
     given, own = (
         json.loads(path.read_text(encoding="utf-8"))
         if (path := Path(folder) / name).is_file()
@@ -73,8 +73,8 @@ class ChatFormat:
     """The tokenizer and chat template in `folder`, with `template_args` (such as enable_thinking),
     and the forms of tool calls and thoughts (rose/agent/tool_formats.py).
 
-    Raises `ConfigError` naming model.path when the folder has no usable tokenizer or template, and
-    naming model.tool_format or model.reasoning_format when that is not the template's.
+    Raises `ConfigError` that names model.path if the folder has no usable tokenizer or template,
+    and model.tool_format or model.reasoning_format if that doesn't fit the model.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class ChatFormat:
         self._tokenizer = self._load()
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(end_tokens(folder, end_of_turn))
-        self.vocabulary = self._find_vocabulary()  # token ids are below
-        # marks of turns and responses must not act as such in what an environment says; those of
-        # calls, which the loop's own messages show to the model, begin nothing there
+        self.vocabulary = self._find_vocabulary()  # size: all token ids are smaller
+        # Marks of turns and tool responses, which `neutral` breaks up in an environment's text.
+        # Marks of calls are harmless there, and the loop's own messages quote them to the model.
         marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._longest = _longest_token(self._backend)
@@ -110,17 +110,17 @@ class ChatFormat:
         )
 
     def _write(self) -> None:
-        """Find out how the template writes conversations with these arguments. Raises
-        `CannotExtend`."""
+        """Find out what the template writes after an answer with these arguments, and create the
+        caches. Raises `CannotExtend`."""
         self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
         self._gaps.of(("user",), False)
-        self.tools_problem = self._gaps.tools_problem()  # "" where environments may have tools
+        self.tools_problem = self._gaps.tools_problem()  # "" if environments may have tools
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
     def with_args(self, given: dict[str, Any]) -> ChatFormat:
-        """Return the format with a request's template arguments before the run's own. Those that
-        the template does not read are left out. Raises `CannotExtend`."""
+        """Return the format with a request's template arguments, which override the run's.
+        Arguments that the template does not read are ignored. Raises `CannotExtend`."""
         kept = {name: value for name, value in given.items() if name in self._arguments}
         return self._with(json.dumps(kept, sort_keys=True)) if kept else self
 
@@ -134,55 +134,55 @@ class ChatFormat:
 
     @classmethod
     def of(cls, folder: str | Path, model: Model) -> ChatFormat:
-        """As `model` says, whose folder this is."""
+        """Return the format of the model in `folder`, with the settings of `model`."""
         formats = model.tool_format, model.reasoning_format
         return cls(folder, model.chat_template_args, *formats, model.end_of_turn)
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """First prompt, up to and including the generation prompt. `messages` are OpenAI's, with
-        texts or parts of text.
+        """Return the tokens of the first prompt, up to and including the generation prompt.
+        `messages` are OpenAI's, with text or parts of text.
 
-        Templates that ignore tools (SmolLM2) get them described in the system message, and calls
-        and results as text. Raises `CannotExtend` when the template refuses the messages.
+        For templates that ignore tools (SmolLM2), the system message describes the tools, and calls
+        and results become text. Raises `CannotExtend` if the template refuses the messages.
         """
         key = json.dumps(messages), json.dumps(tools)
         short = sum(map(len, key)) <= CACHED
         return list(self._start(*key) if short else self._start_tokens(*key))
 
     def least_tokens(self, characters: int) -> int:
-        """The tokens that so many characters of messages make at least; 0 where nobody knows. What
-        can't fit is refused by that, without a second of work for each 100 kB."""
+        """Return a lower bound on the number of tokens of `characters`; 0 if unknown. With it, the
+        caller rejects too long messages without tokenizing them, at a second per 100 kB."""
         return characters // self._longest if self._longest else 0
 
     async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
-        """`write(*given)`, beside the event loop where it works on many `characters`."""
+        """Return `write(*given)`, run in a thread for more than `LOOP_CHARACTERS` `characters`."""
         if characters <= LOOP_CHARACTERS:
             return write(*given)
         return await asyncio.to_thread(write, *given)
 
     def written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """The text whose tokens are `start`'s. Raises `CannotExtend`."""
+        """Return the text whose tokens `start` returns. Raises `CannotExtend`."""
         if tools and self.tools_problem:
             raise CannotExtend(self.tools_problem)
         try:
             return self._render(messages, tools)
-        except Exception as error:  # a template is a program: of what its author didn't think of
+        except Exception as error:  # a template is a program, which may raise anything
             raise CannotExtend(
                 f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
             ) from None
 
     def counts(self, texts: Sequence[str]) -> list[int]:
-        """The number of tokens of each text, counted by all cores."""
+        """Return the number of tokens of each text, counted on all cores."""
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
         return list(map(len, self._backend.encode_batch(texts, add_special_tokens=False)))
 
     def observation(
         self, text: str, role: Observer, closed: bool = True, tools: bool | None = None
     ) -> list[int]:
-        """Tokens from the policy's last token to its next turn.
+        """Return the tokens between the policy's last token and its next turn.
 
-        `closed`: the last token was an end-of-turn token; else (cut by a limit) one is supplied.
-        `tools`: whether the trajectory has tools; by default, where a tool says something.
+        `closed`: True if the last token was an end-of-turn token; otherwise the tokens begin with
+        one. `tools`: True if the trajectory has tools; by default, True for observations of tools.
         """
         return self.observations([(role, text)], closed, tools)
 
@@ -193,9 +193,9 @@ class ChatFormat:
         tools: bool | None = None,
         system: bool = False,
     ) -> list[int]:
-        """Do as `observation` for several (who says it, text), or OpenAI's messages, in a row:
-        results of calls in one turn, and what a user says after them. `system`: whether the
-        trajectory has a system message. Raises `CannotExtend`."""
+        """Do as `observation` for several in a row: the results of a turn's calls, then a user's
+        messages. All are (role, text), or all are OpenAI messages. `system`: True if the trajectory
+        has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))
@@ -206,25 +206,25 @@ class ChatFormat:
         return list(write(key, closed, tools, system))
 
     def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
-        """Thought, content and calls of a turn's text."""
+        """Split a turn's text into thought, content and calls."""
         return self.format.read(*self._split(text), tools)
 
     def parse(self, text: str, tools: list[dict[str, Any]]) -> Action | BadCall:
-        """What a turn asks for, or what is wrong with its calls."""
+        """Return the action in a turn's text, or its malformed call."""
         return self.read(text, tools).action(text)
 
     def said(self, text: str) -> str | None:
-        """`Action.said` of a turn's text."""
+        """Return `Action.said` of a turn's text."""
         if self._named_thoughts:
             return self._split(text)[1]
         return outside_thoughts(f"<think>{text}") if self._opens_thought else None
 
     def neutral(self, text: str) -> str:
-        """`text` in which nothing acts as a mark of the template's."""
+        """Return `text` with a space in each of the template's marks, so that none acts as one."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of a turn, without the end-of-turn token at its end."""
+        """Return the text of tokens, without the end-of-turn tokens at their end."""
         tokens = [int(token) for token in tokens]
         while tokens and tokens[-1] in self.eos_ids:
             tokens.pop()
@@ -232,13 +232,14 @@ class ChatFormat:
 
     @property
     def template(self) -> str:
-        """Return the template of conversations without tools. With `native_tools` unset it is that
-        of all conversations."""
+        """Return the template for conversations without tools. If `native_tools` is False, it is
+        the template for all conversations."""
         return self._tokenizer.get_chat_template()
 
     @property
     def thinks(self) -> bool:
-        """True where the template makes the model think between marks that are tokens."""
+        """True if the model thinks between <think> and </think>, both tokens of its own, and the
+        template opens a thought or has the argument enable_thinking."""
         marks = {"<think>", "</think>"} <= self._tokenizer.get_vocab().keys()
         asked = "enable_thinking" in self._arguments and "</think>" in self.template
         return marks and (asked or self._opens_thought)
@@ -257,10 +258,10 @@ class ChatFormat:
         return tokenizer
 
     def _find_vocabulary(self) -> int:
-        """The model's, which may be padded; the tokenizer's where no model lies beside it."""
+        """Return the model's vocabulary size, padding included; else the tokenizer's size."""
         path = Path(self.folder) / "config.json"
         given = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        text = given.get("text_config") or {}  # of models that see, too
+        text = given.get("text_config") or {}  # present in vision-language models
         return given.get("vocab_size") or text.get("vocab_size") or len(self._tokenizer)
 
     def _render(
@@ -278,9 +279,9 @@ class ChatFormat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        # lone surrogates, from JSON that a model or an agent wrote
+        # Replace lone surrogates, which JSON of a model or an agent may hold.
         text = text.encode("utf-8", "replace").decode()
-        # A batch releases the interpreter's lock, which `encode` keeps.
+        # `encode_batch` releases the GIL; `encode` doesn't.
         [encoded] = self._backend.encode_batch([text], add_special_tokens=False)
         return encoded.ids
 
@@ -309,7 +310,7 @@ class ChatFormat:
         return tokens[1:] if closed else tokens
 
     def _has_tools(self) -> bool:
-        """True where the template lists tools."""
+        """True if the template lists tools."""
         try:
             return tool_formats.PROBE.name in self._render(
                 [plain_message("user")], [tool_formats.PROBE_TOOL]
@@ -318,7 +319,7 @@ class ChatFormat:
             return False
 
     def _written_call(self) -> str | None:
-        """What the template writes for one call, up to the end of the turn; None if it ignores
+        """Return the template's text for one call, up to the end of the turn; None if it ignores
         calls."""
         reply = calling(tool_formats.PROBE.arguments)
         tools = [tool_formats.PROBE_TOOL]
@@ -329,7 +330,7 @@ class ChatFormat:
             return None
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
             return None
-        # what the generation prompt adds, as an empty thought, may be missing from the rendering
+        # A generation prompt may add text, such as an empty thought, that earlier turns don't have.
         shared = len(os.path.commonprefix([before, text]))
         written = text[shared:].rstrip()
         for end in self._eos_texts():
@@ -348,11 +349,11 @@ class ChatFormat:
 
 
 def _longest_token(backend: Any) -> int:
-    """The most characters that a token stands for, or 0 where one may stand for any number, as in
-    tokenizers that collapse spaces or know words alone.
+    """Return the largest number of characters that one token stands for; 0 if that is unbounded, as
+    in tokenizers that collapse spaces or know whole words only.
 
-    In byte-level BPE a token's name has a character for each byte. Normalisation to NFC composes
-    up to `COMPOSED` characters to one.
+    In byte-level BPE a token's name has one character per byte. Normalisation to NFC composes up to
+    `COMPOSED` characters to one.
     """
     pieces = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
     normalizer = type(backend.normalizer).__name__
@@ -361,7 +362,7 @@ def _longest_token(backend: Any) -> int:
         type(backend.model).__name__ != "BPE"
         or b"ByteLevel" not in pieces
         or normalizer not in ("NoneType", "NFC")
-        or any(token.lstrip or token.rstrip for token in added)  # These take spaces with them.
+        or any(token.lstrip or token.rstrip for token in added)  # such a token absorbs spaces
     ):
         return 0
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))

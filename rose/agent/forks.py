@@ -1,11 +1,11 @@
-"""Trajectories of a host that fork off each other: tree rollouts (`rollout/branch`).
+"""Tree rollouts (`rollout/branch`): trajectories that fork off other trajectories of their host.
 
-A trajectory that forks off another waits until that one stands before the turn in question, takes a
-copy of its tokens, and brings an environment of its own to the same state: by what the environment
-has saved (`Environment.checkpoint`), else by resetting it to the same seed and repeating every
-action, where each answer must be the recorded one. That copy is its first snapshot
-(rose/agent/snapshots.py): where its host dies it needs no other. If the other ends sooner, or
-fails, it begins with the prompt, and what forks off it still does.
+A fork waits until its parent has reached a certain turn and copies the parent's tokens. It brings
+its own environment to the same state: from what the parent's environment has saved
+(`Environment.checkpoint`), else by a reset to the same seed and a repetition of all actions, whose
+results must equal the recorded ones. The copy is the fork's first snapshot
+(rose/agent/snapshots.py), so after its host died it resumes without its parent. If the parent ends
+or fails before that turn, the fork starts from the prompt; others can still fork off it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from rose.protocol import StartTrajectory
 
 @dataclass(frozen=True)
 class Fork:
-    """A trajectory before one of its turns."""
+    """The state of a parent trajectory before one of its turns, which its forks copy."""
 
     first: Start
-    played: tuple[tuple[Action, Step], ...]  # what its environment was given, and said
-    saved: bytes | None  # by the environment, if it can
-    state: dict[str, Any]  # the rest, as the loop names it, for who forks off here
+    played: tuple[tuple[Action, Step], ...]  # all actions so far, with the environment's results
+    saved: bytes | None  # result of `Environment.checkpoint`; None without that method
+    state: dict[str, Any]  # the loop's attributes (`loop.SAVED`), by name
 
 
 class Forks:
-    """`expect` is called before the trajectory that is followed gets its first answer."""
+    """The waiting forks. `expect` must be called before the parent gets its first turn."""
 
     def __init__(self) -> None:
-        # who is followed -> turn -> those that wait
+        # parent -> turn -> futures of the forks that wait for it
         self._waiting: dict[str, dict[int, list[asyncio.Future[Fork | None]]]] = {}
 
     def begin(self, trajectory: str) -> None:
         self._waiting[trajectory] = {}
 
     def expect(self, start: StartTrajectory) -> asyncio.Future[Fork | None] | None:
-        """What `start` forks off, None if it must begin with the prompt; None where it follows
-        nobody who runs here."""
+        """Return a future of the parent's state. Its result is None if the fork must start from the
+        prompt. Return None instead of a future if no parent of `start` runs on this host."""
         if (turns := self._waiting.get(start.follows)) is None:
             return None
         future = asyncio.get_running_loop().create_future()
@@ -56,13 +56,13 @@ class Forks:
                 future.set_result(fork)
 
     def passed(self, trajectory: str, turn: int) -> None:
-        """It stands before this turn: nobody can fork off it sooner any more."""
+        """Start the forks that wait for an earlier turn of `trajectory` from the prompt."""
         waiting = self._waiting.get(trajectory, {})
         for each in [each for each in waiting if each < turn]:
             _release(waiting.pop(each))
 
     def end(self, trajectory: str) -> None:
-        """Nobody can fork off it any more."""
+        """Start all forks that still wait for `trajectory` from the prompt."""
         for futures in self._waiting.pop(trajectory, {}).values():
             _release(futures)
 

@@ -1,7 +1,7 @@
-"""Finds what a chat template writes between a turn of the policy and its next one.
+"""Finds the text that a chat template writes between a turn of the policy and the next: the gap.
 
-It renders dummy conversations, and refuses templates with which a trajectory's tokens could not
-stay as they were. Left out: tokens (rose/agent/chat.py).
+It renders dummy conversations, and rejects templates that would rewrite a trajectory's earlier
+text. It works on text; rose/agent/chat.py makes tokens of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Literal
 from rose.agent import tool_formats
 from rose.config import ConfigError
 
-CACHE = 4096  # sequences of roles; an agent's results and messages in a row are few
+CACHE = 4096  # most cached gaps, one per sequence of roles; a run has few such sequences
 ANSWER = "ROSE-ANSWER-7f3a"
-OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # the quotation mark: does the template escape it?
-# Contents by which it is tried what a template does to any content.
+OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # quotation mark: a test of the template's escaping
+# Test contents, to find out how a template changes contents.
 TRIED = (
     "",
     "\n \u00a0" + OBSERVATION + "\\n\t ",
@@ -31,30 +31,30 @@ TRIED = (
     "[1]",
     "a</think>\n\nb<think>c",
 )
-LONG = 5  # rounds before an answer, in a conversation whose length may matter to a template
-# Thoughts, which templates write into prompts and leave out of earlier turns.
+LONG = 5  # rounds of a long dummy conversation, in case a template depends on the length
+# Marks of thoughts, which templates write into generation prompts and leave out of earlier turns.
 THINKING = re.compile(r"</?think>|\[/?THINK\]|\s")
 
 Observer = Literal["tool", "user"]
 
 
 class CannotExtend(ConfigError):
-    """The template doesn't write these messages after an answer in a way that could be appended."""
+    """The template refuses these messages, or its text can't be appended to generated tokens."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The text between an answer and the next turn, `texts` around the messages' contents."""
+    """The text between an answer and the next turn."""
 
     end: str  # the end-of-turn token
-    texts: tuple[str, ...]
-    # What the template does to each content: whether it is written as a JSON string, and trimmed.
-    # None where it does something else, so that each message has to be rendered.
+    texts: tuple[str, ...]  # texts before, between and after the messages' contents
+    # For each content (escaped as a JSON string, stripped of white space). None if the template
+    # changes contents in another way, so that the template must render each observation.
     forms: tuple[tuple[bool, bool], ...] | None
-    ids: bool  # True where the template writes the ids of calls beside results
+    ids: bool  # True: the template writes the ids of calls beside results
 
     def write(self, contents: Sequence[str]) -> str:
-        """The text behind the end of the turn."""
+        """Return the text after the end-of-turn token."""
         whole = [self.texts[0]]
         for text, (escaped, trimmed), after in zip(
             contents, self.forms, self.texts[1:], strict=True
@@ -65,8 +65,8 @@ class Gap:
 
 
 class Gaps:
-    """`render`: (messages, tools) -> the template's text. `ends`: the end-of-turn tokens. `native`:
-    whether the template itself lists tools."""
+    """The gaps of one template. `render(messages, tools)` returns the template's text. `ends`: the
+    end-of-turn tokens. `native`: True if the template itself lists tools."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Gaps:
         self.of = functools.lru_cache(CACHE)(self._find)
 
     def tools_problem(self) -> str:
-        """Why no environment with tools can be played with this template; "" if one can."""
+        """Return why the template can't be used with tools; "" if it can."""
         try:
             self.of(("user",), True)
             self.of(("tool",), True)
@@ -99,10 +99,11 @@ class Gaps:
         return ""
 
     def _find(self, roles: tuple[Observer, ...], tools: bool, system: bool = False) -> Gap:
-        """Find the gap in conversations that begin with a system message, or without one.
+        """Find the gap before messages of these roles. `system`: the conversation begins with a
+        system message.
 
-        Whatever turns there were before, the same text must follow an answer, and the answer must
-        not change the prompt before it. Raises `CannotExtend` otherwise.
+        The gap must not depend on earlier turns, and an answer must not change the prompt before
+        it. Raises `CannotExtend` otherwise.
         """
         contents = [OBSERVATION.format(i) for i in range(len(roles))]
         reply, observed = plain_message("assistant", ANSWER), observed_messages(roles, contents)
@@ -148,7 +149,7 @@ class Gaps:
             yield [plain[0], calling({"text": "x"}), result, plain[1]]
 
     def _is_written(self, gap: Gap, roles: tuple[Observer, ...], text: str, tools: bool) -> bool:
-        """Return whether the template writes observations of this text as `gap` does."""
+        """True if the template writes observations with this text as `gap` does."""
         contents = [text.replace("{}", str(i)) for i in range(len(roles))]
         said = [
             plain_message("user"),
@@ -160,8 +161,8 @@ class Gaps:
     def _check_opening(
         self, first: list[dict], second: list[dict], observed: list[dict], tools: bool
     ) -> None:
-        """Raises `CannotExtend` where an answer changes what its prompt had, as in templates that
-        list the tools before the last user's message. Thoughts may go."""
+        """Check that an answer doesn't change the prompt before it, as in templates that list the
+        tools before the last user's message. Thoughts may vanish. Raises `CannotExtend`."""
         found = []
         for messages in (first, second):
             prompt = self._written_prompt(messages, tools)
@@ -178,7 +179,7 @@ class Gaps:
                 )
 
     def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-        """(texts around the contents, whether each of these is escaped)."""
+        """Return (texts around the contents, True for each content that is escaped)."""
         texts, escaped = [], []
         for content in contents:
             escaped.append(content not in text)
@@ -215,7 +216,7 @@ def plain_message(role: str, content: str = "x") -> dict[str, str]:
 
 
 def observed_messages(roles: Sequence[Observer], contents: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages after an answer."""
+    """Return the messages after an answer."""
     return [
         plain_message(role, content) | ({"tool_call_id": call_id(i)} if role == "tool" else {})
         for i, (role, content) in enumerate(zip(roles, contents, strict=True))
@@ -223,12 +224,12 @@ def observed_messages(roles: Sequence[Observer], contents: Sequence[str]) -> lis
 
 
 def calling(arguments: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message that calls the probe."""
+    """Return an assistant's message that calls the probe."""
     function = {"name": tool_formats.PROBE.name, "arguments": arguments}
     call = {"id": call_id(0), "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def call_id(index: int) -> str:
-    """Nine letters and digits, as Mistral's templates demand."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return f"rose{index:05d}"

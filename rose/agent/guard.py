@@ -1,5 +1,5 @@
-"""An environment behind deadlines: whatever it does wrong is one kind of error, and nothing waits
-for it for ever."""
+"""Calls an environment's methods with deadlines. Every fault of the environment, including a hang,
+becomes an `EnvironmentFailure`."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.protocol import Trajectory
 from rose.reward import values
 
-CAUSE_CHARACTERS = 4000  # characters of a cause; the end of a program's log has 2,000 bytes
-LOOK_S = 0.1  # how often at most a deadline is looked at while a call queues for a process
+CAUSE_CHARACTERS = 4000  # most characters of a cause, which may quote 2,000 bytes of a log
+LOOK_S = 0.1  # least seconds between two checks of a deadline that moves while a call is queued
 
 
 class EnvironmentFailure(Exception):
-    """The environment raised, hung or answered nonsense; nothing of the trajectory may be used.
+    """The environment raised, hung or returned invalid values; the trajectory must not be trained.
 
-    What it had made by then is kept for people to look at. Whoever runs a trajectory sets `made`
-    and `output` on each error that leaves it, also on a cancellation, of which `OwnTime` makes a
-    failure.
+    What the trajectory had generated is kept for inspection. The agent loop sets `made`, and the
+    runner of an agent's program also `output`, on every exception that leaves the trajectory. That
+    includes a cancellation, because `OwnTime` turns its own into a failure.
     """
 
     def __init__(self, trajectory: str, cause: str):
-        # others' texts: as long as they like, with halves of characters that no message can carry
+        # A cause quotes foreign text of any length, which may hold lone surrogates (invalid UTF-8).
         cause = cause[:CAUSE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
         super().__init__(f"trajectory {trajectory}: {cause}")
         self.trajectory, self.cause = trajectory, cause
         self.task = ""  # the environment's name for its task, if any
-        self.made: Trajectory | None = None  # None: it failed before its first token
-        self.output = ""  # the agent's program had printed this
+        self.made: Trajectory | None = None  # the trajectory so far; None: no token yet
+        self.output = ""  # text that the agent's program had printed
 
 
 class TaskFailure(EnvironmentFailure):
-    """Every trajectory of the task fails in the same way, as with a prompt that doesn't fit."""
+    """Every trajectory of the task would fail the same way, for example on a too long prompt."""
 
 
 class ScoringFailure(EnvironmentFailure):
-    """The episode went well, but nobody could say what it is worth."""
+    """The episode was played to its end, but could not be scored."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process. Signal handlers raise it with the signal's number, wherever the
-    process happens to be: an environment that is being called did not raise it."""
+    """A signal ends this process. Its handler raises this with the signal's number, perhaps during
+    a call of an environment; the environment is not at fault."""
 
 
 class Guard:
-    """The environment behind deadlines: any trouble becomes an `EnvironmentFailure`. What a
-    call queues for a worker process (`_workers`) doesn't count."""
+    """Calls the methods of `env`, each with a deadline of `timeout_s` seconds. The time that a call
+    waits for a free worker process (`_workers`) doesn't count. Raises `EnvironmentFailure`."""
 
     def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
         self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
@@ -65,21 +65,21 @@ class Guard:
         return await self._call("step", lambda: self.env.step(action), Step, returned.step)
 
     async def end(self) -> Step | None:
-        """What an environment that judges the final state says once the turns are used up."""
+        """Return the environment's verdict on an episode that a limit ended; None without `end`."""
         if (end := getattr(self.env, "end", None)) is None:
             return None
         return await self._call("end", end, Step, returned.step)
 
     def stats(self) -> dict[str, float]:
-        """The environment's own figures of the episode."""
+        """Return the environment's own statistics of the episode."""
         return self._read("stats", {}, returned.stats)
 
     def flag(self, name: str) -> bool:
-        """Return an attribute that is true or false."""
+        """Return an attribute as a bool."""
         return self._read(name, None, returned.flag)
 
     def _read(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:
-        """Read an attribute, which may be a property of the user's."""
+        """Read an attribute and check it. It may be a property, whose code may raise or block."""
         what = f"{type(self.env).__name__}.{name}"
         try:
             given = called(what, self.timeout_s, lambda: getattr(self.env, name, default))
@@ -93,7 +93,7 @@ class Guard:
             raise self._failure(name, f"gave {_wrong(error)}") from error
 
     async def checkpoint(self) -> bytes | None:
-        """None of an environment that saves nothing."""
+        """Return the environment's saved state, None of an environment without `checkpoint`."""
         if (checkpoint := getattr(self.env, "checkpoint", None)) is None:
             return None
         return await self._call("checkpoint", checkpoint, bytes)
@@ -158,7 +158,7 @@ async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> 
 
 
 def _wrong(error: Exception) -> str:
-    """Word what a check found. A stranger's value may raise anything as it is looked at."""
+    """Describe what a check found. Reading a value of a user's class may raise anything."""
     if type(error) is ValueError:
         return str(error)
     return f"a value that can't be read: {_raised(error)}"
@@ -173,6 +173,6 @@ def _raised(error: BaseException) -> str:
 
 
 def forget(task: asyncio.Task) -> None:
-    """An abandoned call may still raise; it has been reported already."""
+    """Retrieve an abandoned call's exception, so that asyncio doesn't log what was reported."""
     if not task.cancelled():
         task.exception()

@@ -1,8 +1,7 @@
-"""An environment host: its trajectories, each an asyncio task that asks for one turn at a
-time.
+"""An environment host: runs trajectories, each an asyncio task that requests one turn at a time.
 
-The host owns its trajectories to their end. Engines join and leave behind `TurnResult`; the host
-does not notice.
+The host owns its trajectories to their end. It sends a `TurnRequest` and gets a `TurnResult`, and
+does not notice when engines join or leave in between.
 """
 
 from __future__ import annotations
@@ -43,17 +42,18 @@ from rose.observe.recorder import NullRecorder
 from rose.sandbox import SandboxError
 from rose.sandbox.engine import Engine
 
-TASK_CHARACTERS = 200  # a task's name may have so many
-STORE_S = 60.0  # for checkpoints that are on their way when the host ends
+TASK_CHARACTERS = 200  # most characters of a task's name; the remainder is cut
+STORE_S = 60.0  # most seconds to store the remaining checkpoints of sandboxes when the host ends
 
-# A job that is ended sends SIGTERM to all of its processes: what dies of it may do so before this
-# process is told, and the run has so long to end before deaths count as failures.
+# Slurm ends a job with SIGTERM to all its processes. One of them may die, and fail a trajectory,
+# before this process gets SIGTERM. So a failure is reported only after TOLD_S seconds, and if
+# SIGTERM arrived in them, after ENDING_S more, by which time the run should have ended.
 TOLD_S, ENDING_S = 0.5, 60.0
 
 
 class TrajectoryHost:
-    """Runs trajectories, each a task made by `spawn`; `send` takes its messages to the
-    coordinator. `failed` keeps what failed."""
+    """Runs trajectories, each as an asyncio task that `spawn` starts. `send` sends a message to the
+    coordinator; `failed` keeps failed trajectories for inspection."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class TrajectoryHost:
         failed: Keeper | None = None,
     ) -> None:
         self._moves, self._failed = moves, failed
-        self._released: set[str] = set()  # trajectories that end here to go on elsewhere
-        self._dropped: set[str] = set()  # that nobody wants, and that end now
+        self._released: set[str] = set()  # trajectories that stop here to resume on another host
+        self._dropped: set[str] = set()  # running trajectories that the coordinator cancelled
         self._scoring, self._snapshots, self._checkpoints = scoring, snapshots, checkpoints
         self._config, self._chat, self._send, self._spawn, self._recorder = (
             config,
@@ -81,15 +81,15 @@ class TrajectoryHost:
         )
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
-        self._own: dict[str, OwnTime] = {}  # the own time of running trajectories
+        self._own: dict[str, OwnTime] = {}  # clocks of the running trajectories' own time
         self._forks = Forks()
-        self._gateways: dict[str, Gateway] = {}  # by the address that they listen at
+        self._gateways: dict[str, Gateway] = {}  # gateways by the address that they listen on
         self._opening = asyncio.Lock()
         self._watchdog: Watchdog | None = None
-        self._ending = False  # the job, as far as this process was told
+        self._ending = False  # True once this process got SIGTERM: the job ends
 
     def end_told(self) -> None:
-        """This process got SIGTERM."""
+        """Note that this process got SIGTERM, so failures may be due to the job's end."""
         self._ending = True
 
     def handle(self, message: p.Message) -> None:
@@ -105,7 +105,7 @@ class TrajectoryHost:
             case p.TrajectoryScored() if self._scoring is not None:
                 self._scoring.handle(message)
             case p.ReleaseTrajectory() if self._moves is not None:
-                if message.id in self._trajectories:  # else it has ended, and said so
+                if message.id in self._trajectories:  # otherwise its end has been reported
                     self._moves.ask(message.id)
                     self._release(message.id)
             case p.CancelTrajectory():
@@ -126,7 +126,7 @@ class TrajectoryHost:
             trajectory = await self._trajectory(start, fork)
         except EnvironmentFailure as failure:
             await asyncio.sleep(TOLD_S)
-            if self._ending:  # the trajectory begins anew with the run
+            if self._ending:  # the run's next attempt restarts the trajectory
                 await asyncio.sleep(ENDING_S)
             kinds = isinstance(failure, ScoringFailure), isinstance(failure, TaskFailure)
             words = f"{failure} ({failure.task})" if failure.task else str(failure)
@@ -161,7 +161,7 @@ class TrajectoryHost:
                 self._spawn(self._drop(start.id))
 
     def saved(self, snapshot: Snapshot) -> None:
-        """It is on disk."""
+        """Report a snapshot that is on disk, and release its trajectory if that is to move."""
 
         async def tell() -> None:
             if await self._moves.saved(snapshot):
@@ -171,14 +171,15 @@ class TrajectoryHost:
             self._spawn(tell())
 
     def _release(self, trajectory: str) -> None:
-        """Where it was asked for and all is saved; else at a later snapshot."""
+        """Stop a trajectory that is to move, if it waits for the turn after its newest snapshot.
+        Otherwise do nothing; this is called again at its next turn or snapshot."""
         leaves = self._moves.leaves_before(trajectory) in self._turns
         if leaves and (task := self._trajectories.pop(trajectory, None)) is not None:
             self._released.add(trajectory)
             task.cancel()
 
     async def _drop(self, trajectory: str) -> None:
-        """What was still written of it goes, too, and by that its sandbox's states."""
+        """Remove a cancelled trajectory's snapshots, and with them its sandbox's states."""
         if self._snapshots is not None:
             await asyncio.to_thread(self._snapshots.remove, trajectory)
         self._forget(trajectory)
@@ -196,7 +197,7 @@ class TrajectoryHost:
             limit_s = member.step_timeout_s
             environment = called(f"{member.name}'s constructor", limit_s, lambda: build(member))
         except (ConfigError, Blocked) as error:
-            # The launch could build it, so this may pass, and a replacement may do better.
+            # The launcher could build it, so the fault may be temporary, and a replacement may run.
             raise EnvironmentFailure(start.id, str(error)) from error
         if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
             await asyncio.to_thread(self._snapshots.expect, start.id)
@@ -234,7 +235,7 @@ class TrajectoryHost:
         return msgspec.structs.replace(made, task=task)
 
     async def _gateway(self, address: str, key: str) -> Gateway:
-        """Opened when the first agent needs it. Raises `ConfigError`."""
+        """Return the gateway at `address`; the first call opens it. Raises `ConfigError`."""
         async with self._opening:
             if address not in self._gateways:
                 gateway = Gateway(self._config.model.name)
@@ -247,7 +248,7 @@ class TrajectoryHost:
                 await asyncio.to_thread(remove_stale)
                 self._gateways[address] = gateway
                 self._watchdog = self._watchdog or Watchdog(HOST)
-                processes.adopt_orphans()  # what agents leave behind is found and ended
+                processes.adopt_orphans()  # agents may leave processes behind
             return self._gateways[address]
 
     async def close(self) -> None:
@@ -277,17 +278,17 @@ class TrajectoryHost:
         try:
             own = self._own.get(request.trajectory)
             with own.paused() if own is not None else nullcontext():
-                return await future  # the scheduler's stall deadline bounds it
+                return await future  # no timeout here: the scheduler has a deadline for stalls
         finally:
             self._turns.pop(request.turn, None)
 
 
 def _task_name(environment: object, seed: int, limit_s: float) -> str:
-    """Return what the environment calls the seed's task; "" where it has no name or fails."""
+    """Return the environment's name for the seed's task; "" if `task_name` is missing or raises."""
     what = f"{type(environment).__name__}.task_name"
     try:
         name = str(called(what, limit_s, lambda: environment.task_name(seed)))
-    # A stranger's method, where there is one, and a name costs no trajectory.
+    # A user's method, which may be missing or raise; no trajectory fails because of a name.
     except (Exception, Blocked, SystemExit, KeyboardInterrupt):
         return ""
     return name[:TASK_CHARACTERS].encode("utf-8", "backslashreplace").decode()
@@ -296,12 +297,12 @@ def _task_name(environment: object, seed: int, limit_s: float) -> str:
 async def open_checkpoints(
     config: Config, snapshots: Path, recorder: NullRecorder
 ) -> Engine | None:
-    """What keeps this host's sandboxes' states, as long as their episodes have `snapshots`; None
-    where nothing does. Raises `ConfigError`."""
+    """Open the engine that stores the states of this host's sandboxes while their trajectories have
+    a folder in `snapshots`. None if sandbox.checkpoints=none. Raises `ConfigError`."""
     c = config.sandbox
     if c.checkpoints == "none":
         return None
-    # runs that share a store have trajectories of the same names
+    # Runs that share a store use the same trajectory ids, so each run has a folder of its own.
     run = "_".join(config.run_dir.resolve().parts[1:])
     store = Path(c.store) / run if c.store else config.run_dir / "sandboxes"
     local = Path(c.local) if c.local else None
@@ -325,11 +326,11 @@ async def run(
     folder: Path,
     attempt: int,
 ) -> None:
-    """Until the coordinator sends `Shutdown`. `send(rank, message)` takes a message to a rank;
-    `rank` is the host's own; `folder`: for its trajectories' snapshots."""
+    """Run the host until the coordinator sends `Shutdown`. `rank`: the host's own;
+    `send(rank, message)` sends a message to a rank; `folder`: of its trajectories' snapshots."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
-    # what this machine lacks is found now, and imports take seconds
+    # Find out now what this machine lacks; in a thread, since imports take seconds.
     machine = await asyncio.to_thread(check, config.env, config.eval.sets)
 
     def resumed(snapshot: Snapshot) -> None:
@@ -370,6 +371,6 @@ async def run(
     try:
         await tasks.run_until(handle())
     finally:
-        # cancelled trajectories close their environments
+        # Cancelled trajectories get time to close their environments.
         await tasks.close(config.step_timeout_s)
         await host.close()

@@ -1,9 +1,9 @@
-"""One trajectory, from its seed to its reward: ask for a turn, act, observe, again.
+"""The agent loop of one trajectory: request a turn, act on the environment, observe, repeat.
 
-The loop owns the tokens and the environment; whoever calls it says where turns come from. Tokens
-are appended exactly as generated, never re-tokenised. Every call of the environment has a deadline.
-Left out: retries and replacements (the environment host's), and environments that block the event
-loop; these must use `asyncio.to_thread` themselves.
+The loop owns the tokens and the environment; its caller provides `request_turn`. Tokens are
+appended exactly as generated, never re-tokenised. Every call of the environment has a deadline.
+Failed trajectories are replaced by the coordinator, not here. An environment must not block the
+event loop; it should use `asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from rose.protocol import (
 )
 from rose.reward.episode import Episode
 
-TOKEN_BYTES = 4
+TOKEN_BYTES = 4  # bytes of an int32 token, a float32 log-probability and an int32 policy version
 REMINDER = "Call a tool: write {}"
-# of an episode, what a snapshot has, and one that forks off it
+# The attributes of `_Episode` that a snapshot saves and a fork copies.
 SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
 SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "inherited")
 SAVED += ("commands_s", "experts", "routed")
@@ -65,15 +65,15 @@ async def run_trajectory(
     forks: Forks | None = None,
     fork: asyncio.Future[Fork | None] | None = None,
 ) -> Trajectory:
-    """Run one episode on a fresh `env`, which is closed afterwards, whatever happens. Its reward is
-    the environment's, or what `scoring` says. Where `env` has `checkpoint` it goes on from what
-    `snapshots` has of it, and adds to them; else from `fork`, once that is there. Others may fork
-    off it by `forks`.
+    """Run one episode on a fresh `env`, and close `env` in any case. The reward is the
+    environment's, or the score by `scoring`. The episode begins from its newest usable snapshot in
+    `snapshots`, else from the parent's state that `fork` resolves to, else from the prompt. If
+    `env` has `checkpoint`, it writes snapshots. Others may fork off it through `forks`.
 
-    `sampling` is copied for each turn with its own seed and max_new_tokens = limits.max_new_tokens,
-    or what is left of `max_context` (tokens of prompt and answers together). `clock` gives
-    wall-clock seconds. `key` is where `limits` stand in the configuration: failures name it. Raises
-    `EnvironmentFailure`; what `request_turn` raises, and cancellation, pass through.
+    Each turn gets a copy of `sampling` with the turn's seed and with max_new_tokens = the smaller
+    of limits.max_new_tokens and the tokens left of `max_context` (prompt and answers together).
+    `clock` returns wall-clock seconds. `key` is the key of `limits` in the configuration, which
+    failures name. Raises `EnvironmentFailure`; errors of `request_turn` and cancellation propagate.
     """
     guard = Guard(env, start.id, limits.step_timeout_s, key)
     rest = (limits, max_context, sampling, guard, scoring, snapshots, forks)
@@ -87,7 +87,7 @@ async def run_trajectory(
         try:
             await episode.settle()
             await guard.close()
-        except EnvironmentFailure as also:  # the first cause counts
+        except EnvironmentFailure as also:  # reported as a note; the first error is raised
             error.add_note(str(also))
         raise
     try:
@@ -99,12 +99,12 @@ async def run_trajectory(
 
 
 def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
-    """The same on every machine and run; 31 bits. None stays None."""
+    """Return a turn's seed, 31 bits, the same on every machine and in every run; None for None."""
     return None if sampling_seed is None else seed_of(sampling_seed, turn)
 
 
 class _Episode:
-    """State of one trajectory; the four buffers grow together, one entry per token."""
+    """State of one trajectory; tokens, mask, logprobs and versions have one entry per token."""
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class _Episode:
         self.scoring, self.forks = scoring, forks
         self.saves = getattr(env, "checkpoint", None) is not None
         self.snapshots = snapshots if self.saves or start.follows else None
-        self.capturing: asyncio.Task[None] | None = None  # of the environment's state
-        self.writing: asyncio.Task[None] | None = None  # of the last snapshot
-        self.settling: asyncio.Task[None] | None = None  # of what a snapshot names
+        self.capturing: asyncio.Task[None] | None = None  # saves the environment's state
+        self.writing: asyncio.Task[None] | None = None  # writes the last snapshot
+        self.settling: asyncio.Task[None] | None = None  # waits until other hosts can resume one
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
         self.limits, self.max_context, self.sampling, self.guard = (
             limits,
@@ -134,18 +134,18 @@ class _Episode:
             guard,
         )
         self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
-        self.experts, self.routed = bytearray(), 0  # of the first so many tokens
+        self.experts, self.routed = bytearray(), 0  # experts of the first `routed` tokens
         self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
         self.success = self.truncated = False
-        self.cut = False  # a token limit ended the last turn
-        self.limit = ""  # becomes `Trajectory.limit`
+        self.cut = False  # True: a token limit ended the last turn
+        self.limit = ""  # value of `Trajectory.limit`
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
         self.rewards_turns = False
-        self.outcome = ""  # of the last tool call
-        self.commands_s = 0.0  # in the environment's steps
+        self.outcome = ""  # result of the last turn's calls: "ok", "failed", "" without a call
+        self.commands_s = 0.0  # seconds in the environment's steps
         self.stats: dict[str, float] = {}
-        self.played: list[tuple[Action, Step]] = []  # only where others may fork off
+        self.played: list[tuple[Action, Step]] = []  # recorded only if `forks` is given
         self.inherited: list[tuple[str, int]] = []
 
     @property
@@ -196,7 +196,7 @@ class _Episode:
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
             raise self._no_room(f"at least {least}")
-        size += len(json.dumps(first.tools))  # the template may leave them out
+        size += len(json.dumps(first.tools))  # not in the bound above: the template may omit tools
         prompt = await self._written("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise self._no_room(str(len(prompt)))
@@ -213,9 +213,9 @@ class _Episode:
     async def _written(
         self, method: str, size: int, write: Callable[..., list[int]], *given: Any
     ) -> list[int]:
-        """Tokens of what a method of the environment gave, `size` characters, as the chat template
-        writes it. One that refuses this environment's messages has written others, so it is the
-        trajectory's failure."""
+        """Return the chat template's tokens for the `size` characters that a method of the
+        environment returned. The template has been checked with other messages, so if it refuses
+        these, the environment is at fault. Raises `EnvironmentFailure`."""
         try:
             return await self.chat.in_thread(size, write, *given)
         except CannotExtend as error:
@@ -227,12 +227,12 @@ class _Episode:
     async def _started(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
     ) -> tuple[Start, float]:
-        """From where another trajectory stands, or with the prompt; and when."""
+        """Begin from the parent's state, or from the prompt. Return the start and its time."""
         found = await fork if fork is not None else None
         started = clock()
         if found is None:
             return await self._begin(), started
-        if self.snapshots is not None:  # the other may be beyond the fork when the host dies
+        if self.snapshots is not None:  # when the host dies, the parent may be past this turn
             await self.snapshots.write(self._of_fork(found, started))
         return await self._go_on(found), started
 
@@ -244,7 +244,7 @@ class _Episode:
         return Snapshot(*own, self.start, first.tools, first.task, *rest)
 
     async def _fork(self, first: Start) -> Fork:
-        """What this is before its next turn."""
+        """Return the state of this episode before its next turn."""
         if self.capturing is not None:
             await self.capturing
         own = self.turns - sum(turns for _, turns in self.inherited)
@@ -257,7 +257,7 @@ class _Episode:
         )
 
     async def _go_on(self, fork: Fork) -> Start:
-        """Stand where the other stood, with an environment that does, too."""
+        """Bring the environment and this episode to the state of `fork`."""
         if fork.saved is not None:
             await self.guard.resume(fork.saved)
         else:
@@ -284,15 +284,15 @@ class _Episode:
     async def _resumed(
         self, fork: asyncio.Future[Fork | None] | None
     ) -> tuple[Start, float] | None:
-        """What `_begin` gives and when it did, where a snapshot has brought the environment and
-        this to where they stood; it needs no `fork` then."""
+        """Resume from the newest usable snapshot and cancel `fork`. Return the start and its time;
+        None if there is no such snapshot."""
         if self.snapshots is None:
             return None
         for snapshot in await asyncio.to_thread(self.snapshots.found, self.start):
             first = Start(snapshot.messages, snapshot.tools, snapshot.task)
             state = dict(snapshot.state)
             for name in SAVED:
-                # what an earlier release didn't save is as it is at the start
+                # Attributes that an earlier release didn't save keep their initial values.
                 if name in state and isinstance(getattr(self, name), bytearray):
                     state[name] = bytearray(state[name])
             try:
@@ -307,7 +307,7 @@ class _Episode:
         return None
 
     def _snapshot(self, first: Start, started: float) -> None:
-        """Begin one, of the episode as it is now; none while the disk still takes the last."""
+        """Begin a snapshot of the episode as it is now, unless the last is still being written."""
         if self.snapshots is None or not self.saves:
             return
         if self.writing is not None and not self.writing.done():
@@ -331,13 +331,13 @@ class _Episode:
         self.capturing = asyncio.create_task(capture())
 
     async def _settles(self, turns: int) -> None:
-        """The snapshot before this turn counts once other hosts can resume it."""
+        """Wait until other hosts can resume the snapshot before this turn, and note that."""
         settled = getattr(self.env, "settled", None)
         if settled is None or await settled():
             self.snapshots.settled(self.start.id, turns)
 
     async def settle(self) -> None:
-        """Nothing is captured or written any more."""
+        """Cancel a capture of the environment's state; wait until no snapshot is being written."""
         if self.capturing is not None:
             self.capturing.cancel()
         if self.settling is not None:
@@ -349,8 +349,8 @@ class _Episode:
             self.snapshots.ended(self.start.id)
 
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
-        """Ask what the episode is worth. Raises `ScoringFailure` when nobody can say: that is no
-        reward of 0."""
+        """Request the episode's score. Raises `ScoringFailure` without one, because a missing score
+        is not a reward of 0."""
         episode = Episode(
             trajectory=self.start.id,
             domain=self.start.domain,
@@ -366,8 +366,8 @@ class _Episode:
         self.turn_rewards = scoring.turn_rewards(self.turn_rewards, self.reward)
 
     async def _turn(self) -> tuple[str, bool]:
-        """Have one turn generated and append it: its text, and whether an end-of-turn token closed
-        it."""
+        """Request one turn and append its tokens. Return its text, and True if it ends with an
+        end-of-turn token."""
         turn = f"{self.start.id}.t{self.turns}"
         sampling = msgspec.structs.replace(
             self.sampling,
@@ -404,8 +404,9 @@ class _Episode:
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
-        """The environment's answers, or the loop's own to an unusable call, and who says what.
-        Where nothing can be called, what looks like a call is text."""
+        """Act on a turn's text. Return the environment's steps and (role, observation) pairs, or
+        the loop's own for a malformed or missing call. Without tools, no text is parsed for calls.
+        """
         requires_tool = self.guard.flag("requires_tool")
         action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)
         if isinstance(action, tool_calls.BadCall):
@@ -446,8 +447,7 @@ class _Episode:
     async def _prepare_next(
         self, observed: list[tuple[Observer, str]], closed: bool, first: Start
     ) -> None:
-        """Append what was observed if another turn can follow, else end the trajectory as
-        truncated."""
+        """Append the observations if another turn can follow, else set `truncated`."""
         size = sum(len(text) for _, text in observed)
         last = self.turns >= self.limits.max_turns
         ends = last or self.chat.least_tokens(size) >= self.room
@@ -462,14 +462,14 @@ class _Episode:
             self._observe(tokens)
 
     def _observe(self, tokens: list[int]) -> None:
-        """Append tokens that the policy did not make."""
+        """Append tokens that the policy did not generate: mask 0, log-probability 0, version -1."""
         self.tokens += pack_tokens(tokens)
         self.mask += bytes(len(tokens))
         self.logprobs += pack_floats([0.0]) * len(tokens)
         self.versions += pack_tokens([-1]) * len(tokens)
 
     def made(self, started: float, finished: float, stats: dict[str, float]) -> Trajectory:
-        """Return the trajectory as far as it has come. `stats` are the environment's own."""
+        """Return the trajectory so far. `stats` are the environment's own."""
         return Trajectory(
             id=self.start.id,
             group=self.start.group,
@@ -498,14 +498,14 @@ class _Episode:
 
 
 def is_cut(finish: FinishReason, closed: bool) -> bool:
-    """True for a turn that a token limit ended. The limit may fall on an end-of-turn token, which
-    `closed` it."""
+    """True if a token limit ended the turn, and not an end-of-turn token (`closed`), which may be
+    the last token that the limit allows."""
     return finish is FinishReason.LENGTH and not closed
 
 
 def checked(result: TurnResult, turn: str, most: int):
-    """(n,) int32 tokens of a turn that is what was asked for. Raises `ValueError`: a bug of the
-    sender."""
+    """Check that a result fits its request, and return its tokens, int32 (n,). Raises `ValueError`,
+    which means a bug in the sender."""
     tokens = unpack_tokens(result.tokens)
     lengths = {len(result.tokens), len(result.logprobs), len(result.versions)}
     if (

@@ -1,9 +1,9 @@
-"""Trajectories that move from this environment host to another: what the host tells so that the
-scheduler can decide, and when one may leave.
+"""Moves of trajectories from this environment host to another. The host reports what the scheduler
+needs to decide on a move, and knows when a trajectory may leave.
 
-It leaves while it waits for a turn and a snapshot of all before it is on disk, so that no command
-is cut or made again. Left out: the turn, which stays with its engine, and the start elsewhere
-(rose/coordinator/groups.py).
+A trajectory leaves while it waits for a turn, and only if its snapshot before that turn is on disk.
+So no command is interrupted or repeated. The turn itself stays with its engine. The coordinator
+starts the trajectory on the other host (rose/coordinator/groups.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rose import protocol as p
 from rose.agent.envs.base import Environment
 from rose.agent.snapshots import Snapshot
 
-LOOK_S, LOOKS = 0.5, 4  # between two looks at the load; so many make a report
+LOOK_S, LOOKS = 0.5, 4  # seconds between two samples of the load; samples per report
 
 
 class Moves:
-    """Of the host of rank `rank`; `send` takes its messages to the coordinator."""
+    """The moves of the host with rank `rank`. `send` sends a message to the coordinator."""
 
     def __init__(self, rank: int, send: Callable[[p.Message], None]) -> None:
         self.rank, self._send = rank, send
         self._running: dict[str, Environment] = {}
-        self._saved: dict[str, int] = {}  # turns of the newest snapshot that others can read
-        self._asked: set[str] = set()  # to leave
+        self._saved: dict[str, int] = {}  # turns in the newest snapshot that other hosts can read
+        self._asked: set[str] = set()  # trajectories that the coordinator wants to move
 
     def begin(self, trajectory: str, environment: Environment) -> None:
         self._running[trajectory] = environment
@@ -40,18 +40,19 @@ class Moves:
         self._asked.discard(trajectory)
 
     def ask(self, trajectory: str) -> None:
-        """It shall leave."""
+        """Move the trajectory to another host as soon as a snapshot allows."""
         self._asked.add(trajectory)
 
     def leaves_before(self, trajectory: str) -> str | None:
-        """The turn for which it must wait to leave now; None: it stays."""
+        """Return the turn right after the newest snapshot. The trajectory may leave while it waits
+        for that turn. None if it isn't to move, or has no snapshot yet."""
         if trajectory not in self._asked or trajectory not in self._saved:
             return None
         return f"{trajectory}.t{self._saved[trajectory]}"
 
     async def saved(self, snapshot: Snapshot) -> bool:
-        """A snapshot is on disk: it is told once what it names is where other hosts find it, if
-        that comes about."""
+        """Report a snapshot that is on disk, once all that it refers to is stored where other hosts
+        can read it. True if it was reported."""
         trajectory = snapshot.start.id
         settled = getattr(self._running.get(trajectory), "settled", None)
         if settled is not None and not await settled():
@@ -64,7 +65,7 @@ class Moves:
         return True
 
     async def tell_load(self) -> None:
-        """Until it is cancelled. The load is the machine's: whoever makes it slows commands."""
+        """Report the whole machine's load until cancelled: any load slows commands."""
         while True:
             cores, tasks = float(len(os.sched_getaffinity(0))), 0
             for _ in range(LOOKS):
@@ -76,5 +77,5 @@ class Moves:
 
 
 def _runnable() -> int:
-    """Tasks of the machine that run or could run, this one aside."""
+    """Return the number of runnable threads of the machine, without the calling one."""
     return int(Path("/proc/loadavg").read_text(encoding="utf-8").split()[3].partition("/")[0]) - 1

@@ -1,7 +1,7 @@
-"""The bound on a trajectory's own time: all that it takes but its waits for the model.
+"""Limits a trajectory's own time: its duration without the waits for the model.
 
-Each call of an environment has a deadline, and each silence of an agent. But an agent that calls
-again and again what costs no turn, or is refused, would go on for hours, and its group with it.
+Calls of an environment, and pauses between an agent's requests, have deadlines. But an agent may
+repeat requests that need no turn, or are refused, for hours, and its group would wait for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 class OwnTime:
-    """An async context that ends with an `EnvironmentFailure` once `limit_s` seconds have passed in
-    it that no `paused` covers. `key`: where the limit stands in the configuration."""
+    """An async context that raises `EnvironmentFailure` after `limit_s` seconds in it, not counting
+    time inside `paused`. `key`: the environment's key in the configuration."""
 
     def __init__(self, trajectory: str, limit_s: float, key: str) -> None:
         self._trajectory, self._left_s, self._limit_s, self._key = trajectory, limit_s, limit_s, key
@@ -45,7 +45,8 @@ class OwnTime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While a turn is waited for. Several at once count once; after the end none counts."""
+        """Stop the clock, as while a turn is awaited. Overlapping pauses count once; a pause after
+        the end has no effect."""
         loop = asyncio.get_running_loop()
         self._pauses += 1
         if self._pauses == 1 and not self._over:
@@ -59,11 +60,11 @@ class OwnTime:
                 self._timeout.reschedule(loop.time() + self._left_s)
 
     async def waiting(self, other: Awaitable[Result]) -> Result:
-        """Await another trajectory, whose turns are no time of this one's."""
+        """Await another trajectory with the clock stopped."""
         with self.paused():
             return await other
 
     @property
     def _over(self) -> bool:
-        """Expired, or left: a sub-agent's turn may outlast its trajectory."""
+        """True once expired or left; a sub-agent's turn may outlast its trajectory."""
         return self._timeout.expired() or self._left

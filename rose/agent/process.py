@@ -2,10 +2,10 @@
 
     python -m rose.agent.process --run RUN --attempt N --rank RANK --channel FD
 
-Environments are others' code: it may crash, leak memory or be ended by the kernel. So it runs
-here, without MPI; the rank, which the job can't lose, passes its messages on. On the channel, a
-stream socket, go frames (`rose.comm.frames`): to the rank the number of the rank that a message is
-for, uint32 little-endian, then the message; from the rank the message alone.
+Environments are foreign code: they may crash, leak memory or be killed by the kernel. So they run
+in this process, without MPI. The rank, which the job can't lose, forwards its messages. The channel
+is a stream socket of frames (`rose.comm.frames`). A frame to the rank holds the number of the
+receiving rank, uint32 little-endian, and the message; a frame from the rank only the message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rose.launch.layout import Rank, layout
 from rose.observe.recorder import NullRecorder, Recorder
 from rose.processes import importing, run_to_its_end
 
-RANK_BYTES = 4
-READ_BYTES = 2**20  # at once from the channel
-FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header and its rank
+RANK_BYTES = 4  # bytes of the receiving rank's number in a frame
+READ_BYTES = 2**20  # most bytes of the channel's read buffer
+FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # most bytes of a frame: message, header and rank
 
 
 class Channel:
-    """Sends and receives as a `Mailbox` does, by way of the rank."""
+    """Sends and receives messages as `Mailbox` does, through the rank."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -60,7 +60,7 @@ async def run(
     channel: socket.socket,
     recorder: NullRecorder,
 ) -> int:
-    """The exit code. An error is told to the rank, which fails with it."""
+    """Run the host and return the exit code. An error is sent to the rank, which fails with it."""
     with importing():
         from rose.agent import host
     link = Channel(*await asyncio.open_connection(sock=channel, limit=READ_BYTES))
@@ -84,8 +84,8 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
-    faulthandler.enable()  # where native code crashed, the log tells
-    # Slurm sends it to all of a job's processes; what this one starts gets it as usual
+    faulthandler.enable()  # logs the stack when native code crashes
+    # Survive the SIGTERM that Slurm sends to a whole job. Child processes don't inherit a handler.
     signal.signal(signal.SIGTERM, lambda *_: None)
     inputs.expect(args.run)
     config = cfg.load(args.run / "config.json")

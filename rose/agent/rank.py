@@ -1,8 +1,8 @@
-"""An environment host's rank: keeps the host's process (process.py) alive and passes its messages
-on, undecoded. MPI can't lose a rank of the world; the process may die at any instruction.
+"""An environment host's rank: keeps the host's process (process.py) running and forwards its
+messages undecoded. An MPI job can't lose a rank, but the process may die at any instruction.
 
-What it leaves behind ends, it is started again, and the coordinator, which is told, starts the lost
-trajectories again on the hosts that are up. It also judges when too many have died.
+When the process dies, the rank kills its descendants, restarts it and reports the loss to the
+coordinator. The coordinator restarts the lost trajectories, or ends the run after too many deaths.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from rose.config import Config
 from rose.launch import logs
 from rose.launch.layout import Rank
 
-END_S = 10.0  # for what is killed then; a sleep in the kernel, or another user's, may outlast it
-ALONE_S = 2.0  # for what a dead process has started to end by itself, as a sandbox's keeper does
-CLOSE_S = 10.0  # beyond the environments' own deadline
-TAIL_LINES = 15
-PAUSE_S = 0.05
-# A host whose event loop stands still is asked by a signal what blocks it: after SILENT_S, or the
-# shortest step_timeout_s, and each ASK_S again. Native code that ignores that, or a method that
-# catches what the signal raises, ends with its process END_SILENT_S after the longest.
+# Seconds for killed processes to end; one of another user, or asleep in the kernel, may outlast it.
+END_S = 10.0
+ALONE_S = 2.0  # seconds for a dead process's descendants to exit, as a sandbox's keeper does
+CLOSE_S = 10.0  # seconds to shut down, besides the environments' step_timeout_s
+TAIL_LINES = 15  # last lines of the process's log in the report of its death
+PAUSE_S = 0.05  # seconds between two polls for descendants
+# After SILENT_S seconds without a beat, or the shortest step_timeout_s if that is less, the rank
+# signals the process to report what blocks it, and again every ASK_S. Native code may ignore the
+# signal, and a method may catch its exception. So a process that has been silent for the longest
+# step_timeout_s plus END_SILENT_S is killed.
 SILENT_S, ASK_S, END_SILENT_S = 30.0, 5.0, 60.0
-WATCH_S = 1.0  # seconds between two looks at the beats
+WATCH_S = 1.0  # seconds between two checks for a missing beat
 
 
 class HostFailed(RuntimeError):
-    """The process raised, in its own words: starting it again would not help."""
+    """The process failed with the error that this one quotes. A restart would not help."""
 
 
 class _Process:
-    """The host's process and the way to it."""
+    """The host's process and the socket to it."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class _Process:
         writer: asyncio.StreamWriter,
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self.silent_s: float | None = None  # since its last beat; null before the first
+        self.silent_s: float | None = None  # seconds since the last beat; None before the first
 
     @classmethod
     async def start(cls, run_dir: Path, attempt: int, rank: int, mpi: dict[str, str]) -> _Process:
@@ -78,12 +80,12 @@ class _Process:
         return cls(process, *await asyncio.open_connection(sock=ours, limit=READ_BYTES))
 
     def send(self, message: p.Message) -> None:
-        """What is for a dead one goes nowhere."""
+        """Send a message, or drop it if the process is dead."""
         if not self._writer.is_closing():
             self._writer.write(frames.frame(encode(message)))
 
     async def pass_on(self, mailbox: Mailbox) -> None:
-        """Its messages, to the ranks that they are for, while it lives. Raises `HostFailed`."""
+        """Forward messages to their ranks until the socket is closed. Raises `HostFailed`."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 data = memoryview(await frames.read(self._reader, FRAME_BYTES))
@@ -99,14 +101,14 @@ class _Process:
         self.silent_s = 0.0
 
     def signal(self, number: int) -> None:
-        """Send a signal by the system call: asyncio's poll first, and may take the
-        exit code from who waits for it."""
+        """Send a signal with `os.kill`. asyncio's methods poll the process first, and may take its
+        exit code away from `wait`."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def end(self) -> str:
-        """Wait for it and for all that it has started to be gone; how it ended."""
+        """Wait for the process's exit and end its descendants; return how the process ended."""
         code = await self._process.wait()
         self._writer.close()
         await asyncio.to_thread(_end_descendants)
@@ -120,11 +122,11 @@ class HostRank:
         self._config, self._run_dir, self._attempt = config, Path(run_dir), attempt
         self._me, self._mailbox = me, mailbox
         self._process: _Process | None = None
-        self._lost = 0  # deaths that the coordinator hasn't answered to
-        self._ends = asyncio.Event()  # the process was told to
+        self._lost = 0  # deaths that the coordinator hasn't acknowledged
+        self._ends = asyncio.Event()  # set once the coordinator has sent `Shutdown`
 
     async def run(self) -> None:
-        """Until the coordinator sends `Shutdown`. Raises `HostFailed`."""
+        """Run the host's process until the coordinator sends `Shutdown`. Raises `HostFailed`."""
         processes.adopt_orphans()
         tasks = Tasks()
         self._process = await self._start()
@@ -145,7 +147,7 @@ class HostRank:
         while True:
             await self._process.pass_on(self._mailbox)
             if not self._ends.is_set():
-                self._process.signal(signal.SIGKILL)  # It has closed its channel.
+                self._process.signal(signal.SIGKILL)  # a process without its socket is useless
             how = await self._process.end()
             if self._ends.is_set():
                 return
@@ -160,7 +162,7 @@ class HostRank:
             )
 
     async def _watch(self) -> None:
-        """Ask a process whose beats stay away what blocks it, and end it if that doesn't help."""
+        """Signal a process without beats to report what blocks it; kill it if it stays silent."""
         limits = [env.step_timeout_s for _, env in self._config.environments.values()]
         ask_at, first = 0.0, min(SILENT_S, *limits)
         while not self._ends.is_set():
@@ -168,12 +170,12 @@ class HostRank:
             process = self._process
             if process.silent_s is None:
                 continue
-            # Counted, not measured: where this process was stopped, so was the other.
+            # Counted, not measured: while the rank is suspended, its process usually is, too.
             process.silent_s += WATCH_S
             if process.silent_s <= first:
                 ask_at = first
             elif process.silent_s > (end_s := max(limits) + END_SILENT_S):
-                # At SIGABRT faulthandler writes into the log where each thread was.
+                # On SIGABRT, faulthandler logs each thread's stack; SIGKILL follows END_S later.
                 aborts = process.silent_s <= end_s + END_S
                 process.signal(signal.SIGABRT if aborts else signal.SIGKILL)
             elif process.silent_s >= ask_at:
@@ -195,8 +197,8 @@ class HostRank:
 
 
 def _end_descendants() -> None:
-    """Wait for what the process has left behind, then kill it, and go on without what stays.
-    Orphans are this process's by now (`processes.adopt_orphans`), which has no other children."""
+    """Wait for the dead process's descendants, then kill them; return if some can't be ended. They
+    are children of this rank by then (`processes.adopt_orphans`), and it has no others."""
     until = time.monotonic() + ALONE_S
     while left := psutil.Process().children(recursive=True):
         for process in left:

@@ -1,8 +1,8 @@
-"""Checks of what comes back from an environment's methods, completely and in one place.
+"""Checks all results of an environment's methods.
 
-The guard (rose/agent/guard.py) passes every result through here, before the loop, the chat template
-or a message sees it. What is fine comes out in Python's own types, NumPy's numbers and bools
-converted; anything else is a `ValueError` that says what was given, behind "Class.method gave".
+The guard (rose/agent/guard.py) checks every result here before the loop, the chat template or a
+message gets it. A valid result is returned in Python's own types, with NumPy's numbers and bools
+converted. An invalid one raises `ValueError`, whose text continues "Class.method gave".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def start(given: Start) -> Start:
-    """Return what `reset` gave, in Python's own types. Raises `ValueError`."""
+    """Return the result of `reset` in Python's own types. Raises `ValueError`."""
     messages = start_messages(given)
     tools = _list(given.tools, "tools")
     for number, tool in enumerate(tools):
@@ -30,7 +30,7 @@ def start(given: Start) -> Start:
 
 
 def start_messages(given: Start) -> list[dict[str, Any]]:
-    """Return a start's messages, checked as they are. Raises `ValueError`."""
+    """Return a start's messages, checked but not converted. Raises `ValueError`."""
     if not isinstance(given, Start):
         raise ValueError(f"{values.shown(given)}, not a Start")
     messages = _list(given.messages, "messages")
@@ -42,7 +42,7 @@ def start_messages(given: Start) -> list[dict[str, Any]]:
 
 
 def step(given: Step) -> Step:
-    """Return what `step` or `end` gave, in Python's own types. Raises `ValueError`."""
+    """Return the result of `step` or `end` in Python's own types. Raises `ValueError`."""
     done = _flag(given.done, "done")
     observation = "" if done and given.observation is None else given.observation
     return Step(
@@ -59,7 +59,7 @@ def step(given: Step) -> Step:
 
 
 def stats(given: Any) -> dict[str, float]:
-    """Return an environment's `stats`: figures of the episode by name. Raises `ValueError`."""
+    """Return an environment's `stats`: finite numbers by name. Raises `ValueError`."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{values.shown(given)}, not a dict")
     found = {}
@@ -76,8 +76,8 @@ def stats(given: Any) -> dict[str, float]:
 
 
 def flag(given: Any) -> bool:
-    """Return an attribute that is true or false; None, as of an environment without it, is false.
-    A method of its name would be true in every condition. Raises `ValueError`."""
+    """Return an attribute as a bool; False for None, the value of a missing attribute. Raises
+    `ValueError` for anything else, such as a method, which would count as true in an `if`."""
     return given is not None and _flag(given)
 
 
@@ -114,8 +114,8 @@ def _list(given: Any, what: str) -> list[Any]:
 def _text(given: Any, what: str) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{what} {values.shown(given)}, not text")
-    # What the text is, where a class of its own has another str(); no message carries a half of a
-    # character, of which the tokens have a question mark.
+    # `str.__str__` ignores the `__str__` of a subclass. A lone surrogate becomes a question mark,
+    # as in the tokens, since UTF-8 can't hold it.
     return str.__str__(given).encode("utf-8", "replace").decode()
 
 
@@ -127,7 +127,7 @@ def _flag(given: Any, what: str = "") -> bool:
 
 
 def _plain(given: Any, what: str) -> Any:
-    """`given` as JSON in UTF-8 has it. Scorers, snapshots and templates take nothing else."""
+    """Convert `given` to plain JSON in UTF-8, as scorers, snapshots and templates require."""
     try:
         written = json.dumps(given, ensure_ascii=False, default=values.to_json)
         return json.loads(written.encode("utf-8", "replace"))

@@ -1,11 +1,11 @@
-"""Checks at launch which tasks that are known beforehand leave no room in the model's context.
+"""Checks at launch which of the environments' known tasks leave no room in the model's context.
 
-A file's rows are known before anything starts. One whose first prompt fills `model.max_context`
-fails whenever a group draws it: the group is given another task, and the failure is counted. So the
-launcher names such rows, and refuses a file of which too many are: the run would end there.
+Some tasks are known before anything starts, such as a file's rows. A row whose first prompt fills
+`model.max_context` fails whenever a group draws it; the group gets another task, and the failure
+counts. So the launcher lists such rows, and rejects a file with too many: they would end the run.
 
-Cheap: no byte makes two tokens, so a row with fewer bytes than the context has tokens fits. Only
-the others are written by the chat template, and their tokens counted by all cores.
+The check is cheap. A byte is at most one token, so a row with fewer bytes than the context has
+tokens fits. Only other rows are rendered by the chat template and tokenized, on all cores.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rose.reward import values
 if TYPE_CHECKING:
     from rose.agent.chat import ChatFormat
 
-NAMED = 8  # tasks that a message names; the others are counted
-AT_ONCE = 256  # prompts whose tokens are counted at once: some seconds of work at most
+NAMED = 8  # most tasks that a message names; the others are only counted
+AT_ONCE = 256  # tasks per batch, which takes a few seconds at most
 SAY_S = 5.0  # seconds between two lines of progress
 
 
 def known(c: config.Config) -> dict[str, Iterable[tuple[str, Start]]]:
-    """The tasks of each environment that knows them, by its key in the configuration."""
+    """Return each environment's tasks, by its key in the configuration, where it has `starts`."""
     found = {key: envs.build(member) for key, member in c.environments.values()}
     return {key: _given(key, made) for key, made in found.items() if hasattr(made, "starts")}
 
 
 def _given(key: str, environment: Environment) -> Iterator[tuple[str, Start]]:
-    """Yield each task that the environment's `starts` does. Raises `ConfigError` where that raises
-    or yields anything but pairs."""
+    """Yield the tasks of the environment's `starts`. Raises `ConfigError` if that raises or yields
+    anything but pairs."""
     what = f"{key}.name: {type(environment).__name__}.starts"
     try:
         for task in environment.starts():
@@ -54,8 +54,8 @@ def _given(key: str, environment: Environment) -> Iterator[tuple[str, Start]]:
 
 
 def check(c: config.Config, chat: ChatFormat, say: Callable[[str], None]) -> None:
-    """Say which tasks can't begin: their prompt doesn't fit, or the chat template refuses it.
-    Raises `ConfigError` where more than max_failed_tasks can't."""
+    """Report the tasks that can't start because their prompt doesn't fit or the chat template
+    refuses it. Raises `ConfigError` if their share is above max_failed_tasks."""
     shares = {key: member.max_failed_tasks for key, member in c.environments.values()}
     for key, tasks in known(c).items():
         tried = list(_tried(tasks, chat, c.model.max_context, say))
@@ -79,16 +79,16 @@ def check(c: config.Config, chat: ChatFormat, say: Callable[[str], None]) -> Non
 def _tried(
     tasks: Iterable[tuple[str, Start]], chat: ChatFormat, most: int, say: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
-    """Each task's name, and why it can't begin with `most` tokens of context; "" if it can."""
-    overheads: dict[bytes, int] = {}  # bytes that the template writes around messages of one shape
+    """Yield (task's name, why it can't start with `most` tokens of context, "" if it can)."""
+    overheads: dict[bytes, int] = {}  # bytes that the template adds to the contents, by shape
     began, said, done, tasks = time.monotonic(), time.monotonic(), 0, iter(tasks)
     while some := list(islice(tasks, AT_ONCE)):
-        why, long = {}, {}  # Tasks by place, as names may repeat.
+        why, long = {}, {}  # reason or prompt by the task's place in `some`; names may repeat
         for place, (_, start) in enumerate(some):
             try:
                 if _bytes(start, chat, overheads) >= most:
                     long[place] = _written(start, chat)
-            except Exception as error:  # The template refuses them, or they are no messages.
+            except Exception as error:  # refused by the template, or invalid messages
                 why[place] = str(error)
         for place, tokens in zip(long, chat.counts(list(long.values())), strict=True):
             if tokens >= most:
@@ -101,8 +101,8 @@ def _tried(
 
 
 def _bytes(start: Start, chat: ChatFormat, overheads: dict[bytes, int]) -> int:
-    """The bytes that the template writes for a task. Messages of one shape differ in their contents
-    alone. Raises `ValueError` for messages that are none, and what the template raises."""
+    """Estimate the bytes of a task's prompt. Messages of one shape differ only in their contents.
+    Raises `ValueError` for invalid messages, and what the template raises."""
     messages = returned.start_messages(start)
     own = sum(len((m.get("content") or "").encode("utf-8", "replace")) for m in messages)
     rest = [{key: m[key] for key in m if key != "content"} for m in messages]
@@ -114,6 +114,6 @@ def _bytes(start: Start, chat: ChatFormat, overheads: dict[bytes, int]) -> int:
 
 
 def _written(start: Start, chat: ChatFormat) -> str:
-    """The first prompt. Raises as `_bytes`."""
+    """Render the first prompt. Raises as `_bytes`."""
     start = returned.start(start)
     return chat.written(start.messages, start.tools)

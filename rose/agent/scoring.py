@@ -1,4 +1,4 @@
-"""Asking a reward rank what an episode is worth, from the environment host's side."""
+"""Requests episodes' scores from the reward ranks; the environment host's side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 
 def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
-    """An episode's texts from its tokens, int32 (T,), in stretches of equal `mask`, uint8 (T,)."""
+    """Decode tokens, int32 (T,), to one text per run of equal `mask`, uint8 (T,), 1: the policy."""
     ids = p.unpack_tokens(tokens)
     parts, at = [], 0
     for policy, run in groupby(mask):
@@ -29,8 +29,8 @@ def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
 
 
 class Scoring:
-    """`ranks`: the reward ranks, each of which gets all answers to a prompt; `send(rank, message)`
-    takes a message to one."""
+    """Requests scores from `ranks`, the reward ranks. All answers to a prompt go to the same rank.
+    `send(rank, message)` sends a message to a rank."""
 
     def __init__(
         self, settings: Reward, ranks: Sequence[int], send: Callable[[int, p.Message], None]
@@ -39,7 +39,7 @@ class Scoring:
         self._waiting: dict[str, asyncio.Future[p.TrajectoryScored]] = {}
 
     async def score(self, episode: Episode) -> p.TrajectoryScored:
-        """Its score, or in `error` why there is none. Cancelled, it is asked for no more."""
+        """Return the score, or the failure in `error`. Cancelling this cancels the request."""
         prompt = f"{episode.domain}/{p.seed_of(episode.prompt):08x}"
         rank = self._ranks[p.seed_of(prompt) % len(self._ranks)]
         try:
@@ -73,9 +73,9 @@ class Scoring:
             future.set_result(scored)
 
     def turn_rewards(self, own: list[float], reward: float) -> list[float]:
-        """Of an episode whose score is `reward`, from the environment's `own`: those by their
-        weight in the score, and the rest at the last turn. [] where the score has no part of the
-        environment's: it says nothing of turns."""
+        """Distribute an episode's score `reward` over its turns: each turn but the last gets the
+        environment's reward `own` times environment_weight, the last turn the remainder. [] where
+        the weight is 0, because such a score says nothing about single turns."""
         weight = self._settings.environment_weight
         if not weight:
             return []
@@ -83,7 +83,7 @@ class Scoring:
         return [*earlier, reward - sum(earlier)]
 
     def success(self, scored: p.TrajectoryScored) -> bool:
-        """The scorer's word, or the reward's where it has none."""
+        """Return the scorer's verdict; without one, whether the reward reaches success_from."""
         if scored.success is not None:
             return scored.success
         return scored.reward >= self._settings.success_from
@@ -92,7 +92,7 @@ class Scoring:
 async def score(
     scoring: Scoring, episode: Episode, clock: Clock
 ) -> tuple[float, bool, dict[str, float]]:
-    """(reward, success, statistics) of an episode by the reward ranks. Raises `ScoringFailure`."""
+    """Return (reward, success, statistics) from the reward ranks. Raises `ScoringFailure`."""
     asked = clock()
     scored = await scoring.score(episode)
     if scored.error:

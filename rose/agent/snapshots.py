@@ -1,13 +1,13 @@
-"""Episodes on disk, after each turn of an environment that has `checkpoint`: where trajectories go
-on when their host or their run has ended, without a turn or a step made again.
+"""Snapshots of trajectories on disk, after each turn of an environment that has `checkpoint`. After
+its host or its run has ended, a trajectory resumes from its snapshot and repeats no turn or step.
 
-RUN/snapshots/TRAJECTORY/aAAA-tNNNN is, of attempt A of the run, the episode before turn N: its
-XXH3-128, then msgpack. There are the last `KEPT`, and back to the newest that other hosts can
-resume: what one names may still be on its way to them. A damaged one, or one that the environment
-can't resume, is passed over for the one before. They are written while the model thinks; a disk
-that refuses, or lags behind, costs snapshots and nothing else. The coordinator removes a
-trajectory's folder, and the host that of one that was dropped. Left out: what `saved` names, which
-is the environment's.
+RUN/snapshots/TRAJECTORY/aAAA-tNNNN is the state before turn N, from attempt A of the run: its
+XXH3-128 hash, then msgpack. At least the last `KEPT` snapshots stay, and all since the newest that
+other hosts can resume, because the data that a snapshot refers to may still be on its way to them.
+If a snapshot is damaged or the environment can't resume it, the one before is used. Snapshots are
+written while the model generates. If the disk fails or is slow, snapshots are skipped and nothing
+else happens. The coordinator removes a trajectory's folder at its end, the host that of a cancelled
+trajectory. The data that `saved` refers to belongs to the environment.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rose.agent.envs.base import Action, Step
 from rose.config import Config
 from rose.files import write_whole
 
-KEPT = 2  # of a trajectory, the newest, at least
-HASH = 16  # bytes
-MOST_WORDS = 10  # about snapshots that could not be made
+KEPT = 2  # least number of newest snapshots that stay for each trajectory
+HASH = 16  # bytes of an XXH3-128 hash
+MOST_WORDS = 10  # most lines in the host's log about snapshots that failed
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """An episode between two turns. `saved` is what the environment's `checkpoint` gave, None where
-    `messages` and `played` are to be repeated (forks.py); `state` has the rest by the names that
-    the loop has for it."""
+    """An episode between two turns. `saved`: the result of the environment's `checkpoint`; None if
+    the environment is restored by repeating the actions in `played` (forks.py). `state`: the agent
+    loop's attributes, by name (`loop.SAVED`)."""
 
     attempt: int
-    digest: bytes  # of the configuration
+    digest: bytes  # hash of the configuration that the episode depends on (`_digest`)
     start: p.StartTrajectory
     tools: list[dict[str, Any]]
     task: dict[str, Any]
     started: float  # wall clock, seconds
     state: dict[str, Any]
     saved: bytes | None
-    # of one that has just forked off another, where the environment saves nothing
+    # Only in the first snapshot of a fork: what is repeated and compared if `saved` is None.
     messages: list[dict[str, str]] = []
     played: tuple[tuple[Action, Step], ...] = ()
 
@@ -55,20 +55,20 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def made(self) -> tuple[int, int]:
-        """Turns and their tokens, without those of the trajectory that it forked off."""
+        """Number of turns and of their tokens, without those inherited from a fork's parent."""
         inherited = sum(turns for _, turns in self.state["inherited"])
         tokens = sum(n for turn, n in self.state["turn_tokens"] if turn >= inherited)
         return self.turns - inherited, tokens
 
 
-# Made here, by one thread: msgspec looks a dataclass up at its first use, in Python code; a host
-# whose threads read their first snapshots at once died there of a segmentation fault.
+# Created at import, by one thread. msgspec inspects a dataclass at its first use, and a host whose
+# threads decoded their first snapshots at the same time died of a segmentation fault there.
 _decoder = msgspec.msgpack.Decoder(Snapshot)
 
 
 class Snapshots:
-    """Of a host's trajectories. `folder`: the run's; `attempt`: of the run; `on_resume` takes each
-    snapshot that an episode has gone on from, `on_saved` each that is on disk."""
+    """The snapshots of a host's trajectories, in `folder`, by this attempt of the run. `on_resume`
+    gets each snapshot that an episode has resumed from, `on_saved` each that is on disk."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Snapshots:
         self._folder, self.attempt = Path(folder), attempt
         self.digests = {name: _digest(config, name) for name in config.environments}
         self.on_resume, self._on_saved = on_resume, on_saved
-        self._settled: dict[str, str] = {}  # trajectory -> the name of the newest that is
-        self._words = 0
+        self._settled: dict[str, str] = {}  # trajectory -> newest snapshot for other hosts, by name
+        self._words = 0  # lines logged
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
-        """Those that the trajectory may go on from, the newest first."""
+        """Return the snapshots that the trajectory may resume from, the newest first."""
         found = []
         for path in sorted(self._files(start.id), reverse=True):
             try:
@@ -98,7 +98,8 @@ class Snapshots:
         return found
 
     def _fits(self, snapshot: Snapshot, start: p.StartTrajectory) -> bool:
-        """By this attempt of the run, or by weights that `start` allows."""
+        """True if the snapshot belongs to this trajectory and configuration, and was taken by this
+        attempt of the run or has only tokens of policy versions that `start` allows."""
         same = msgspec.structs.replace(
             snapshot.start, oldest_version=start.oldest_version, newest_version=start.newest_version
         )
@@ -113,17 +114,17 @@ class Snapshots:
         )
 
     def expect(self, trajectory: str) -> None:
-        """It begins: from here on what it keeps elsewhere is wanted (`open_checkpoints`)."""
+        """Create the trajectory's folder; while it exists, its sandbox's states stay stored."""
         try:
             (self._folder / trajectory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.say(f"none of {trajectory} can be written: {error}")
 
     async def write(self, snapshot: Snapshot) -> None:
-        """Returns when it is on disk, or never will be."""
+        """Write a snapshot and wait until it is on disk. A failure is logged, not raised."""
         try:
             await asyncio.to_thread(self._write, snapshot)
-        except Exception as error:  # Integers of a call may be larger than msgpack has a form for.
+        except Exception as error:  # such as a call's integer that is too large for msgpack
             self.say(f"a snapshot could not be written: {type(error).__name__}: {error}")
         else:
             self._on_saved(snapshot)
@@ -139,7 +140,7 @@ class Snapshots:
                 old.unlink(missing_ok=True)
 
     def settled(self, trajectory: str, turns: int) -> None:
-        """What its snapshot before this turn names can be restored by other hosts."""
+        """Note that other hosts can resume the trajectory's snapshot before this turn."""
         self._settled[trajectory] = self._name(turns)
 
     def _name(self, turns: int) -> str:
@@ -149,17 +150,17 @@ class Snapshots:
         self._settled.pop(trajectory, None)
 
     def remove(self, trajectory: str) -> None:
-        """All of it."""
+        """Remove all snapshots of the trajectory."""
         shutil.rmtree(self._folder / trajectory, ignore_errors=True)
 
     def _files(self, trajectory: str) -> list[Path]:
-        with suppress(OSError):  # there is none
+        with suppress(OSError):  # the folder may be missing
             folder = self._folder / trajectory
             return [path for path in folder.iterdir() if path.suffix != ".part"]
         return []
 
     def say(self, what: str) -> None:
-        """In the host's log, a few times."""
+        """Write a line to the host's log, for the first `MOST_WORDS` calls only."""
         self._words += 1
         if self._words <= MOST_WORDS:
             last = "; no more is said of that" if self._words == MOST_WORDS else ""
@@ -167,7 +168,7 @@ class Snapshots:
 
 
 def _read(path: Path) -> Snapshot:
-    """Raises OSError, and `ValueError` saying what is wrong with it."""
+    """Read and check a snapshot. Raises `OSError`, and `ValueError` if it is damaged."""
     data = path.read_bytes()
     if xxhash.xxh3_128_digest(data[HASH:]) != data[:HASH]:
         raise ValueError("its hash is another")
@@ -175,7 +176,7 @@ def _read(path: Path) -> Snapshot:
 
 
 def _digest(config: Config, domain: str) -> bytes:
-    """Of what makes the tokens and the states of this domain's episodes what they are."""
+    """Hash the settings that determine the tokens and states of the domain's episodes."""
     env, model = config.environments[domain][1], config.model
     parts = [env.name, env.args, env.max_turns, env.max_new_tokens]
     parts += [model.name, model.max_context, model.tool_format, model.chat_template_args]

@@ -1,9 +1,9 @@
-"""Give a chat template its messages and tools in the shape that `vllm serve` gives them.
+"""Convert messages and tools to the form in which `vllm serve` passes them to a chat template.
 
-A model is trained on the tokens that it gets when vLLM serves it, so an agent's parts of a message,
-a tool without a description and the like are written here as vLLM 0.32 writes them
-(vllm/renderers/chat_utils.py and hf.py). Of vLLM only the rules are here: it takes seconds and
-0.5 GiB to import. tests/agent/test_served_tokens.py compares both.
+A model must be trained on the tokens that it gets when vLLM serves it. So this module converts
+contents in parts, tools without a description and the like as vLLM 0.32 does
+(vllm/renderers/chat_utils.py and hf.py). It copies vLLM's rules instead of importing vLLM, which
+takes seconds and 0.5 GiB. tests/agent/test_served_tokens.py compares both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from rose.agent.tool_calls import CLOSE, FORM, OPEN
 
-# Stands before a template that ignores tools. The system message describes them, calls and results
-# become text, and the template sees messages of plain text only. An export has it, too.
+# Put before a template that ignores tools: it describes the tools in the system message and turns
+# calls and results into text, so the template gets only text. An exported model has it, too.
 TOOLS_AS_TEXT = (
     r"""
 {%- set rose = namespace(messages=[], text='', results='') %}
@@ -76,13 +76,13 @@ TOOLS_AS_TEXT = (
 )
 
 
-# What a template gets with each conversation.
+# Variables that every template gets; all others are arguments.
 CONVERSATION = frozenset(("messages", "tools", "add_generation_prompt"))
 
 
 def served_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return an OpenAI function schema as vLLM hands it to a template: what is left out is null,
-    and keys that the API doesn't have are gone."""
+    """Return an OpenAI function schema as vLLM passes it to a template: missing keys are null, and
+    keys that the API doesn't have are removed."""
     function = tool["function"]
     served = {key: function.get(key) for key in ("name", "description", "parameters")}
     given = {key: function.get(key) for key in ("strict", "defer_loading")}
@@ -91,7 +91,7 @@ def served_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def served_messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return messages as vLLM hands them to `template`. A content may be text, null, or a list of
+    """Return messages as vLLM passes them to `template`. A content may be text, null, or a list of
     texts or of parts with `text`."""
     parts = takes_parts(template)
     served = [_served_message(message, parts) for message in messages]
@@ -110,7 +110,7 @@ def texts(content: Any) -> list[str]:
 
 def _served_message(message: dict[str, Any], parts: bool) -> dict[str, Any]:
     role, found = message["role"], texts(message.get("content"))
-    whole = "\n".join(found if parts else filter(None, found))  # vLLM leaves out empty texts there
+    whole = "\n".join(found if parts else filter(None, found))  # vLLM, too, omits empty texts here
     served: dict[str, Any] = {"role": role, "content": whole}
     if parts and role != "tool":
         served["content"] = [{"type": "text", "text": text} for text in found]
@@ -136,8 +136,8 @@ def _served_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make one first system message of those of developers and of the system, for templates that
-    don't know developers."""
+    """Merge all messages of the system and of developers into one system message at the front, for
+    templates without the developer role."""
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -152,8 +152,8 @@ def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @functools.lru_cache(32)
 def arguments(template: str) -> frozenset[str]:
-    """Return the names of what a template reads besides the conversation; none of one that is
-    no template, which its first use refuses."""
+    """Return the names of a template's arguments: the variables that it reads besides
+    `CONVERSATION`. Empty for an invalid template, which raises when it is first used."""
     try:
         root = _compile_jinja_template(template).environment.parse(template)
     except TemplateError:
@@ -163,8 +163,8 @@ def arguments(template: str) -> frozenset[str]:
 
 @functools.lru_cache(32)
 def takes_parts(template: str) -> bool:
-    """True where vLLM gives the template each message's content as a list of parts: where it loops
-    over a content (`_detect_content_format`)."""
+    """True if vLLM passes each message's content to the template as a list of parts, which it does
+    for a template that loops over a content (vLLM's `_detect_content_format`)."""
     try:
         root = _compile_jinja_template(template).environment.parse(template)
     except TemplateError:
@@ -173,14 +173,14 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
-    lists, before = {"messages"}, 0
-    # Assignments are followed until none adds a name.
+    lists, before = {"messages"}, 0  # names of variables that hold the messages
+    # Follow assignments until none adds a name.
     while before < len(lists):
         before = len(lists)
         for assign in root.find_all(nodes.Assign):
             if _name(assign.node) in lists:
                 if not isinstance(assign.target, nodes.Name):
-                    return  # vLLM gives texts to a template that assigns messages to an attribute.
+                    return  # vLLM passes text to a template that assigns messages to an attribute
                 lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
     items = {
@@ -188,7 +188,7 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
         for loop in loops
         if _name(loop.iter) in lists and isinstance(loop.target, nodes.Name)
     }
-    # For each loop in a macro: the macro's parameters that get a content.
+    # id of each loop in a macro -> the macro's parameters that a call passes a content to
     given: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):
         names = [argument.name for argument in macro.args]
@@ -206,7 +206,7 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _root(node: nodes.Node) -> nodes.Node:
-    """Return the value that filters, tests and slices are applied to."""
+    """Return the expression without its filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -1,11 +1,11 @@
-"""A turn's text -> the calls that it makes, in the Hermes form that Qwen models write.
+"""Parses the tool calls in a turn's text, in the Hermes form that Qwen models write:
 
     <tool_call>
     {"name": "move", "arguments": {"direction": "left"}}
     </tool_call>
 
-SmolLM2's form, a list of such objects, is read too. Whether the tool exists and its arguments make
-sense is for the environment to say. Other models' forms: rose/agent/tool_formats.py.
+SmolLM2's form, a list of such objects, is parsed too. The environment checks that the tool exists
+and that its arguments are valid. Other models' forms: rose/agent/tool_formats.py.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ JSON = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class BadCall:
-    """Something that was meant as a call and is none; `message` tells the model why."""
+    """A malformed call. `message` explains the fault to the model."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a turn's text consists of. `problem`: why what looks like a call is none; then there are
-    no calls, and `content` is all that was said."""
+    """The parts of a turn's text. `problem`: why a call is malformed, "" if none is; with a problem
+    there are no calls, and `content` is the whole text after the thought."""
 
     thought: str
     content: str
@@ -45,20 +45,20 @@ class Reading:
     problem: str = ""
 
     def action(self, text: str) -> Action | BadCall:
-        """`text`: the whole turn's."""
+        """Return the turn's action, or its malformed call. `text`: the whole turn's text."""
         return BadCall(self.problem) if self.problem else Action(text, calls=self.calls)
 
 
 def parse(text: str) -> Action | BadCall:
-    """Text without a call is an `Action` without one. Never raises, whatever the text.
+    """Parse a turn's text; without a call it is an `Action` without calls. Never raises.
 
-    What stands before ``</think>`` is thought, not said: a call in it does not count.
+    The text before ``</think>`` is the thought; calls in it do not count.
     """
     return read(*split_thought(text)).action(text)
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Return (thought, said). The last mark that ends a thought counts, but not one in a call."""
+    """Split a text at its last ``</think>`` outside of calls. Return (thought, answer)."""
     at = text.rfind(END)
     spans = list(_values(text)) if at >= 0 else []
     while spans and at >= 0:
@@ -74,7 +74,7 @@ def split_thought(text: str) -> tuple[str, str]:
 
 
 def _values(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of the JSON of each call."""
+    """Yield (start, end) of the JSON of each well-formed call."""
     at = 0
     while (at := text.find(OPEN, at)) >= 0:
         start = at = at + len(OPEN)
@@ -84,8 +84,8 @@ def _values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _closed_at(text: str, start: int) -> int | None:
-    """Return where the mark stands that closes the call whose JSON begins at `start`; None if that
-    is no JSON, or no such mark follows it. Marks in its strings are text."""
+    """Return the index of `CLOSE` after the JSON that begins at `start`; None if there is no valid
+    JSON, or no `CLOSE` right after it. `CLOSE` in a string of the JSON is text."""
     try:
         _, end = JSON.raw_decode(text, SPACE.match(text, start).end())
     except (ValueError, RecursionError):
@@ -95,7 +95,7 @@ def _closed_at(text: str, start: int) -> int | None:
 
 
 def read(thought: str, answer: str) -> Reading:
-    """Every call of `answer`, or none."""
+    """Parse all calls of `answer`; if one is malformed, there are none."""
     if OPEN not in answer and CLOSE not in answer:
         return Reading(thought, answer)
     content, opened, _ = answer.partition(OPEN)
@@ -125,10 +125,10 @@ def _unpaired() -> str:
 
 
 def _calls(body: str) -> list[ToolCall] | str:
-    """JSON -> calls, or what is wrong with it."""
+    """Parse one call or a list of calls from JSON. Returns the fault, a str, if it is malformed."""
     try:
         value = loads(body)
-    except (ValueError, RecursionError):  # ValueError: also an integer of too many digits
+    except (ValueError, RecursionError):  # ValueError: also an integer with too many digits
         return f"not valid JSON; write {FORM}"
     calls: list[ToolCall] = []
     for each in value if isinstance(value, list) and value else [value]:
@@ -144,8 +144,8 @@ def _calls(body: str) -> list[ToolCall] | str:
 
 
 def loads(text: str) -> Any:
-    """Return the value of JSON. NaN, Infinity and numbers that Python makes infinite (1e999) would
-    be written again as what is no JSON. Raises `ValueError`."""
+    """Parse JSON. Raises `ValueError`, also for NaN, Infinity and numbers too large for a float
+    (1e999), because Python would write these as invalid JSON."""
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 
 

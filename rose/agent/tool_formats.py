@@ -1,9 +1,9 @@
-"""Which form a model writes tool calls and thoughts in: Hermes (rose/agent/tool_calls.py), or any
-that vLLM has a parser for (its registry `ToolParserManager`; Apache-2.0).
+"""Finds the form in which a model writes tool calls and thoughts: Hermes (rose/agent/tool_calls.py)
+or one that vLLM has a parser for (its registry `ToolParserManager`; Apache-2.0).
 
-A form is right for a model if it reads back what the model's own chat template writes for a call;
-`auto` takes the first of `CANDIDATES` that does. vLLM is imported only for a form that isn't Hermes
-(0.5 GiB of memory, some seconds).
+A form fits a model if it parses the call that the model's own chat template writes; `auto` takes
+the first of `CANDIDATES` that fits. vLLM is imported only for forms other than Hermes, since that
+takes 0.5 GiB of memory and some seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rose.agent.tool_calls import Reading
 from rose.config import ConfigError
 
 AUTO, HERMES = "auto", "hermes"
-# forms of the decoders that ROSE trains and of what is fine-tuned from them
+# Forms of the model families that ROSE trains, and of models fine-tuned from them.
 CANDIDATES = (HERMES, "qwen3_coder", "llama3_json", "mistral", "pythonic")
 PROBE = ToolCall("rose_probe", {"text": "a b", "count": 3})
 PROBE_TOOL = {
@@ -35,17 +35,17 @@ PROBE_TOOL = {
         },
     },
 }
-# what a call begins with, as <tool_call> or [TOOL_CALLS]: nothing else does
+# The mark that opens a call, such as <tool_call> or [TOOL_CALLS]; only calls begin with it.
 MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 CLOSING = re.compile(r"(</[^<>\s]+>)\s*$")
 
 
 class ToolFormat(Protocol):
     name: str
-    form: str  # what a call looks like, for messages to the model
+    form: str  # an example of a call, for messages to the model
 
     def read(self, thought: str, answer: str, tools: list[dict[str, Any]]) -> Reading:
-        """Every call of `answer`, or what is wrong with one. Never raises."""
+        """Parse all calls of `answer`, or report a malformed one in `problem`. Never raises."""
 
 
 class Hermes:
@@ -56,21 +56,21 @@ class Hermes:
 
 
 class OfVllm:
-    """One of vLLM's tool parsers. `written`: a call of `PROBE` as the model's template writes it.
-    Raises `ConfigError` when the parser refuses the tokenizer."""
+    """A tool format that one of vLLM's parsers reads. `written`: the call `PROBE` as the model's
+    template writes it. Raises `ConfigError` if the parser refuses the tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, written: str) -> None:
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what can't be read is the model's
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # no error for each malformed call
         self.name = name
         self.form = written.replace(PROBE.name, "...").strip()
         self._parser = ToolParserManager.get_tool_parser(name)
         self._tokenizer = get_cached_tokenizer(tokenizer)
         begin = written.partition(PROBE.name)[0].strip()
         mark = MARK.match(begin)
-        # a form without a mark, as {"name": or [, begins the turn
+        # Calls without a mark, which begin with {"name": or [, count only at the answer's start.
         self._opening, self._anywhere = (mark[0], True) if mark else (begin, False)
         closing = CLOSING.search(written)
         self._closing = closing[1] if closing else ""
@@ -85,7 +85,7 @@ class OfVllm:
         try:
             found = self._parser(self._tokenizer, request.tools).extract_tool_calls(answer, request)
             calls = tuple(_call(each.function) for each in found.tool_calls)
-        except Exception:  # whatever a parser does about a text that it doesn't understand
+        except Exception:  # parsers raise different errors for malformed calls
             return self._bad(thought, answer)
         if self._closing and answer.count(self._opening) != answer.count(self._closing):
             return self._bad(thought, answer)
@@ -115,7 +115,7 @@ def _request(tools: str) -> Any:
 
 
 def check_names(tool_format: str, reasoning_format: str) -> None:
-    """Raises `ConfigError` for a form that nobody knows."""
+    """Check that both forms exist. Raises `ConfigError`."""
     if tool_format not in (AUTO, HERMES):
         from vllm.tool_parsers import ToolParserManager
 
@@ -132,9 +132,9 @@ def _check(key: str, name: str, known: list[str]) -> None:
 
 
 def find(name: str, tokenizer: Any, written: str | None) -> ToolFormat:
-    """The form `name`. `written`: what the model's template writes for one call of `PROBE`, up to
-    the end of the turn; None if it writes none, so that the loop itself tells the model about
-    Hermes. Raises `ConfigError` for a form that doesn't read `written` back."""
+    """Return the form `name`. `written`: the call `PROBE` as the model's template writes it, up to
+    the end of the turn. None if the template writes no calls; then the system message describes
+    Hermes to the model. Raises `ConfigError` for a form that doesn't parse `written` to `PROBE`."""
     check_names(name, AUTO)
     if written is None:
         if name in (AUTO, HERMES):
@@ -161,7 +161,8 @@ def find(name: str, tokenizer: Any, written: str | None) -> ToolFormat:
 
 
 def thoughts(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
-    """text -> (thought, said). `auto`: a thought ends with ``</think>``. Raises `ConfigError`."""
+    """Return a function that splits a text into (thought, answer), by the parser `name` or, for
+    `auto`, at ``</think>``. Raises `ConfigError`."""
     if name == AUTO:
         return tool_calls.split_thought
     check_names(AUTO, name)
@@ -176,7 +177,7 @@ def thoughts(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
     def split(text: str) -> tuple[str, str]:
         try:
             thought, answer = parser.extract_reasoning(text, request)
-        except Exception:  # as above
+        except Exception:  # parsers raise different errors for malformed texts
             return "", text
         return (thought or "").strip(), answer or ""
 
