@@ -45,7 +45,7 @@ REMINDER = "Call a tool: write {}"
 # The attributes of `_Episode` that a snapshot saves and a fork copies.
 SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
 SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "inherited")
-SAVED += ("commands_s", "experts", "routed")
+SAVED += ("commands_s", "experts", "routed", "has_system")
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 
@@ -142,6 +142,7 @@ class _Episode:
         self.turn_tokens: list[tuple[int, int]] = []
         self.turn_rewards: list[float] = []
         self.rewards_turns = False
+        self.has_system = False  # the first messages hold one of the system's
         self.outcome = ""  # result of the last turn's calls: "ok", "failed", "" without a call
         self.commands_s = 0.0  # seconds in the environment's steps
         self.stats: dict[str, float] = {}
@@ -193,6 +194,7 @@ class _Episode:
 
     async def _begin(self) -> Start:
         first = await self.guard.reset(self.start.env_seed)
+        self.has_system = any(m["role"] in ("system", "developer") for m in first.messages)
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
             raise self._no_room(f"at least {least}")
@@ -452,8 +454,7 @@ class _Episode:
         last = self.turns >= self.limits.max_turns
         ends = last or self.chat.least_tokens(size) >= self.room
         if not ends:
-            system = any(m["role"] in ("system", "developer") for m in first.messages)
-            given = observed, closed, bool(first.tools), system
+            given = observed, closed, bool(first.tools), self.has_system
             tokens = await self._written("step", size, self.chat.observations, *given)
             ends = len(tokens) >= self.room
         if ends:

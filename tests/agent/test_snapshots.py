@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -120,6 +121,28 @@ def test_it_goes_on_before_the_turn_that_was_asked_for(world):
     assert len(made.tokens) == len(made.versions) == len(made.logprobs) == 4 * len(made.mask)
     assert made.response_tokens == sum(made.mask) == LENGTH * len(WORDS)
     assert sum(made.turn_rewards or [made.reward]) == made.reward
+
+
+@pytest.mark.parametrize("has_system", [True, False])
+def test_it_goes_on_with_a_system_message_as_before(world, monkeypatch, has_system):
+    """Templates may write another text behind a turn where there is one."""
+
+    class Briefed(Wander):
+        async def reset(self, seed):
+            first = await super().reset(seed)
+            brief = [{"role": "system", "content": "be brief"}] * has_system
+            return replace(first, messages=brief + first.messages)
+
+    seen, observations = [], type(world.chat).observations
+
+    def spied(chat, observed, closed, tools, system):
+        seen.append(system)
+        return observations(chat, observed, closed, tools, system)
+
+    monkeypatch.setattr(type(world.chat), "observations", spied)
+    world.goes(stop=2, env=Briefed(LENGTH))
+    world.goes(env=Briefed(LENGTH))
+    assert len(world.resumed) == 1 and seen == [has_system] * (LENGTH - 1)
 
 
 def test_the_newest_that_other_hosts_can_resume_stays_however_slowly_states_get_there(world):
