@@ -87,7 +87,7 @@ def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int,
     except OSError:  # The log's folder may be gone.
         traceback.print_exc()
     finally:
-        os._exit(1)  # so that it never continues as a second server
+        os._exit(1)  # never a second server
 
 
 def _call(called: str, order: dict[str, Any]) -> NoReturn:
@@ -134,7 +134,8 @@ def serve(called: str) -> None:
     os.dup2(2, 1)  # stderr in place of stdout, so that prints of imports are no answers
     preload(called)
     gc.collect()
-    gc.freeze()  # so that garbage collection in a process doesn't touch, and copy, shared pages
+    # Otherwise garbage collection in each process would touch, and copy, the shared pages.
+    gc.freeze()
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)

@@ -39,7 +39,7 @@ class Players:
         called with an answer that has a reward. Raises OSError if its process can't be started."""
         key = (verifiers.settings, *verifiers.command, *verifiers.environment)
         asked = time.monotonic()
-        async with self._starting:  # so that episodes that begin together share one process
+        async with self._starting:  # one process for episodes that begin together
             process = self._processes.get(key)
             if process is None or process.over:
                 at, error = self._failed.get(key, (0.0, None))
@@ -61,7 +61,7 @@ class Players:
 
 
 class Playing:
-    """One episode, with the methods of a `Program`, so that `_Run` can watch it. `code` becomes 0
+    """An episode with the methods of a `Program`, so that `_Run` can watch it. `code` becomes 0
     when its reward arrives, and 1 when it fails."""
 
     def __init__(self, name: str, process: _Process, take: Callable[[dict[str, Any]], None]):

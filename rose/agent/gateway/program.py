@@ -31,7 +31,7 @@ from rose.agent.gateway import reaper, watchdog
 OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # kept, since an agent may import the run's packages
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 GATEWAY = "ROSE_GATEWAY_URL"
-HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # this process's name, for the watchdog
+HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # name of this process, for the watchdog
 MARK = "ROSE_TRAJECTORY"  # variable with the trajectory's name, which all its processes inherit
 LOG_BYTES = 2000  # bytes from the end of a program's output, for an error
 MOST_LOG = 16 * 2**20  # bytes; a larger log is cut at the next poll

@@ -190,7 +190,7 @@ class _Run:
     @property
     def _excused(self) -> bool:
         """True if a program's crash counts as truncation: its context or its calls are used up.
-        `Verifiers` episodes end in order after such a refusal, so their errors come from scoring."""
+        Episodes of `Verifiers` end in order after such a refusal: their errors are of scoring."""
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
     async def _command(self, argv: list[str]) -> Program:

@@ -1,4 +1,4 @@
-"""One trajectory's calls. Each becomes one turn, even if the agent sends it several times.
+"""The calls of one trajectory. Each becomes one turn, even if the agent sends it several times.
 
 Two requests with the same history and the same parameters are the same call: the second waits for
 the first, or gets its recorded answer. Temperature, top_p and the like are the run's, whatever the
@@ -67,7 +67,7 @@ class Query:
     tokens: tuple[int, ...] = ()  # prompt of a call by token ids, which has no messages
     calls_tools: bool = True  # False: tool calls in the answer are returned as text
     parallel: bool = True  # False: the turn ends with its first call
-    template_args: dict[str, Any] = field(default_factory=dict)  # these override the run's
+    template_args: dict[str, Any] = field(default_factory=dict)  # arguments that override the run's
 
     @property
     def characters(self) -> int:
@@ -103,7 +103,7 @@ class Answer:
 
 
 class Session:
-    """One trajectory's calls and history. The agent sends `key` with every call. `failed` is set
+    """The calls and history of a trajectory. The agent sends `key` with every call. `failed` is set
     to the cause when the agent must be ended."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Session:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():  # by `close`
+            if task.cancelled():  # a cancellation by `close`
                 raise ApiError(410, "the trajectory has ended", "trajectory_ended") from None
             raise
         except ApiError as error:
@@ -184,7 +184,7 @@ class Session:
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             return least
-        async with self._counting:  # one at a time, so that turns of other agents don't wait
+        async with self._counting:  # one count at a time, as other agents' turns would wait
             place = await self._chat.in_thread(query.size, self._place, query)
         return len(place.context) // 4
 
