@@ -38,7 +38,7 @@ class Forks:
         """Start a process that calls `function` (call.py). `name`, `variables` and `log` are those
         of `Program.start`, `given` that of `environment`. Raises OSError if none can be started."""
         key = (function, tuple(given))
-        async with self._starting:  # one server for trajectories that begin together
+        async with self._starting:  # shared by trajectories that begin together
             server = self._servers.get(key)
             if server is None or server.over:
                 server = self._servers[key] = await _Server.start(function, given)

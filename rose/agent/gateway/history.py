@@ -4,6 +4,7 @@
    tokens of the new messages are appended.
 2. If not (an edited or compacted history, stripped thoughts, other tools, a sub-agent), a branch
    begins, which the template renders from the start.
+
 Every leaf is a training sample. Tokens that leaves share have mask 1 in the first of them only, so
 that each is trained once. Recorded tokens never change: two calls on one node make two children.
 """

@@ -39,7 +39,7 @@ class Players:
         called with an answer that has a reward. Raises OSError if its process can't be started."""
         key = (verifiers.settings, *verifiers.command, *verifiers.environment)
         asked = time.monotonic()
-        async with self._starting:  # one process for episodes that begin together
+        async with self._starting:  # shared by episodes that begin together
             process = self._processes.get(key)
             if process is None or process.over:
                 at, error = self._failed.get(key, (0.0, None))

@@ -184,7 +184,7 @@ class Session:
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             return least
-        async with self._counting:  # one count at a time, as other agents' turns would wait
+        async with self._counting:  # a count at a time, as other agents' turns would wait
             place = await self._chat.in_thread(query.size, self._place, query)
         return len(place.context) // 4
 
