@@ -206,7 +206,7 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
 
 
 def _wrong_roles(prompt: Any) -> str:
-    """Return what is wrong with the roles of a prompt's messages; "" if nothing, or a text."""
+    """Return what is wrong with the roles in a list of messages; "" if nothing, or no such list."""
     if not isinstance(prompt, list) or not _is_prompt(prompt):
         return ""
     roles = [message["role"] for message in prompt]

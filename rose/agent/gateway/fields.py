@@ -162,8 +162,8 @@ def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
 
 
 def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-    """Return the fields without effect in which two calls may differ, so that they count as two
-    calls. How the answer is sent and who asks are not among them."""
+    """Return the fields without effect that still distinguish two calls. How the answer is sent and
+    who asks are not among them."""
     return {
         name: value
         for name, value in body.items()

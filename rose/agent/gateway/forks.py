@@ -92,7 +92,7 @@ class _Server:
         try:
             await asyncio.wait({pid}, timeout=START_S)
         finally:
-            if not pid.done():  # Cancelled or too late: nothing watches the process, so end it.
+            if not pid.done():  # a cancelled or late start, whose process nothing would watch
                 pid.add_done_callback(_kill)
         if not pid.done():
             raise OSError(f"what {self._function} imports was not imported within {START_S:g} s")

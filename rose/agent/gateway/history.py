@@ -33,8 +33,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a conversation, the same for all APIs. Only an assistant's message has `calls`
-    and `thought`."""
+    """A message, the same for all APIs. Only an assistant's has `calls` and `thought`."""
 
     role: str  # system, user, assistant, tool
     text: str
@@ -53,16 +52,14 @@ class Message:
         return cls(role, "\n".join(parts), parts=several, empty=not parts, **others)
 
     def key(self) -> list[Any]:
-        """Return a value that is equal for messages that count as the same. Ids and the notation of
-        arguments don't count."""
+        """Return a key that equal messages share. Ids and the notation of arguments don't count."""
         calls = [[call.name, call.arguments] for call in self.calls]
         if self.role == "assistant":  # Its tokens are recorded, so a name that is added is ignored.
             return [self.role, self.text.strip(), calls, self.thought.strip(), *self.parts]
         return [self.role, self.text, calls, self.thought.strip(), self.name, *self.parts]
 
     def rendered(self, chat: ChatFormat) -> dict[str, Any]:
-        """Return the message as chat templates take it. Special tokens that users and tools write
-        are broken up, so that they act as text."""
+        """Return the message for chat templates. Special tokens of users and tools become text."""
         break_marks = chat.neutral if self.role in ("user", "tool") else str
         message: dict[str, Any] = {
             "role": self.role,
@@ -108,8 +105,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """The node that a call continues (`parent`, None for a new root), and the tokens that follow
-    it (`new`)."""
+    """The node that a call continues (None: a new root), and the new tokens that follow it."""
 
     parent: Node | None
     new: list[int]
@@ -124,8 +120,7 @@ class History:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self._roots: list[Node] = []
-        # digest of a conversation that ends with an answer -> the answer's node
-        self._after: dict[bytes, Node] = {}
+        self._after: dict[bytes, Node] = {}  # digest of a conversation with its answer -> node
 
     def place(
         self,

@@ -111,7 +111,7 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
                 raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
             content = item.get("content")
             texts = fields.texts(content, TEXT, where)
-            if role == "system" and isinstance(content, str):  # vLLM doesn't strip parts.
+            if role == "system" and isinstance(content, str):  # parts stay, as in vLLM
                 texts = fields.system_texts(texts)
             messages.append(Message.of(role, texts))
         else:

@@ -29,7 +29,7 @@ class Players:
     def __init__(self) -> None:
         self._processes: dict[tuple[str, ...], _Process] = {}
         self._starting = asyncio.Lock()
-        # configuration -> when its last failed start ended (monotonic seconds), and the error
+        # The last failed start of each configuration: its time (monotonic seconds) and its error.
         self._failed: dict[tuple[str, ...], tuple[float, OSError]] = {}
 
     async def start(
@@ -84,8 +84,7 @@ class Playing:
         return self._error[-program.LOG_BYTES :]
 
     async def end(self) -> None:
-        """Cancel the episode and return once it has ended. If it doesn't end within `CANCEL_S`, its
-        process is killed."""
+        """Cancel the episode and wait for its end. After `CANCEL_S` its process is killed."""
         if not self.code.done():
             self._process.send({"cancel": self.name})
             await asyncio.wait({self.code}, timeout=CANCEL_S)

@@ -35,8 +35,7 @@ HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # name of this process, for the 
 MARK = "ROSE_TRAJECTORY"  # variable with the trajectory's name, which all its processes inherit
 LOG_BYTES = 2000  # bytes from the end of a program's output, for an error
 MOST_LOG = 16 * 2**20  # bytes; a larger log is cut at the next poll
-# O_APPEND lets the program go on writing at the end of a log that was cut.
-LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # O_APPEND for logs that are cut
 REAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
 END_S = 2 * reaper.END_S  # seconds to wait for a reaper, which ends within half of this
 

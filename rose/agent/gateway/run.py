@@ -189,8 +189,8 @@ class _Run:
 
     @property
     def _excused(self) -> bool:
-        """True if a program's crash counts as truncation: its context or its calls are used up.
-        Episodes of `Verifiers` end in order after such a refusal: their errors are of scoring."""
+        """True if a crash of the program counts as truncation, as its context or its calls are used
+        up. Episodes of `Verifiers` end in order even then, so their errors come from scoring."""
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
     async def _command(self, argv: list[str]) -> Program:
