@@ -1,9 +1,10 @@
-"""The tasks that agents learn on, one file each, behind the protocol in `base`.
+"""The environments, one file each, behind the protocol in `base`.
 
 An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
-``rose/agent/envs/frozen_lake.py``, imported only when a run asks for it. Others' are entry points
-of the group `rose.environments`, or named package.module:Class. May import `rose.config`; must know
-nothing of models, tokens, MPI or how it is run. Files with a leading underscore are shared helpers.
+``rose/agent/envs/frozen_lake.py``, imported only when a run uses it. Other packages' environments
+are entry points of the group `rose.environments`, or named package.module:Class. An environment may
+import `rose.config`, and must know nothing of models, tokens, MPI or how it is run. Files with a
+leading underscore are shared helpers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rose.agent.envs.base import Environment
 from rose.config import ConfigError, outside
 from rose.reward import values
 
-# What an environment needs that ROSE itself does without; pyproject.toml has the same as extras.
+# Packages that only some environments need, as pip requirements. pyproject.toml has them as extras.
 PACKAGES = {
     "reasoning_gym": "reasoning-gym>=0.1.25",
     "textarena": "textarena>=0.7.4",
@@ -35,14 +36,14 @@ PACKAGES = {
     "pyarrow": "pyarrow",
     "datasets": "datasets",
 }
-# What an environment may say of itself, and what it may have besides.
+# Flags, required methods and optional methods of an environment (base.py).
 FLAGS = ("requires_tool", "several_calls", "rewards_turns")
 METHODS = ("reset", "step", "close")
 OPTIONAL = ("end", "checkpoint", "resume", "starts")
 
 
 def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
-    """`key` needs a package that is not installed: its name, and how it is."""
+    """Return the error for `key` that names the missing package and the command to install it."""
     package = (error.name or "").partition(".")[0]
     return ConfigError(
         f"{key}: needs the Python package {package!r}, which is not installed; "
@@ -51,7 +52,7 @@ def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
 
 
 def names() -> list[str]:
-    """Every environment there is, by looking at the files."""
+    """Return the names of ROSE's own environments, from the files of this folder."""
     return sorted(
         m.name
         for m in pkgutil.iter_modules(__path__)
@@ -60,9 +61,9 @@ def names() -> list[str]:
 
 
 def build(env: config.Env) -> Environment:
-    """A fresh environment of this configuration; one serves one episode.
+    """Return a new environment of this configuration, for one episode.
 
-    Raises `ConfigError` naming env.name or env.args.<key>, and what is known.
+    Raises `ConfigError` that names env.name or env.args.<key>, and the known values.
     """
     cls = _find(env.name)
     known = inspect.signature(cls).parameters
@@ -83,7 +84,7 @@ def build(env: config.Env) -> Environment:
         raise
     except (Exception, SystemExit) as error:  # The class is a user's.
         raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
-    # programs of their own (env=agent) are run by the gateway, and take no steps
+    # The gateway runs agents' own programs (env=agent), which have no `step`.
     if not isinstance(made, Agent) and (wrong := _wrong(made)):
         raise ConfigError(
             f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, "
@@ -93,8 +94,8 @@ def build(env: config.Env) -> Environment:
 
 
 def _wrong(made: Environment) -> str:
-    """Return what is wrong with an environment's attributes; "" if nothing. A method in the place
-    of a flag would be true in every condition."""
+    """Return what is wrong with an environment's attributes; "" if nothing. Flags are checked since
+    a method in the place of a flag would always be true."""
     try:
         if lacks := outside.lacking(made, Environment):
             return f"it lacks {', '.join(lacks)}"
@@ -117,9 +118,9 @@ def _wrong(made: Environment) -> str:
 def check(
     env: config.Env | config.Mixture, sets: Mapping[str, config.EvalSet] = MappingProxyType({})
 ) -> str:
-    """Raises `ConfigError` unless `build` would succeed for every member and every one of `sets`
-    (of eval.sets), and what it has as `preflight`, given its step_timeout_s; nothing that this
-    starts is left. Returns what these say of this machine, for the run's report."""
+    """Build every member and every one of `sets` (eval.sets), and call its `preflight`, if it has
+    one, with its step_timeout_s. Nothing that this starts is left. Raises `ConfigError` if one of
+    these fails. Returns what the preflights say of this machine, for the run's report."""
     said: dict[str, None] = {}
     found = {env.key_of(name): member for name, member in env.members.items()}
     found |= {f"eval.sets.{name}": one for name, one in sets.items()}
@@ -132,14 +133,14 @@ def check(
         except ConfigError as error:
             if member is env:
                 raise
-            # an environment doesn't know that it is one of several
+            # An environment doesn't know that it is one of several, so the key is replaced here.
             raise ConfigError(f"{key}.{str(error).removeprefix('env.')}") from error.__cause__
     return "; ".join(said)
 
 
 def doubts(env: config.Env | config.Mixture, evaluated: bool = True) -> tuple[str, ...]:
-    """Return what members say of themselves that a user should know before the run. A `doubt` is
-    about held-out tasks, and so about a run that is `evaluated`; a `training_doubt` isn't."""
+    """Return the members' warnings for the user before the run. A `doubt` is about held-out tasks,
+    so it counts only for a run that is `evaluated`; a `training_doubt` always counts."""
     kinds = ("doubt", "training_doubt")[not evaluated :]
     said = (
         (env.key_of(name), getattr(build(member), kind, ""))
@@ -150,19 +151,19 @@ def doubts(env: config.Env | config.Mixture, evaluated: bool = True) -> tuple[st
 
 
 def rewards_turns(env: config.Env) -> bool:
-    """Whether its steps' rewards say what turns are worth (`base.Environment`). Raises as
-    `build`."""
+    """True if the rewards of its steps rank turns (`base.Environment`). Raises as `build`."""
     return bool(getattr(build(env), "rewards_turns", False))
 
 
 def is_program(env: config.Env) -> bool:
-    """Whether an agent of its own acts in it, behind the gateway. Raises as `build`."""
+    """True if an agent's own program acts in it, behind the gateway. Raises as `build`."""
     return isinstance(build(env), Agent)
 
 
 def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
-    """With the arguments that a class calls its `paths` from the root: ranks may start in another
-    folder. What follows a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call it after `check`."""
+    """Return `env` with absolute paths in the arguments that its class lists in `paths`, since
+    ranks may start in another folder. A suffix of a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call
+    it after `check`."""
     if isinstance(env, config.Mixture):
         members = {name: with_whole_paths(member) for name, member in env.members.items()}
         return msgspec.structs.replace(env, members=members)
@@ -170,19 +171,19 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     defaults = inspect.signature(cls).parameters
     for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
-        keyword = args.get(key) == defaults[key].default  # math, random: whatever lies here
-        # A file's name may have such a mark in it.
+        keyword = args.get(key) == defaults[key].default  # such as math, even if a file is named so
+        # A file's name may itself contain # or a colon.
         if isinstance(args.get(key), str) and Path(args[key]).exists():
             place, mark, rest = args[key], "", ""
-        # package:function is no folder's
+        # Before a colon only a file counts: in package:function a folder may have that name.
         there = Path(place).is_file() if mark == ":" else Path(place).exists()
         if isinstance(args.get(key), str) and not keyword and there:
-            # without following links: a virtual environment's python is one
+            # absolute() doesn't follow links, as the python of a virtual environment is one.
             args[key] = f"{Path(place).absolute()}{mark}{rest}"
     return msgspec.structs.replace(env, args=args)
 
 
-@functools.cache  # A process has what it imported, whatever becomes of the file.
+@functools.cache  # once a process, which keeps the class that it imported
 def _verify(cls: type) -> None:
     """Raise `ConfigError` if the file of a user's class was edited before this process read it."""
     inputs.verify(f"{cls.__module__}:{cls.__name__}")

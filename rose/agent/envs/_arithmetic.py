@@ -1,8 +1,8 @@
 """Safe, exact arithmetic on expressions that a model wrote: an `ast` walk, never `eval`.
 
-Numbers are fractions, so there is no rounding and 0.1 + 0.2 is 0.3. Everything is bounded (length,
-nodes, digits, exponent), so that no expression costs more than some microseconds or kilobytes.
-Left out: names, functions, comparisons, roots.
+Numbers are fractions, so there is no rounding and 0.1 + 0.2 is 0.3. Length, nodes, digits and
+exponents are bounded, so that no expression costs more than some microseconds or kilobytes. Not
+supported: names, functions, comparisons, roots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 200
 MAX_NODES = 100
-MAX_BITS = 512  # of a numerator or denominator
+MAX_BITS = 512  # bits of a numerator or denominator
 MAX_EXPONENT = 64
 
 _BINARY = {
@@ -29,16 +29,16 @@ _UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 class ArithmeticRefused(ValueError):
-    """The expression is malformed, too large, or has no value; the text is fit for the model."""
+    """The expression is malformed, too large or without a value; the model may read the text."""
 
 
 def evaluate(expression: str) -> Fraction:
-    """Exact value. Raises `ArithmeticRefused`."""
+    """Return the exact value. Raises `ArithmeticRefused`."""
     return _value(parse(expression))
 
 
 def parse(expression: str) -> ast.expr:
-    """Expression -> syntax tree of bounded size. Raises `ArithmeticRefused`."""
+    """Return the expression's syntax tree, of bounded size. Raises `ArithmeticRefused`."""
     if len(expression) > MAX_CHARACTERS:
         raise ArithmeticRefused(f"expression longer than {MAX_CHARACTERS} characters")
     try:
@@ -51,14 +51,14 @@ def parse(expression: str) -> ast.expr:
 
 
 def numbers(expression: str) -> list[Fraction]:
-    """The numbers written in it, sorted. Raises `ArithmeticRefused`."""
+    """Return the numbers in the expression, sorted. Raises `ArithmeticRefused`."""
     return sorted(
         _number(node) for node in ast.walk(parse(expression)) if isinstance(node, ast.Constant)
     )
 
 
 def format_number(value: Fraction) -> str:
-    """An integer as its digits, a fraction as 12 significant decimal digits."""
+    """Write an integer with all its digits, and a fraction with 12 significant decimal digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:
@@ -70,7 +70,7 @@ def format_number(value: Fraction) -> str:
 def _number(node: ast.Constant) -> Fraction:
     if type(node.value) not in (int, float) or node.value != node.value or abs(node.value) > 1e100:
         raise ArithmeticRefused("only numbers, + - * / // % ** and parentheses")
-    # str() of the float is what was written, up to 17 digits: 0.1 is one tenth
+    # str() of a float gives the number as written (up to 17 digits), so that 0.1 is one tenth.
     return Fraction(str(node.value)) if isinstance(node.value, float) else Fraction(node.value)
 
 

@@ -1,7 +1,7 @@
-"""Small shell tasks of three rungs that a seed draws: list a folder, print a file, replace a word.
+"""Small shell tasks of three kinds (rungs): list a folder, print a file, replace a word.
 
-Each is one command, made of the words of the instruction, so that a model of half a million
-parameters can learn it. Scripts may import this: it needs the standard library only.
+A seed draws the task. One command with words of the instruction solves it, so that a model of half
+a million parameters can learn it. Scripts may import this file, as it needs no other package.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SYSTEM = "You work in a shell. Do what is asked with one call of bash."
 
 @dataclass(frozen=True)
 class Rung:
-    """`command` solves it; `files` are there before, contents by path; `expected` is what must be
-    in the output (find, print) or in `target` afterwards (replace)."""
+    """A task of the ladder. `command` solves it, `files` maps paths to contents at the start, and
+    `expected` must be in the output (find, print) or be the content of `target` (replace)."""
 
     kind: str
     instruction: str
@@ -50,7 +50,7 @@ def draw(seed: int, rungs: tuple[str, ...] = RUNGS) -> Rung:
 
 
 def demonstrate(rung: Rung, noise: float, rng: random.Random) -> str:
-    """The command, each of its words drawn anew with probability `noise`."""
+    """Return the command, in which each argument is drawn at random with probability `noise`."""
 
     def word(right: str, others: tuple[str, ...]) -> str:
         return rng.choice(others) if rng.random() < noise else right

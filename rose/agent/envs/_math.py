@@ -1,9 +1,9 @@
-r"""Judge whether a text's final answer is the right one in mathematics: by math-verify, within what
-a strict reader would take for an answer.
+r"""Judge by math-verify if a text's final answer to a question of mathematics is right, as a strict
+reader would.
 
-1/2, 0.5 and \frac{1}{2} are one answer. Words, dates, times and ratios are compared as texts, since
-SymPy reads east and seat as one product of letters, and 2021-03-04 as 2014. Runs in a worker
-process with a limit: SymPy can compute for ever. Package: math-verify (Kydlíček, 2025).
+1/2, 0.5 and \frac{1}{2} are equal answers. Words, dates, times and ratios are compared as texts,
+since SymPy reads east and seat as the same product of letters, and 2021-03-04 as 2014. It runs in a
+worker process with a time limit, as SymPy may never end. Package: math-verify (Kydlíček, 2025).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from math_verify import parse, verify
 from rose.agent.envs.base import outside_thoughts
 from rose.agent.envs.reasoning import last_boxed
 
-# \text{B}, \mathrm{B} and the like are B
+# \text{B}, \mathrm{B} and other commands that only style the letter B
 STYLE = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
 SPACING = re.compile(r"\\[,;:! ]|\\(?:quad|qquad|left|right)(?![A-Za-z])|[\s$~]+|&nbsp;")
-# of a multiple-choice question, with the option's text or not; (B) or (C) is no choice
+# One option of a multiple-choice question, with or without its text; (B) or (C) is no choice.
 CHOICE = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?[(\[]?([A-J])"
     r"(?![)\].:]*\s*(?:or|and|,|/)\s*[(\[]?[A-J]\b)(?:[)\].:]+(?:\s.*)?)?",
     re.S,
 )
 WORDS = re.compile(r"[^\W\d_]+(?:[\s,;'’.-]+[^\W\d_]+)*[.!]?")
-VARIABLES = re.compile(r"[a-df-hjkmnp-z]{2}")  # two letters that are a product, as ab and xy
-NAMES = re.compile(r"\\?(?:infty|inf|infinity|pi|oo)")  # words that SymPy has a value for
+VARIABLES = re.compile(r"[a-df-hjkmnp-z]{2}")  # a product of two variables, as ab and xy
+NAMES = re.compile(r"\\?(?:infty|inf|infinity|pi|oo)")  # words for which SymPy has a value
 MONTH = (
     r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
     r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)"
@@ -40,18 +40,18 @@ DATE = re.compile(
     re.I,
 )
 COLON = re.compile(r"[^:]*\d\s*:\s*\d.*")  # a time or a ratio
-# 1e-05, as JSON's numbers are written; math-verify takes its e for Euler's number
+# 1e-05, as JSON writes numbers. math-verify would read the e as Euler's number.
 SCIENTIFIC, POWER = (
     re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"),
     r"\1 \\times 10^{\2}",
 )
-# 12\,000 and 12 000, which math-verify takes for a product
+# The separator in 12\,000 and 12 000, which math-verify would read as a product.
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 FORMULA = re.compile(r"(?<!\\)\$.+?(?<!\\)\$", re.S)
 SAID = re.compile(r"(?:answer|result|option|choice)(?:\s+is\b|\s*:)[\s:]*", re.I)
-# words that are no unit of the number before them
+# Words that are never the unit of the number before them.
 FUNCTIONS = "sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt|max|min|gcd|lcm|and|or"
-# the number of $18, 18 dollars, 18 cm^2, 60\% and 18.
+# The number and the unit of $18, 18 dollars, 18 cm^2, 60\% and 18.
 QUANTITY = re.compile(
     r"(?:US|USD)?\s*\\?[$£€¥₹]?\s*(?P<number>(?:\\[dt]?frac|[^A-Za-z\\$£€¥₹%])*[\d}])\s*"
     rf"(?P<unit>[£€¥₹°]|\\?\s?%|(?:(?:\s|\s*/\s*)(?!(?:{FUNCTIONS})\b)"
@@ -60,12 +60,12 @@ QUANTITY = re.compile(
 )
 SCALES = {"%": -2, "percent": -2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALE = re.compile("|".join(SCALES))
-BASE = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")  # 101_2, of which math-verify drops the base
+BASE = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")  # 101_2, whose base math-verify ignores
 
 
 def reward(text: str, row: dict) -> float:
-    r"""Return 1 if the last complete answer of `text`, thoughts left out, equals row["answer"],
-    else 0. It stands in \boxed{}, or behind ####, or is else the last formula or number."""
+    r"""Return 1 if the last complete answer of `text`, outside of thoughts, equals row["answer"],
+    else 0. The answer is in \boxed{}, or behind ####, else it is the last formula or number."""
     said, gold = outside_thoughts(text), str(row["answer"]).strip()
     boxed = _marked(gold)
     right = _numbers((gold if boxed is None else boxed).strip().removesuffix("."))
@@ -86,19 +86,19 @@ def _equal(gold: str, given: str, formula: list[Any] | None) -> bool:
     """True if math-verify reads `given` as `gold`, or as `formula` where that is not None."""
     if not (found := parse(given)):
         return False
-    # Bare LaTeX is no formula to `parse`, which takes a number out of it: 2 of 2\sqrt{3}.
+    # `parse` finds no formula in bare LaTeX and takes a number from it, as 2 of 2\sqrt{3}.
     return verify(formula or parse(rf"\boxed{{{gold}}}") or parse(gold) or [gold], found)
 
 
 def _numbers(text: str) -> str:
-    """Write numbers as math-verify reads them."""
+    """Rewrite the text's numbers so that math-verify reads them correctly."""
     text = text.replace(r"\varnothing", r"\emptyset")
     return SCIENTIFIC.sub(POWER, THOUSANDS.sub("", text))
 
 
 def _quantities(right: str, answer: str) -> list[tuple[str, str]]:
-    """Return the numbers of both without their units, if they have some. Where the units have
-    different scales, as 60\\% and 0.6 or 5 million and 5, the values are returned, too."""
+    """Return pairs of the two numbers without their units; none if neither has a unit. If the
+    units have different scales, as 60\\% and 0.6 or 5 million and 5, the values are a pair, too."""
     texts = right, answer
     found = [QUANTITY.fullmatch(_plain(text.replace(r"\$", ""))) for text in texts]
     numbers = [m["number"] if m else text for m, text in zip(found, texts, strict=True)]
@@ -113,13 +113,13 @@ def _quantities(right: str, answer: str) -> list[tuple[str, str]]:
 
 
 def _other_base(right: str, answer: str) -> bool:
-    """True for two numbers that name two bases."""
+    """True if the numbers are written in two different bases."""
     bases = [BASE.fullmatch(re.sub(r"\s", "", _plain(text))) for text in (right, answer)]
     return all(bases) and bases[0][2] != bases[1][2]
 
 
 def _marked(text: str) -> str | None:
-    """Return what is marked as the answer: the last box, or what stands behind the last ####."""
+    """Return the text marked as the answer: in the last box, else behind the last ####."""
     if (boxed := last_boxed(text)) is not None:
         return boxed
     _, mark, rest = text.rpartition("####")
@@ -127,7 +127,7 @@ def _marked(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return `text` without commands that only say how it looks."""
+    """Return `text` without LaTeX commands that only change its look."""
     previous = None
     while previous != text:
         previous, text = text, STYLE.sub(r" \1 ", text)
@@ -135,7 +135,7 @@ def _plain(text: str) -> str:
 
 
 def _textual(text: str) -> bool:
-    """True for what no formula is: a choice, words, a date, a time or a ratio."""
+    """True for a text that is no formula: a choice, words, a date, a time or a ratio."""
     plain = _plain(text)
     if NAMES.fullmatch(plain):
         return False
@@ -145,8 +145,8 @@ def _textual(text: str) -> bool:
 
 
 def _normal(text: str) -> str:
-    """Return one form for texts that a reader takes for the same: a choice's letter, or words in
-    lower case without what separates them."""
+    """Return a form that is equal for texts of the same meaning: a choice's letter, or words in
+    lower case without separators."""
     plain = _plain(text)
     if (choice := CHOICE.fullmatch(plain)) is not None:
         return choice[1]
@@ -155,8 +155,8 @@ def _normal(text: str) -> str:
 
 
 def _last_said(text: str) -> list[str]:
-    """Return what follows "the answer is" last, else the last line: whole, and its first
-    sentence."""
+    """Return the text after the last "the answer is", else the last line. The list has this text
+    and its first sentence."""
     text = re.sub(r"[*`]+", "", text).strip()
     lines = text.splitlines() or [""]
     marks = [mark for mark in SAID.finditer(text) if text[mark.end() :].strip()]

@@ -1,8 +1,8 @@
-"""Prompts from files, and the reward of what answers them: what `prompts` and `mcp` share.
+"""Prompts from files, and the reward of their answers, for the environments `prompts` and `mcp`.
 
 A file is jsonl, json (a list), parquet, or a folder that the package datasets saved
-(`FOLDER#SPLIT` for one with several splits). Which row a trajectory gets follows from its seed: any
-row is as likely as another. Rows are read once per process.
+(`FOLDER#SPLIT` for one with several splits). The seed determines a trajectory's row, and each row
+is equally likely. Rows are read once per process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rose.reward.episode import Episode, Said, Score, score_of
 
 MATH = "rose.agent.envs._math:reward"
 FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
-JUDGE_S = 20.0  # of a rule that takes milliseconds, on a machine that is busy
+JUDGE_S = 20.0  # seconds for `math`, which takes milliseconds unless the machine is busy
 ROLES = ("system", "user", "assistant", "tool")
-PASSED = ("text", "row", "messages", "episode")  # what a reward function may ask for, by name
+PASSED = ("text", "row", "messages", "episode")  # possible parameters of a reward function
 
 
 class Prompts:
-    """Rows and their reward. Raises `ConfigError` for what can't be read or is not as named."""
+    """Rows and their reward. Raises `ConfigError` for unreadable files and rows without a field."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Prompts:
         self._function, self._takes = (None, ()) if reward is None else _function(self.reward, here)
 
     def row(self, seed: int) -> dict[str, Any]:
-        """That of this seed: a held-out one if it is odd."""
+        """Return the row of this seed: a held-out one if the seed is odd."""
         rows = self.held_out if seed % 2 else self.train
         return rows[random.Random(seed).randrange(len(rows))]
 
@@ -80,13 +80,13 @@ class Prompts:
         return self._names()[id(self.row(seed))]
 
     def starts(self, tools: list[dict[str, Any]] | None = None) -> Iterator[tuple[str, Start]]:
-        """Every row's name and first prompt."""
+        """Yield every row's name and first prompt."""
         names = self._names()
         for row in (*self.train, *self.held_out):
             yield names[id(row)], self.start(row, tools)
 
     def _names(self) -> dict[int, str]:
-        """Name each row by its identity, as `_rows` reads each file once."""
+        """Return each row's name by its id(), which is stable as `_rows` reads each file once."""
         return _named(*self._places, self._here)
 
     def start(self, row: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Start:
@@ -98,9 +98,9 @@ class Prompts:
     async def score(
         self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], action: Action
     ) -> Score:
-        """Return the score of `messages`, the last of which is the turn `action`; 0 without a
-        function. A function that raises, or returns no
-        number, raises here: the trajectory fails. Cancelling this ends the function's process."""
+        """Return the score of `messages`, whose last one is the turn `action`; 0 without a reward
+        function. Errors of the function, and results that are no number, are raised, so that the
+        trajectory fails. Cancelling this ends the function's process."""
         if self.reward is None:
             return Score(reward=0.0, success=False)
         text = messages[-1]["content"]
@@ -109,7 +109,7 @@ class Prompts:
             said = action.answer.encode("utf-8", "replace").decode()
             try:
                 value = await _workers.call(MATH, JUDGE_S, text=said, row=right)
-            except _workers.FunctionTooSlow:  # 9**9**9: of what the policy wrote
+            except _workers.FunctionTooSlow:  # caused by the policy's text, such as 9**9**9
                 value = 0.0
             return Score(reward=value)
         offered = {"text": text, "row": row, "messages": messages}
@@ -125,8 +125,8 @@ class Prompts:
     def _episode(
         self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], truncated: bool
     ) -> Episode:
-        """What a scorer of `reward=` gets, without what only the agent loop knows: the names of
-        trajectory and domain, and how the chat template writes the messages."""
+        """Return the episode as scorers of `reward=` get it. Only the agent loop knows the names of
+        trajectory and domain and the template's text; names are "" here, and messages plain."""
         asked = len(self.start(row).messages)
         prompt = "\n\n".join(message["content"] for message in messages[:asked])
         parts = [Said(m["role"] == "assistant", m["content"]) for m in messages[asked:]]
@@ -145,7 +145,7 @@ class Prompts:
 
 @functools.cache
 def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
-    """The function, and what it takes of `PASSED`."""
+    """Return the reward function, and which of `PASSED` it takes."""
     try:
         found = _workers.load("env.args.reward", spec)
     except ConfigError as error:
@@ -183,7 +183,7 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
         rows = _read(key, Path(path), split)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a reader says of a damaged file
+    except Exception as error:  # any error of a reader on a damaged file
         raise ConfigError(f"{key}={place!r}: can't be read: {error}") from error
     if not rows:
         raise ConfigError(f"{key}={place!r}: no rows there")
@@ -197,7 +197,7 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
             )
         try:
             json.dumps(row)
-        except (TypeError, ValueError) as error:  # a date, bytes: of parquet and datasets
+        except (TypeError, ValueError) as error:  # dates or bytes, from parquet and datasets
             raise ConfigError(
                 f"{key}={place!r}: row {number} can't be given to a reward function as JSON "
                 f"({error}); leave such columns out, or write them as texts"
@@ -206,7 +206,7 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
 
 
 def _wrong_roles(prompt: Any) -> str:
-    """Return what is wrong with the roles of a list of messages; "" if nothing, or no list."""
+    """Return what is wrong with the roles in a list of messages; "" if nothing, or no such list."""
     if not isinstance(prompt, list) or not _is_prompt(prompt):
         return ""
     roles = [message["role"] for message in prompt]
@@ -223,7 +223,7 @@ def _wrong_roles(prompt: Any) -> str:
 
 
 def _instead(row: Any, field: str) -> str:
-    """Say what a row has instead of a prompt."""
+    """Return a text, for an error, of what a row has instead of a prompt."""
     if not isinstance(row, dict):
         return f"it is {row!r:.80}"
     if isinstance(row.get(field), list) and row[field]:
@@ -292,8 +292,8 @@ def _saved(place: str, path: Path, split: str) -> list[Any]:
 
 @functools.cache
 def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]:
-    """(train, held out): a row's side follows from its prompt's text alone, so equal prompts are on
-    one side, and rows that are added or reordered change no other's."""
+    """Return (training, held-out) rows. Only a row's prompt decides its side, so equal prompts are
+    on one side, and rows that are added or reordered don't move others."""
     sides: tuple[list, list] = ([], [])
     for row in _rows("env.args.data", place, field, here):
         digest = hashlib.sha256(json.dumps(row[field], sort_keys=True).encode()).digest()
@@ -306,7 +306,7 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
     return sides
 
 
-@functools.cache  # each trajectory makes an environment of its own
+@functools.cache  # a check once a process, as each trajectory builds an environment
 def _check_answers(key: str, place: str, field: str, prompt_field: str, here: str) -> None:
     for number, row in enumerate(_rows(key, place, prompt_field, here), 1):
         value = row.get(field)
@@ -334,7 +334,7 @@ def _check_system(key: str, place: str, field: str, here: str) -> None:
 
 @functools.cache
 def _in_both(data: str, held_out: str, field: str, here: str) -> str:
-    """A doubt about held-out prompts that are trained; "" if there are none."""
+    """Return a warning if held-out prompts are also training prompts, else ""."""
     trained, other = (
         [json.dumps(row[field], sort_keys=True) for row in _rows(key, place, field, here)]
         for key, place in (("env.args.data", data), ("env.args.held_out", held_out))

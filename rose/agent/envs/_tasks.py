@@ -1,11 +1,11 @@
 """Task folders of terminal-bench and harbor, as far as they work without Docker.
 
-NAME/instruction.md, NAME/tests/test.sh (with what it needs beside it), NAME/environment/: files
-that are put into the working directory, but for Dockerfile; environment/rootfs is an unpacked root
-file system; without one the host's is used, read-only. NAME/task.toml, optional:
+A task has NAME/instruction.md, NAME/tests/test.sh (with its files beside it) and NAME/environment/,
+whose files except Dockerfile are put into the working directory. NAME/environment/rootfs is an
+unpacked root file system; without it the task uses the host's, read-only. NAME/task.toml may set
 `agent.timeout_sec`, `verifier.timeout_sec`, `environment.{workdir,cpus,memory_mb,storage_mb}`. The
-verdict is the number in /logs/verifier/reward.txt, or 1 for exit code 0. Left out: docker_image and
-building Dockerfiles.
+verdict is the number in /logs/verifier/reward.txt; without that file it is 1 for exit code 0, else
+0. Not supported: docker_image, and building Dockerfiles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Task:
     workdir: str = "/app"
     agent_s: float = TIMEOUT_S
     verifier_s: float = TIMEOUT_S
-    limits: tuple[tuple[str, float], ...] = ()  # of rose.sandbox.Limits, as the task asks for them
+    limits: tuple[tuple[str, float], ...] = ()  # fields of rose.sandbox.Limits that the task sets
     digest: str = ""  # the folder's digest when it was read
 
     def verify(self) -> None:
@@ -50,7 +50,7 @@ class Task:
             )
 
     def files(self) -> dict[str, bytes]:
-        """What is put into the working directory, by path."""
+        """Return the files for the working directory, by path."""
         self.verify()
         root = self.folder / "environment"
         found = (p for p in sorted(root.rglob("*")) if p.is_file())
@@ -64,8 +64,8 @@ class Task:
 
 @functools.lru_cache(16)
 def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """(training, held-out) tasks of a folder: by its folders train and held_out, else by the hash
-    of their names. Raises `ConfigError` that names every broken task."""
+    """Return (training, held-out) tasks of a folder: from its folders train and held_out, or split
+    by the hash of their names. Raises `ConfigError` that names the broken tasks."""
     root = Path(place)
     if not root.is_dir():
         raise ConfigError(f"env.args.tasks={place!r}: no such folder; ladder needs none")
@@ -88,12 +88,12 @@ def load(place: str) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in it that may be tasks, which a checkout's .git is not."""
+    """Return the folders in it that may be tasks. Hidden ones, as a checkout's .git, are not."""
     return [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
 
 
 def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
-    """A doubt about held-out tasks that are trained; "" if there are none."""
+    """Return a warning if held-out tasks are also training tasks, else ""."""
     known = {task.digest for task in train}
     both = [task.name for task in held_out if task.digest in known]
     words = (
@@ -105,8 +105,8 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
 
 
 def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
-    """A doubt about images whose top has files of other users, which only root's sandboxes can
-    change; "" if there are none."""
+    """Return a warning about images whose top folder has files of other users, else "". Sandboxes
+    without root can't change such files."""
     user, found = os.geteuid(), []
     images = {task.image: task for task in (*train, *held_out) if task.image and user}
     for task in images.values():
@@ -122,7 +122,7 @@ def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
 
 
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
-    """A task, or None and why in `broken`."""
+    """Return a task; None, and add the error to `broken`, if it can't be read."""
     name = str(folder.relative_to(root))
     try:
         return _task(folder, name)
@@ -132,7 +132,7 @@ def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:
 
 
 def _text(path: Path) -> str:
-    """Empty if there is no such file."""
+    """Return the file's text; "" if there is no such file."""
     try:
         return user_text(path) if path.is_file() else ""
     except ValueError as error:
@@ -159,7 +159,7 @@ def _task(folder: Path, name: str) -> Task:
             raise ValueError(f"task.toml: {part}={read[part]!r}: a table, [{part}]")
     environment = read.get("environment", {})
     rootfs = folder / "environment/rootfs"
-    if rootfs.is_dir():  # bin may be a link, from the image's own root
+    if rootfs.is_dir():  # lexists, as bin may be a link that is valid only inside the image
         if not any(os.path.lexists(rootfs / name / "bash") for name in ("bin", "usr/bin")):
             raise ValueError("environment/rootfs has no /bin/bash, which runs commands and tests")
     else:

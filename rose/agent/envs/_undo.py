@@ -1,10 +1,9 @@
-"""States of a sandbox that its agent can go back to: one from before each of its last commands.
+"""Earlier states of a sandbox, which its agent can restore: one from before each recent command.
 
-Each is a whole capture in a folder of this machine (`Sandbox.capture`): of processes, too, where
-CRIU is, else of files and the shell's variables. Folders that a killed process has left behind are
-removed by the next. All states of a process together take `SHARE` of their disk's room; beyond that
-the oldest go, whichever sandbox's they are. Left out: captures of what changed alone, which the
-host's checkpoints are.
+Each state is a full capture in a folder of this machine (`Sandbox.capture`). It includes processes
+if CRIU is installed, else only files and the shell's variables. The next process removes folders
+left by a killed one. All states of a process together may take `SHARE` of their disk's free space;
+beyond that the oldest are removed, whichever sandbox they belong to.
 """
 
 from __future__ import annotations
@@ -19,25 +18,26 @@ from pathlib import Path
 
 from rose.sandbox import Sandbox, SandboxError, Spec, probe
 
-MOST = 8  # states of a sandbox: each may take what its disk and its memory hold
-SHARE = 0.25  # of what is free with them: other hosts of the machine keep theirs there, too
-BLOCK = 512  # bytes, of st_blocks
-PREFIX = f"rose-undo-{os.geteuid()}-"  # of a folder's name; then the process that has it
+MOST = 8  # states of a sandbox, each as large as the sandbox's disk and memory at most
+SHARE = 0.25  # share of the space that is free or holds states; other hosts use the same disk
+BLOCK = 512  # bytes of a block as counted by st_blocks
+PREFIX = f"rose-undo-{os.geteuid()}-"  # start of a folder's name; its process's pid follows
 
 
 @dataclass(eq=False)
 class _State:
-    before: str  # the command
+    before: str  # the command that came after the state
     folder: Path | None
-    problem: str = ""  # why there is none
-    bytes: int = 0  # on its disk
+    problem: str = ""  # the reason, if there is no folder
+    bytes: int = 0  # size on disk
 
 
-_held: list[_State] = []  # of all sandboxes of this process, the oldest first
+_held: list[_State] = []  # states of all sandboxes of this process, the oldest first
 
 
 class Undo:
-    """`resumed`: the sandbox is one that had commands before, whose states are not here."""
+    """The states of a sandbox. `resumed`: the sandbox was restored from a checkpoint, so states
+    before its earlier commands are not here."""
 
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
@@ -47,9 +47,9 @@ class Undo:
         self._states: list[_State] = []
 
     async def keep(self, box: Sandbox, command: str) -> None:
-        """The present state, which `command` is about to change."""
+        """Capture the current state, before `command` changes it."""
         problem = ""
-        for kind in reversed(box.capture_kinds):  # processes, if that works
+        for kind in reversed(box.capture_kinds):  # the fullest kind first, with processes
             folder = self._folder / str(next(self._numbers))
             try:
                 await box.capture(kind, folder)
@@ -66,8 +66,8 @@ class Undo:
         await _make_room(self._folder)
 
     async def back(self, box: Sandbox, commands: int) -> tuple[Sandbox, str]:
-        """The sandbox that goes on from before the last `commands`, and what the agent is told;
-        `box` itself, with why, if there is none."""
+        """Undo the last `commands` commands. Return the restored sandbox and a message for the
+        agent; `box` itself and a message with the reason if that state can't be restored."""
         if commands > len(self._states):
             since = ", those since the machine was moved" if self._resumed else ""
             return box, f"Nothing is undone: {len(self._states)} commands can be{since}."
@@ -75,7 +75,7 @@ class Undo:
         what = f"before {state.before[:200]!r}"
         if state.folder is None:
             return box, f"Nothing is undone: the state {what} was not kept: {state.problem}"
-        _held.remove(state)  # nobody else may remove what is read
+        _held.remove(state)  # protects the folder from `_make_room` while it is read
         try:
             made = await Sandbox.restore(state.folder)
         except SandboxError as error:
@@ -106,7 +106,7 @@ async def _remove(state: _State, problem: str) -> None:
 
 
 async def _make_room(where: Path) -> None:
-    """Remove the oldest states while all together take more than their share."""
+    """Remove the oldest states while all states together take more than their share."""
     while _held:
         taken = sum(state.bytes for state in _held)
         most = SHARE * (shutil.disk_usage(where).free + taken)
@@ -121,8 +121,8 @@ def _size(folder: Path) -> int:
 
 
 def problem(backend: str) -> str:
-    """Why sandboxes of this backend can't go back; "" if they can. For a thread without an event
-    loop. Raises `SandboxError`."""
+    """Return why sandboxes of this backend can't restore earlier states; "" if they can. The
+    calling thread must have no running event loop. Raises `SandboxError`."""
 
     async def look() -> str:
         async with await Sandbox.start(Spec(), backend) as box:
@@ -135,7 +135,7 @@ def problem(backend: str) -> str:
 
 
 def _remove_stale(where: Path) -> None:
-    """Folders of this user's processes that are gone."""
+    """Remove folders of this user's processes that have ended."""
     for folder in where.glob(f"{PREFIX}*"):
         process = folder.name.removeprefix(PREFIX).partition("-")[0]
         if process.isdecimal() and not os.path.exists(f"/proc/{process}"):

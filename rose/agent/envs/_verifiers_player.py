@@ -1,11 +1,11 @@
-"""Plays episodes of one `verifiers` environment. It runs in that library's own virtual environment,
-as `PYTHON -P _verifiers_player.py`, and imports nothing of ROSE.
+"""Play episodes of one `verifiers` environment. This program runs in that library's own virtual
+environment, as `PYTHON -P _verifiers_player.py`, and imports nothing of ROSE.
 
-The first line of the standard input is what to load (`Verifiers.settings` in verifiers.py), and the
-first one on the standard output is how many tasks there are, or an error. Then each line asks for
-an episode or cancels one, and each answer is an episode's reward or error; any number run at once.
-The end of the input ends it. The library's own chat programs are installed by uv from the network
-and started for each episode; `Chat` is the same loop in this process.
+The first line of the standard input has the settings (`Verifiers.settings` in verifiers.py). The
+first line of the standard output has the numbers of tasks, or an error. Each further input line
+starts an episode or cancels one, and each output line is an episode's reward or error. Any number
+of episodes run at once. The program ends with its input. The library's own chat programs are
+installed by uv from the network and started for each episode; `Chat` is their loop in this process.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ import os
 import random
 import sys
 
-WANTED = "0.4."  # of the library: 0.1 to 0.3 have other classes
-HARNESS = "rose_chat"  # by which name the library imports this file
+WANTED = "0.4."  # the library's version; 0.1 to 0.3 have other classes
+HARNESS = "rose_chat"  # the name under which the library imports this file
 
 
 class Refused(Exception):
-    """`key`: of env.args, whose value can't be used."""
+    """The value of env.args.`key` can't be used."""
 
     def __init__(self, key, text):
         super().__init__(text)
@@ -45,7 +45,7 @@ except (ImportError, Refused) as error:
     sys.exit(1)
 
 __all__ = ["Chat"]
-ENDS = ("context_length_exceeded", "turn_limit")  # the gateway's codes: the episode is scored as is
+ENDS = ("context_length_exceeded", "turn_limit")  # gateway errors that end an episode in order
 
 
 class ChatConfig(vf.HarnessConfig):
@@ -53,8 +53,8 @@ class ChatConfig(vf.HarnessConfig):
 
 
 class Chat(vf.Harness[ChatConfig]):
-    """Calls the policy, and the environment's tools as it asks for them, until an answer without a
-    call. It gives the policy no shell."""
+    """A loop that calls the policy, and the tools that it asks for, until an answer has no call.
+    The policy gets no shell."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -87,7 +87,7 @@ class Chat(vf.Harness[ChatConfig]):
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def _ask(self, http, endpoint, secret, body):
-        """The policy's message; None once its context or its calls are used up."""
+        """Return the policy's message; None once its context or its calls are used up."""
         headers = {"Authorization": f"Bearer {secret}"}
         answer = await http.post(f"{endpoint}/chat/completions", json=body, headers=headers)
         if answer.status_code != 200:
@@ -98,7 +98,7 @@ class Chat(vf.Harness[ChatConfig]):
         return {key: value for key, value in said.items() if value is not None}
 
     async def _use(self, servers, places, function):
-        """What the tool says, or why it can't be used, both for the policy."""
+        """Return the tool's answer, or an error for the policy if it can't be called."""
         try:
             arguments = json.loads(function["arguments"] or "{}")
         except ValueError as error:
@@ -139,8 +139,8 @@ class Player:
         self._check(roles[self.role])
 
     def _config(self, args):
-        """The environment's, in which roles without a program of their own get `Chat`, and those
-        without a sandbox run here."""
+        """Return the environment's configuration. Roles without a program of their own get `Chat`,
+        and roles without a runtime of their own run as subprocesses here."""
         raw = self.settings["env"] | {"taskset": args | {"id": self.id}}
         try:
             vf.import_taskset(self.id)
@@ -169,15 +169,15 @@ class Player:
         most = self.settings["most_tasks"]
         try:
             tasks = list(itertools.islice(taskset, most))
-        except Exception as error:  # no hub, no file: whatever the loader raises
+        except Exception as error:  # any error of the loader, such as no hub or no file
             raise Refused(key, f"the tasks of {self.id} can't be loaded: {_text(error)}") from error
         if not tasks:
             raise Refused(key, f"{self.id} has no tasks with it")
         return sorted(tasks, key=_digest)  # a seed means the same task in every process
 
     def _split(self, share):
-        """By each task's content but its place: equal tasks are on one side, and added or reordered
-        ones change no other's."""
+        """Return (training, held-out) tasks. Only a task's content, without its index, decides its
+        side: equal tasks are on one side, and tasks that are added or reordered move no others."""
         sides = [], []
         for task in self._tasks(self.env.taskset, "args"):
             sides[int.from_bytes(_digest(task)[:8], "big") < share * 2**64].append(task)
@@ -191,7 +191,7 @@ class Player:
         return sides
 
     def _check(self, role):
-        """That the trained role can play the first task here. Raises `Refused`."""
+        """Raise `Refused` if the trained role can't play the first training task here."""
         task = self.train[0]
         tools = [*task.toolsets(task.config), *self.env.taskset.toolsets(self.env.taskset.config)]
         try:
@@ -202,12 +202,12 @@ class Player:
             raise Refused("id", f"{self.id} can't be played here: {error}") from error
 
     async def play(self, order):
-        """An episode's answer: its reward and metrics, or its error."""
+        """Play an episode and return its reward and metrics, or its error."""
         tasks = self.held_out if order["seed"] % 2 else self.train
         task = tasks[random.Random(order["seed"]).randrange(len(tasks))]
         given = {
             "base_url": f"{order['url']}/v1",
-            "api_key_var": "ROSE_NO_KEY",  # a key of its own per episode goes as a header instead
+            "api_key_var": "ROSE_NO_KEY",  # unset, as each episode's own key is sent as a header
             "headers": {"x-api-key": order["key"]},
         }
         if self.settings["renderer"] is None:
@@ -236,17 +236,17 @@ LATE = (
     "setup_timeout",
     "finalize_timeout",
     "scoring_timeout",
-)  # of the library: no reward is whole
+)  # stop conditions of the library that leave a reward incomplete
 
 
 def _digest(task):
-    """Of its content but its place."""
+    """Return a digest of the task's content, without its index."""
     content = task.data.model_dump(mode="json", exclude={"idx"})
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
 
 
 def _plain(value):
-    """Numbers and bools of NumPy and torch as Python's. Raises `TypeError` for anything else."""
+    """Return a number or bool of NumPy or torch as Python's. Raises `TypeError` for others."""
     if callable(getattr(value, "item", None)):
         return value.item()
     raise TypeError(f"{value!r:.80} is no JSON")
@@ -257,7 +257,7 @@ def _text(error):
 
 
 async def serve(player, answer):
-    """Until the input ends."""
+    """Play the episodes that the input orders, until it ends."""
     loop, running = asyncio.get_running_loop(), {}
     orders = asyncio.StreamReader(limit=2**24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
@@ -276,8 +276,8 @@ async def serve(player, answer):
     if not line:
         return
     async with player.env.serving():
-        # each episode gets a server and a client of its own, which end with it: the shared one
-        # keeps a client for every key that it has seen
+        # Without the shared interception server each episode gets a server and a client of its own,
+        # which end with it. The shared one would keep a client for every key.
         player.env._interception = None
         while line:
             order = json.loads(line)
@@ -293,7 +293,7 @@ async def serve(player, answer):
 
 def main():
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what environments print is no answer
+    os.dup2(2, 1)  # stderr in place of stdout, so that environments' prints are no answers
 
     def answer(said):
         try:
@@ -314,7 +314,7 @@ def main():
     answer(counts | {"tasks": hashlib.sha256(tasks).hexdigest()})
     with asyncio.Runner() as runner:
         task = runner.get_loop().create_task(serve(player, answer))
-        # An environment's SystemExit stops the loop, and would cancel every other episode.
+        # A SystemExit in an environment stops the loop, which would cancel all other episodes.
         while not task.done():
             with contextlib.suppress(SystemExit):
                 runner.get_loop().run_until_complete(task)

@@ -1,9 +1,9 @@
-"""Functions of others, in processes of their own: what blocks, hangs, or runs on the policy's text.
+"""Worker processes for functions that may block or hang, or that run on the policy's text.
 
-A worker process does one call at a time. A call whose deadline ends it (the agent loop cancels it)
-kills its process; the next call starts another. Arguments and results are JSON, a line each (an
-`Episode` as `episode`, too).
-Processes end with the environment host. Left out: isolation, as the functions are the user's own.
+A worker process computes one call at a time. If a call exceeds its limit or is cancelled (as by the
+agent loop's deadline), its process is killed, and the next call starts another. Arguments and
+results are lines of JSON (the argument `episode` may be an `Episode`). The processes end with the
+environment host. They are not isolated, as the functions are the user's own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rose import processes
 from rose.reward import function, values
 from rose.reward.episode import Episode
 
-MOST = 4  # processes of an environment host: each may hold a few hundred MB of libraries
+MOST = 4  # processes of an environment host, each with up to a few hundred MB of libraries
 SAID = 2000  # characters of a function's error that are kept
 BEGUN = b"begun\n"
-_own = threading.local()  # a thread of the pool has one process, `worker`
+_own = threading.local()  # `worker`: the process of this thread of the pool
 
 
 class Queueing:
-    """How long the calls made within `with Queueing() as queue:` have waited for a free process,
-    which no deadline of theirs should count."""
+    """The time in which calls within `with Queueing() as queue:` waited for a free process, so that
+    their deadline need not count it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class Queueing:
             self._waiting.add(call)
 
     def leave(self, call: object) -> None:
-        """As often as one likes."""
+        """End the call's wait. It may be called again without effect."""
         with self._lock:
             if self._waiting == {call}:
                 self._past += time.monotonic() - self._since
@@ -70,20 +70,20 @@ class Queueing:
 
 
 _queueing: ContextVar[Queueing | None] = ContextVar("queueing", default=None)
-# Makes a context for the wait for a free process, or for an agent's command to begin: a host lets
-# the trajectory's own time (rose/agent/own_time.py) stand still there.
+# Returns a context manager for the wait for a free process, or for an agent's command to begin. The
+# environment host sets one that pauses the trajectory's own time (rose/agent/own_time.py).
 QUEUED: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
     "queued", default=nullcontext
 )
 
 
 class FunctionFailed(RuntimeError):
-    """The function raised, or its process ended; the text is its error's last lines."""
+    """The function raised, or its process ended. The text has the function's error."""
 
 
 def load(key: str, spec: str) -> Callable:
-    """The function `file.py:name` or `package.module:name`, a file run once. Raises `ConfigError`
-    naming `key`."""
+    """Return the function `file.py:name` or `package.module:name`. A file is run once. Raises
+    `ConfigError` that names `key`."""
     return _load(key, spec, os.getcwd())
 
 
@@ -93,13 +93,13 @@ def _load(key: str, spec: str, here: str) -> Callable:
 
 
 class FunctionTooSlow(FunctionFailed):
-    """It computed longer than its limit, and its process was killed."""
+    """The function computed longer than its limit, and its process was killed."""
 
 
 async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any:
-    """What the function returns, computed in a worker process. `limit_s` bounds its own time,
-    without its turn's wait and the import of what it needs. Raises `FunctionFailed`,
-    `FunctionTooSlow`. Cancelling this kills the process, if the call has begun."""
+    """Call the function in a worker process and return its result. `limit_s` bounds its computing
+    time, without the wait for a process and the function's import. Raises `FunctionFailed`,
+    `FunctionTooSlow`. Cancelling this kills the process if the call has begun."""
     place, _, name = spec.rpartition(":")
     whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
     line = json.dumps([whole, arguments], default=msgspec.to_builtins).encode() + b"\n"
@@ -127,8 +127,8 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class _Turn:
-    """A call that a thread of the pool makes and the event loop may cancel. The thread calls
-    `on_begin` first."""
+    """A function call, which a thread of the pool runs and the event loop may cancel. The thread
+    calls `on_begin` first."""
 
     def __init__(self, limit_s: float | None, on_begin: Callable[[], object]) -> None:
         self._limit_s, self._on_begin = limit_s, on_begin
@@ -140,7 +140,7 @@ class _Turn:
 
     def run(self, line: bytes) -> dict[str, Any]:
         self._queue.leave(self)
-        with suppress(RuntimeError):  # The loop has been closed, and nobody waits.
+        with suppress(RuntimeError):  # raised if the loop is closed, when no caller waits
             self._on_begin()
         with self._lock:
             if self._cancelled:
@@ -151,7 +151,7 @@ class _Turn:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = process.stdout.readline()  # it has imported the function and begins
+            answer = process.stdout.readline()  # `BEGUN`, once the function is imported
             if self._limit_s is not None and answer == BEGUN:
                 limit.start()
             answer = process.stdout.readline() if answer == BEGUN else answer
@@ -179,7 +179,7 @@ class _Turn:
 
 
 def _worker() -> subprocess.Popen:
-    """This thread's process, started anew if it has none that lives."""
+    """Return this thread's process, and start one if it has none that runs."""
     process = getattr(_own, "worker", None)
     if process is None or process.poll() is not None:
         path = os.pathsep.join(filter(None, sys.path))
@@ -187,14 +187,14 @@ def _worker() -> subprocess.Popen:
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # sets have the same order in all of them, on every host: questions follow from the seed
+            # A seed must give the same question on every host, so sets have the same order.
             env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
         )
     return process
 
 
 def serve() -> None:
-    """The worker process: answers calls until nobody asks any more. What functions print goes to
+    """Answer calls until the input ends; this is the worker process. What functions print goes to
     stderr, the host's log."""
     processes.die_with_parent()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)

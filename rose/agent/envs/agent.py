@@ -1,8 +1,7 @@
-"""An agent that ROSE doesn't know: a program for each trajectory, which calls the policy over an
-API.
+"""An agent's own program, one process for each trajectory, which calls the policy over an API.
 
-It has no `reset` and `step`: the environment host runs it at the gateway (rose/agent/gateway),
-which gives it an address, a key and a task by environment variables. This is what env.args may say.
+It has no `reset` and `step`. The environment host runs it at the gateway (rose/agent/gateway),
+which passes it an address, a key and a task in environment variables. This file has its env.args.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from rose.files import json_lines
 
 
 class Agent:
-    """Either a `command`, a list of arguments or a string that is split without a shell, or a
-    `function`, `module:name` or `file.py:name`, called in a Python process of its own.
+    """A `command` (a list of arguments, or a string that is split without a shell), or a `function`
+    (`module:name` or `file.py:name`), which is called in a Python process of its own.
 
-    `reward`: a function of the conversations and the task, in place of what the agent says.
-    `tasks`: a JSONL file, of which each trajectory gets a line: odd ones are held out.
-    `environment`: names of variables that the program gets besides. `listen`: the address that the
-    gateway listens at.
+    `reward`: a function of the conversations and the task, whose reward replaces the agent's.
+    `tasks`: a JSONL file; each trajectory gets a line, and every second line is held out.
+    `environment`: names of further variables that the program gets.
+    `listen`: the address at which the gateway listens.
     Raises `ConfigError`.
     """
 
@@ -79,9 +78,9 @@ class Agent:
         return f"task {2 * at + seed % 2 + 1} of {self._place}"
 
     def task(self, seed: int) -> dict[str, Any]:
-        """The content of the file ROSE_TASK for the episode of this seed."""
+        """Return the content of the file ROSE_TASK for the episode of this seed."""
         task: dict[str, Any] = {"seed": seed}
-        if self._tasks:  # lines of the seed's own parity, which tells training from held-out
+        if self._tasks:  # lines of the seed's parity, as odd seeds are held out
             lines = self._tasks[seed % 2 :: 2]
             task["task"] = lines[seed // 2 % len(lines)]
         return task
@@ -123,7 +122,7 @@ def _in_both(path: str) -> int:
     return sum(task in set(train) for task in held_out)
 
 
-@functools.lru_cache(8)  # each trajectory makes an `Agent` of its own
+@functools.lru_cache(8)  # a cache because each trajectory builds an `Agent`
 def _lines(path: str) -> list[Any]:
     inputs.verify(path)
     try:

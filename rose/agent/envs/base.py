@@ -1,8 +1,7 @@
-"""The environment protocol: everything an agentic task must offer, and nothing of how it is run.
+"""The environment protocol: what an agentic task must offer. How it is run is not its concern.
 
-One environment is one file here and one file in conf/env. The agent loop
-(`rose.agent.loop`) puts a deadline around every call, so an environment may simply await
-whatever it waits for.
+An environment is one file here and one file in conf/env. The agent loop (`rose.agent.loop`) puts a
+deadline around every call, so an environment needs no timeouts of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A parsed call: the name and JSON arguments as the model wrote them, not yet checked."""
+    """A parsed tool call: name and JSON arguments as the model wrote them, not yet checked."""
 
     name: str
     arguments: dict[str, Any]
@@ -21,10 +20,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said in one turn: its text, and the calls in it. `call` is the first of
-    `calls`, None for plain text; either may be given. `truncated`: a token limit ended the turn,
-    not the policy. `said`: the text outside of thoughts, where the marks in `text` don't tell it,
-    because the prompt opened a thought or the model has marks of its own."""
+    """The policy's answer in one turn: its text, and the tool calls in it. `call` is the first of
+    `calls`, None for plain text; a caller may give either. `truncated`: a token limit ended the
+    turn, not the policy. `said`: the text outside of thoughts; None if the marks in `text` show it.
+    They don't if the prompt opened a thought, or the model uses other marks."""
 
     text: str
     call: ToolCall | None = None
@@ -34,7 +33,7 @@ class Action:
 
     @property
     def answer(self) -> str:
-        """The text outside of thoughts. A thought that never ended has no answer behind it."""
+        """The text outside of thoughts. No answer follows a thought that never ended."""
         return outside_thoughts(self.text) if self.said is None else self.said
 
     def __post_init__(self) -> None:
@@ -45,15 +44,14 @@ class Action:
 
 
 def outside_thoughts(text: str) -> str:
-    """Return what stands behind the last ``</think>`` and before a ``<think>`` that has no end."""
+    """Return the text behind the last ``</think>``, up to a ``<think>`` that never ends."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 @dataclass(frozen=True)
 class Start:
-    """First state: chat messages (system, user) and the tools, as OpenAI function schemas. `task`:
-    what scorers of the episode need to know of it (`reward=`), such as the right answer: plain
-    JSON."""
+    """The first state: chat messages (system, user), and the tools as OpenAI function schemas.
+    `task` is what scorers of the episode (`reward=`) need, such as the right answer, as JSON."""
 
     messages: list[dict[str, str]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -62,10 +60,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of an action. `observation` goes back to the policy unless `done`.
+    """The result of an action. The policy gets `observation` unless `done`.
 
-    `reward` is this step's; the turn's, and the trajectory's, is the sum. `invalid` marks an action
-    that the environment could not carry out (unknown tool, bad argument): counted, never raised.
+    `reward` is this step's. A turn's and a trajectory's reward is the sum over its steps. `invalid`
+    marks an action that can't be carried out (unknown tool, bad argument): counted, never raised.
     """
 
     observation: str
@@ -73,51 +71,53 @@ class Step:
     done: bool = False
     success: bool = False
     invalid: bool = False
-    # of an environment that takes several calls at once: the result of each of them, in order
+    # Each call's result, in order, for an environment that takes several calls in one step.
     observations: tuple[str, ...] = ()
 
 
 class Environment(Protocol):
-    """Seedable and single-use: reset once, step until done, close always.
+    """A task for one episode: reset it once, step until done, and always close it.
 
-    A turn may hold several calls. Each is a `step` of its own, one after the other until one is
-    done, unless the class has `several_calls = True`: then one `step` gets them all, in
-    `action.calls`, and returns `observations`.
+    A turn may have several calls. Each is a `step` of its own, in order, until one is done. If the
+    class has `several_calls = True`, one `step` gets all calls in `action.calls` and returns
+    `observations`.
 
-    `rewards_turns = True`, of the class or an instance, says that steps' rewards rank
-    good turns above bad ones, instead of only how the episode ended: algorithms of turns need it.
+    `rewards_turns = True`, on the class or an instance, means that the rewards of steps rank good
+    turns above bad ones, and don't only show how the episode ended. Algorithms that assign credit
+    to turns need it.
     """
 
-    requires_tool: bool  # a turn without a call is answered by the loop with a reminder
+    requires_tool: bool  # if True, the loop answers a turn without a call with a reminder
 
     async def reset(self, seed: int) -> Start:
-        """Begin the episode that `seed` determines completely.
+        """Begin the episode of `seed`, which determines it completely.
 
-        Training seeds are even and held-out seeds odd. An environment with so few tasks that
-        different seeds often give the same one should split its tasks by that parity, or "held-out"
-        means little.
+        Training seeds are even and held-out seeds odd. If an environment has so few tasks that
+        different seeds often give the same one, it should split its tasks by that parity.
+        Otherwise held-out tasks are trained, too.
         """
 
     async def step(self, action: Action) -> Step:
-        """Act. Raises only when the environment itself is broken."""
+        """Carry out the action. Raises only if the environment itself is broken."""
 
-    # Optional, where the same seed and actions don't lead to the same state, or take long:
-    # `async def checkpoint(self) -> bytes`, after a step, what `resume` needs. It runs while the
-    # model thinks; the next step waits for it. Small: big state lies in the host's own store and is
-    # named in it, and may be written later.
-    # `async def resume(self, saved: bytes) -> None`, in place of `reset`, also after another
-    # `resume` that raised; several environments may resume from one saved state.
+    # Optional, for environments in which repeating the actions of a seed takes long, or doesn't
+    # lead to the same state:
+    # `async def checkpoint(self) -> bytes` is called after a step and returns what `resume` needs.
+    # It runs while the model generates, and the next step waits for it. Its result should be small:
+    # large state belongs into the host's own store, where it may be written later, and the result
+    # names it.
+    # `async def resume(self, saved: bytes) -> None` is called in place of `reset`, and maybe again
+    # after it raised. Several environments may resume from one saved state.
 
-    # Optional: `async def end(self) -> Step`, a last step when the turns or the context are used up
-    # before one is done, such as a verdict on the final state; its reward and success count.
+    # Optional: `async def end(self) -> Step` is a last step, such as a verdict on the final state,
+    # if the turns or the context are used up before a step is done. Its reward and success count.
 
-    # Optional: `doubt`, a text for the plan's warnings, such as held-out tasks that are trained.
+    # Optional: `doubt` is a text for the plan's warnings, such as held-out tasks that are trained.
 
-    # Optional: `def task_name(self, seed: int) -> str`, what people call the seed's task, such as
-    # its row in a file; failures name it, and the report counts successes by it.
-    # `def starts(self) -> Iterable[tuple[str, Start]]`, the name and the first state of every task,
-    # where these are known beforehand: the launcher then counts which don't fit the model's
-    # context.
+    # Optional: `def task_name(self, seed: int) -> str` names the seed's task for people, as by its
+    # row in a file. Failures name it, and the report counts successes by it.
+    # `def starts(self) -> Iterable[tuple[str, Start]]` gives the name and the first state of every
+    # task, if these are known before. The launcher then counts those beyond the model's context.
 
     async def close(self) -> None:
-        """Free everything; safe after a failed reset and when called twice."""
+        """Free everything. It must be safe after a failed reset and when called twice."""

@@ -1,7 +1,7 @@
 """An arithmetic question, a calculator to work it out with, and one chance to answer.
 
-The task that small pretrained models learn tool use on: copy the expression into a call, copy the
-result into the answer. Left out: word problems, so that a run needs no data set.
+Small pretrained models learn tool use on this task: copy the expression into a call, then copy the
+result into the answer. It has no word problems, so that a run needs no data set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 
 EXAMPLES_SEED = 7  # the same examples in every episode, so that engines cache them as a prefix
-OPERATORS = "+-*"  # of questions: their answers are integers
+OPERATORS = "+-*"  # operators in questions, all with integer results
 
 SYSTEM = "Work out the question with the tool calculate, then give the result with the tool answer."
 
@@ -41,10 +41,10 @@ ARGUMENT = {"calculate": "expression", "answer": "value"}
 class Calculator:
     """A question of `operations` binary operations drawn from `operators` on integers 1..`largest`.
 
-    Reward 1 in all for the right answer, else 0; of that 1, `shaping` is paid at the first call of
-    calculate that shows the right value, whatever is answered later. Success is the right answer.
-    `examples` solved questions of the same kind stand before the question as earlier turns, for
-    models that were never trained to call tools. Raises `ConfigError`.
+    The right answer is success, with a total reward of 1. Of that 1, `shaping` is paid at the first
+    call of calculate that shows the right value, even if the answer is wrong later. `examples`
+    solved questions of the same kind precede the question as earlier turns, for models that were
+    never trained to call tools. Raises `ConfigError`.
     """
 
     requires_tool = True
@@ -110,14 +110,14 @@ class Calculator:
             or len(call.arguments) != 1
         ):
             return Step(observation=f"{call.name} takes one argument, {key}.", invalid=True)
-        try:  # str() of an int that long raises ValueError too
+        try:  # str() of a very long int raises ValueError, too
             value = _arithmetic.evaluate(str(given))
         except ValueError as error:
             return Step(observation=f"Error: {error}.", invalid=True)
         return self._calculated(value) if call.name == "calculate" else self._answered(value)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is held."""
 
     def _calculated(self, value: Fraction) -> Step:
         reward = self.shaping - self._paid if value == self._answer else 0.0
@@ -139,8 +139,8 @@ def ask(question: str) -> dict[str, str]:
 
 
 def example(question: str) -> list[dict[str, str]]:
-    """The four messages of a solved question. Calls and responses are text, as templates that know
-    tools write them."""
+    """Return the four messages of a solved question. Calls and responses are text, as chat
+    templates with tools write them."""
     value = _arithmetic.format_number(_arithmetic.evaluate(question))
     texts = [
         f'<tool_call>{{"name": "calculate", "arguments": {{"expression": '
@@ -158,7 +158,7 @@ def example(question: str) -> list[dict[str, str]]:
 
 
 def expression(rng: random.Random, operations: int, largest: int, operators: str) -> str:
-    """A random expression; sub-expressions stand in parentheses, as in ``(7 + 12) * 3``."""
+    """Return a random expression, with parentheses as in ``(7 + 12) * 3``."""
     if operations == 0:
         return str(rng.randint(1, largest))
     left = rng.randrange(operations)

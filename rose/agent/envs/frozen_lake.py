@@ -1,9 +1,8 @@
 """FrozenLake as a conversation: each turn shows the map, the agent answers with one call of `move`.
 
-The lake is gymnasium's FrozenLake-v1 on a random solvable map which the seed determines. The text
-is kept short on purpose (the default run generates on two CPU cores), and every cell is a word of
-its own, so that any tokenizer sees the grid cell by cell. Left out: memory of earlier maps, since
-each observation is the full state.
+The lake is gymnasium's FrozenLake-v1 on a random solvable map, which the seed determines. The text
+is short because the default run generates on two CPU cores. Each cell is a word of its own, so that
+any tokenizer sees the grid cell by cell. Each observation shows the full state.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 
-MOST_DRAWS = 100  # by then there is only one map (hole_probability 0, or size 2)
+MOST_DRAWS = 100  # maps to draw; more don't help if only one exists, as with hole_probability 0
 DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's actions 0..3
 
 SYSTEM = (
@@ -42,12 +41,13 @@ MOVE_TOOL = {
 
 
 class FrozenLake:
-    """`size` x `size` cells; each cell but the corners S and G is a hole with `hole_probability`
-    (maps without a path are drawn again); `slippery` makes a move go astray two times out of three.
+    """A lake of `size` x `size` cells. Each cell except the corners S and G is a hole with
+    `hole_probability`; maps without a path are drawn again. With `slippery` two of three moves
+    slide to a side.
 
-    Reward 1 on reaching the goal, else 0; success is reaching the goal. A move also pays `shaping`
-    times the share of the way, from the start to the goal by the fewest moves, that it gains or
-    loses; falling into a hole gives back all that was gained. Raises `ConfigError`.
+    Reaching the goal is success, with reward 1. A move also earns `shaping` times the share of the
+    shortest way from start to goal that it gains or loses. Falling into a hole loses all that was
+    gained. Raises `ConfigError`.
     """
 
     requires_tool = True
@@ -80,7 +80,7 @@ class FrozenLake:
         self._lake: gymnasium.Env | None = None
         self._rows: list[str] = []
         self._cell = 0  # row * size + column
-        self._moves: dict[int, int] = {}  # fewest from a cell to the goal
+        self._moves: dict[int, int] = {}  # cell -> fewest moves to the goal
 
     async def reset(self, seed: int) -> Start:
         self._rows = self._draw_map(seed)
@@ -103,9 +103,9 @@ class FrozenLake:
         )
 
     def _draw_map(self, seed: int) -> list[str]:
-        """A random solvable map, drawn again until the parity of its hash is the seed's: small
-        lakes are few (44% of 128 held-out 4x4 maps were among 240 training maps), and so no
-        training map is held out."""
+        """Return a random solvable map whose hash has the seed's parity, so that no training map is
+        held out. There are few small maps: without this 44% of 128 held-out 4x4 maps were among 240
+        training maps."""
         for draw in range(MOST_DRAWS):
             rows = generate_random_map(self.size, 1 - self.hole_probability, seed + 2**32 * draw)
             if xxhash.xxh3_64_intdigest("".join(rows).encode()) % 2 == seed % 2:
@@ -133,11 +133,11 @@ class FrozenLake:
             self._lake = None
 
     def _way(self) -> float:
-        """Share of the way to the goal that lies behind; in a hole none, as at the start."""
+        """Share of the shortest way that is done. It is 0 at the start and in a hole."""
         return 1 - self._moves.get(self._cell, self._moves[0]) / self._moves[0]
 
     def _count_moves(self) -> dict[int, int]:
-        """Of each cell from which the goal can be reached."""
+        """Return the fewest moves to the goal, for each cell from which it can be reached."""
         cells, size = "".join(self._rows), self.size
         moves = {len(cells) - 1: 0}
         for cell in (queue := list(moves)):
@@ -150,8 +150,8 @@ class FrozenLake:
         return moves
 
     def render(self) -> str:
-        """The map, one row a line, cells separated by spaces: P the agent, G goal, H hole, F ice;
-        then a line with the agent's four neighbours, as `left wall down F right H up wall`."""
+        """Return the map, one row a line, cells separated by spaces: P agent, G goal, H hole, F
+        ice. The last line has the agent's neighbours, as `left wall down F right H up wall`."""
         grid = [list(row.replace("S", "F")) for row in self._rows]
         row, column = divmod(self._cell, self.size)
         grid[row][column] = "P"
@@ -171,7 +171,7 @@ class FrozenLake:
 
 
 def _problem(action: Action) -> str | None:
-    """Why the lake cannot carry out this action, in words for the policy; None if it can."""
+    """Return why this action can't be carried out, as a text for the policy; None if it can."""
     call: Any = action.call
     if call is None:
         return "Call move with a direction."

@@ -1,10 +1,10 @@
 """Prompts that the policy answers with the tools of an MCP server; a turn without a call is the
 answer, which a function rewards as in `prompts`.
 
-Every trajectory has a server process of its own (`command`, over stdio) or a session of its own
-with a server that runs (`url`, streamable HTTP). What a tool answers is text to the policy; an
-error of the tool is too, and counts as an invalid call. A server that ends or hangs is a failed
-trajectory. Left out: resources, prompts and images of the server. Package: mcp, the official SDK.
+Every trajectory has a server process of its own (`command`, over stdio), or a session of its own
+with a running server (`url`, streamable HTTP). The policy gets a tool's answer or error as text; an
+error counts as an invalid call. If the server ends or hangs, the trajectory fails. Not supported:
+resources, prompts and images of the server. Package: mcp, the official SDK.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.prompts import check_success, last_step
 from rose.config import ConfigError
 
-CLOSE_S = 5.0  # for a server to end; then its process is killed
+CLOSE_S = 5.0  # seconds for a server to end before its process is killed
 
 
 class Mcp:
-    """`command`: the server's, a list; `env`: its variables besides PATH and the like. Or `url`,
-    and `token_file` with a bearer token. `tools`: which of its tools the policy gets; null: all.
-    `most_characters` of a tool's answer are shown. The rest is as in `prompts`. Raises
-    `ConfigError`."""
+    """A server is given by `command` (a list; `env` adds to its variables), or by `url` (with a
+    bearer token in `token_file`). `tools` names those of its tools that the policy gets; null: all.
+    The policy sees `most_characters` of a tool's answer. The other arguments are those of
+    `prompts`. Raises `ConfigError`."""
 
     requires_tool = False
     several_calls = True
@@ -73,7 +73,7 @@ class Mcp:
     async def reset(self, seed: int) -> Start:
         self._seed, self._row = seed, self.source.row(seed)
         ready: asyncio.Future = asyncio.get_running_loop().create_future()
-        # the SDK wants a session opened, used and closed by one task; the loop has one per call
+        # The SDK needs one task for a whole session; the agent loop has a task for each call.
         self._session = asyncio.create_task(self._run(ready))
         schemas = await self._answered(ready)
         self._names = [schema["function"]["name"] for schema in schemas]
@@ -111,16 +111,16 @@ class Mcp:
         self._session.cancel()
         await asyncio.wait({self._session}, timeout=CLOSE_S)
         if self._session.done() and not self._session.cancelled():
-            self._session.exception()  # what went wrong was told to whoever waited for it
+            self._session.exception()  # read, so that asyncio doesn't log it; callers got it before
 
     async def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """(the tool's answer, whether it is an error that the policy may mend)."""
+        """Call a tool. Return its answer, and True if that is an error for the policy."""
         if name not in self._names:
             known = ", ".join(self._names)
             return f"There is no tool {name[:40]!r}; there are {known}.".encode(
                 "utf-8", "replace"
             ).decode(), True
-        # lone surrogates, of JSON that the policy wrote, can't be sent
+        # The policy's JSON may have lone surrogates, which can't be sent.
         clean = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
         answer: asyncio.Future = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((name, clean, answer))
@@ -133,7 +133,7 @@ class Mcp:
         return _text(result)[: self.most] or "(no text)", bool(result.is_error)
 
     async def _answered(self, future: asyncio.Future) -> Any:
-        """What the session answers. Raises what ended it instead."""
+        """Wait for the session's answer. Raises its error, or `ConnectionError` if it ends."""
         await asyncio.wait({future, self._session}, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             error = None if self._session.cancelled() else self._session.exception()
@@ -142,7 +142,7 @@ class Mcp:
 
     async def _run(self, ready: asyncio.Future) -> None:
         async with AsyncExitStack() as stack:
-            # the handshake of old: a session on the server, which the newest protocol has no more
+            # "legacy" opens a session on the server, which the newest protocol doesn't have.
             client = await stack.enter_async_context(
                 Client(await self._transport(stack), mode="legacy")
             )
@@ -151,7 +151,7 @@ class Mcp:
                 name, arguments, answer = call
                 try:
                     result = await client.call_tool(name, arguments)
-                except Exception as error:  # to whoever waits, who tells them apart
+                except Exception as error:  # passed on to the caller that waits
                     if not answer.done():
                         answer.set_exception(error)
                 else:
@@ -169,14 +169,14 @@ class Mcp:
             headers["Authorization"] = (
                 f"Bearer {Path(self.token_file).read_text(encoding='utf-8').strip()}"
             )
-        # deadlines are the loop's; a server on this machine is behind no proxy
+        # The agent loop sets deadlines. A server on this machine needs no proxy.
         here = httpx2.URL(self.url).host in ("localhost", "127.0.0.1", "::1")
         http = httpx2.AsyncClient(headers=headers, timeout=None, trust_env=not here)
         return streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
 
     async def _schemas(self, client: Client) -> list[dict[str, Any]]:
-        """OpenAI function schemas of the tools wanted. Raises `ConfigError` for one that the server
-        doesn't have."""
+        """Return OpenAI function schemas of the policy's tools. Raises `ConfigError` for one that
+        the server doesn't have."""
         found, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor)

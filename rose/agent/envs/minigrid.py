@@ -1,9 +1,9 @@
-"""MiniGrid (Farama) as a conversation: find the key, open the door, reach the goal, by text and one
-tool.
+"""MiniGrid (Farama) as a conversation with one tool: find the key, open the door, reach the goal.
 
-Any task of the package except the WFC mazes (they need further packages). The whole grid is shown
-as text, one symbol per cell, and one call carries out up to `actions_per_turn` actions. Left out:
-MiniGrid's partial view of 7x7 cells. Paper: Chevalier-Boisvert et al., 2023, arXiv:2306.13831.
+All tasks of the package work except the WFC mazes, which need further packages. The policy sees the
+whole grid as text, one symbol per cell, instead of MiniGrid's partial view of 7x7 cells. One call
+carries out up to `actions_per_turn` actions. Paper: Chevalier-Boisvert et al., 2023,
+arXiv:2306.13831.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def tasks() -> list[str]:
 
 
 class Minigrid:
-    """`task` is an id of minigrid. The episode also ends after `max_steps` actions (null: the
-    task's own limit).
+    """The MiniGrid task with the id `task`. The episode also ends after `max_steps` actions (null:
+    the task's own limit).
 
-    Reward 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it; and `shaping`
-    when something is first picked up, and once more when a door is first opened. Raises
-    `ConfigError`.
+    The reward is 1 - 0.9 * actions / max_steps on success, else 0, as MiniGrid defines it. The
+    first time that something is picked up, and the first time that a door is opened, each earn
+    `shaping`. Raises `ConfigError`.
     """
 
     requires_tool = True
@@ -107,14 +107,14 @@ class Minigrid:
             self._grid = None
 
     def _milestones(self) -> set[str]:
-        """What of the way to a goal behind a door is done now."""
+        """Return which milestones on the way to a goal behind a door hold now."""
         opened = any(cell and cell.type == "door" and cell.is_open for cell in self._grid.grid.grid)
         return {
             name for name, done in (("carried", self._grid.carrying), ("opened", opened)) if done
         }
 
     def render(self) -> str:
-        """Mission, what is carried, and the grid: one row a line, cells separated by spaces."""
+        """Return mission, carried object and grid: one row a line, cells separated by spaces."""
         state = self._grid
         cells = [_symbol(cell) for cell in state.grid.grid]
         x, y = (int(i) for i in state.agent_pos)
@@ -141,7 +141,7 @@ class Minigrid:
         }
 
     def _problem(self, action: Action) -> str | None:
-        """Why this action cannot be carried out, in words for the policy; None if it can."""
+        """Return why this action can't be carried out, as a text for the policy; None if it can."""
         call = action.call
         if call is None:
             return "Call act with a list of actions."

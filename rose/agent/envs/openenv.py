@@ -1,10 +1,10 @@
 """Any environment that an OpenEnv server offers, over its WebSocket: a session per trajectory.
 
-An action is a call of the tool `act`, whose parameters are the environment's own action schema (of
-its /schema), or of the environment's tools where its actions are tool calls (MCP). Observations are
-shown as JSON, or the one text field that they have. The seed goes with the reset. The server, with
-its packages, runs in an environment of its own. Left out: starting it, and images. Protocol:
-openenv-core 0.3 (Meta and Hugging Face), spoken here without the package.
+An action is a call of the tool `act`, whose parameters are the environment's action schema (from
+its /schema). If the environment's actions are tool calls (MCP), an action is a call of one of its
+tools. An observation is shown as JSON, or as its text if that is its only field. The reset sends
+the seed. The user starts the server, with its own packages. Images are not supported. Protocol:
+openenv-core 0.3 (Meta and Hugging Face), implemented here without the package.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rose.config import ConfigError
 from rose.reward import values
 
 SEEDS = 2**31 - 1
-ASK_S = 20.0  # for the server's schema, at the launch
-MOST_BYTES = 64 * 2**20  # of a message
-HIDDEN = ("metadata",)  # of every action, and for the environment's authors
+ASK_S = 20.0  # seconds for the server's schema, at the launch
+MOST_BYTES = 64 * 2**20  # most bytes of a message
+HIDDEN = ("metadata",)  # fields of actions that serve the environment's authors, not the policy
 
 
 class Openenv:
-    """`url` of the server, http://host:port; `prompt` stands before the first observation.
-    `token_file`: of a bearer token. Success from the episode's reward `success_at`. Raises
-    `ConfigError`."""
+    """An environment of the server at `url` (http://host:port). `prompt` precedes the first
+    observation. `token_file` has a bearer token. An episode whose reward reaches `success_at` is a
+    success. Raises `ConfigError`."""
 
     requires_tool = True
-    rewards_turns = True  # where the server gives some: it alone knows
+    rewards_turns = True  # an assumption, since only the server knows
     paths = ("token_file",)
 
     def __init__(
@@ -64,13 +64,13 @@ class Openenv:
         self._total = 0.0
 
     async def reset(self, seed: int) -> Start:
-        timeout = aiohttp.ClientTimeout(total=None)  # deadlines are the agent loop's
+        timeout = aiohttp.ClientTimeout(total=None)  # no timeout, as the agent loop has deadlines
         self._http = aiohttp.ClientSession(headers=self.headers, timeout=timeout)
         self._socket = await self._http.ws_connect(
             f"ws{self.url.removeprefix('http')}/ws", max_msg_size=MOST_BYTES
         )
         self._total = 0.0
-        # as even or odd as the run's seed, which tells training from held-out episodes
+        # The mask keeps the seed's parity, which distinguishes training from held-out episodes.
         first = await self._ask("reset", {**self.options, "seed": seed & SEEDS})
         tools = await self._tools()
         self._names = [tool["function"]["name"] for tool in tools]
@@ -81,7 +81,7 @@ class Openenv:
         call = action.call
         if call is None or call.name not in self._names:
             return Step(observation=f"Call one of {', '.join(self._names)}.", invalid=True)
-        # lone surrogates, of JSON that the policy wrote, can't be sent
+        # The policy's JSON may have lone surrogates, which can't be sent.
         text = json.dumps(call.arguments, ensure_ascii=False).encode("utf-8", "replace")
         data = json.loads(text)
         if self._by_tools:
@@ -107,7 +107,7 @@ class Openenv:
         socket, http = self._socket, self._http
         self._socket = self._http = None
         if socket is not None and not socket.closed:
-            with contextlib.suppress(ConnectionError):  # it has gone first
+            with contextlib.suppress(ConnectionError):  # raised if the server disconnected first
                 await socket.send_str(json.dumps({"type": "close"}))
             await socket.close()
         if http is not None:
@@ -133,8 +133,8 @@ class Openenv:
         ]
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The answer's data. Raises `Refused` for an action that is none, `ConnectionError` and
-        `RuntimeError` otherwise."""
+        """Send a message and return the data of its answer. Raises `Refused` for a malformed
+        action, `ConnectionError` if the session ended, and `RuntimeError` for other errors."""
         await self._socket.send_str(json.dumps({"type": kind, "data": data}))
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
@@ -150,7 +150,7 @@ class Openenv:
 
 
 class Refused(Exception):
-    """The server calls the action malformed; the text is fit for the policy."""
+    """The server rejects the action as malformed. The policy may read the text."""
 
 
 def _tool(name: str, description: str, schema: dict, properties: dict) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _tool(name: str, description: str, schema: dict, properties: dict) -> dict[s
 
 
 def _text(observation: Any) -> str:
-    """The one text field that an observation has, or all of it as JSON."""
+    """Return an observation's text if that is its only field that isn't empty, else its JSON."""
     if isinstance(observation, dict):
         kept = {k: v for k, v in observation.items() if v not in (None, "", [], {})}
         if len(kept) == 1 and isinstance(value := next(iter(kept.values())), str):
@@ -174,9 +174,9 @@ def _text(observation: Any) -> str:
 
 @functools.cache
 def _schema(url: str, headers: tuple) -> dict[str, Any]:
-    """The JSON schema of the environment's actions. Raises `ConfigError` if no server answers."""
+    """Return the JSON schema of the actions. Raises `ConfigError` if no server answers."""
     request = urllib.request.Request(f"{url}/schema", headers=dict(headers))
-    # episodes' own connections (aiohttp) go to no proxy of the environment's, either
+    # Proxies of the process's variables are not used, as in the episodes' connections (aiohttp).
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(request, timeout=ASK_S) as answer:

@@ -1,12 +1,11 @@
-r"""Prompts from a file, one answer each, and a reward from a function of the user's.
+r"""Prompts from a file, one answer each, and a reward from the user's function.
 
-The function is `file.py:function` or `package.module:function` with some of the parameters text
-(the answer as written), row (the prompt's row), messages (the conversation) and episode (an
-`Episode`, as for `reward=function`), and returns what such a function does; `math` is math-verify
-against the row's answer. A plain function runs in a worker process, an async one in the environment
-host. One that raises, or takes longer than env.step_timeout_s, is a failed trajectory, which is
-replaced, and not one with reward 0. Scorers of `reward=` see the row as the episode's task; with
-null nothing is scored here.
+The function is `file.py:function` or `package.module:function`. It takes some of the parameters
+text (the answer as written), row (the prompt's row), messages (the conversation) and episode (an
+`Episode`), and returns what a function of `reward=function` returns. `math` is math-verify against
+the row's answer; null scores nothing here. A plain function runs in a worker process, an async one
+in the environment host. If it raises, or takes longer than env.step_timeout_s, the trajectory fails
+and is replaced; it doesn't get reward 0. Scorers of `reward=` see the row as the episode's task.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from rose.reward.episode import Score
 
 
 class Prompts:
-    """`data` and `held_out`: files; `held_out` may be the share of `data` that is held out.
-    `prompt_field` holds text or chat messages. Success from the reward `success_at`. Raises
-    `ConfigError`."""
+    """The files `data` and `held_out`; `held_out` may also be the share of `data` that is held out.
+    `prompt_field` has a text or chat messages. A reward of at least `success_at` is a success.
+    Raises `ConfigError`."""
 
     requires_tool = False
     paths = ("data", "held_out", "reward")
@@ -63,11 +62,11 @@ class Prompts:
         return last_step(score, self.success_at)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is held."""
 
 
 def last_step(score: Score, success_at: float) -> Step:
-    """Success is the function's word, or the reward's where it has none."""
+    """Return the step with the score. If the score has no success, its reward decides it."""
     success = score.reward >= success_at if score.success is None else score.success
     return Step(f"Reward {score.reward:g}.", reward=score.reward, done=True, success=success)
 

@@ -1,9 +1,9 @@
-r"""One question, one written answer: reasoning in plain text, checked by a rule.
+r"""Reasoning in plain text: a question, one written answer, and a rule that checks it.
 
-Two families of questions, generated from the seed: `arithmetic` (the answer is an integer) and
-`countdown` (reach a target using each given number once; any correct expression counts). The
-answer is what stands in the last ``\boxed{}``; without one, the last number, or for countdown the
-last line. Thoughts are ignored. Left out: partial credit and rewards for format.
+The seed draws a question of one of two families: `arithmetic` (the answer is an integer), or
+`countdown` (reach a target using each given number once; any correct expression counts). The answer
+is the content of the last ``\boxed{}``. Without a box it is the last number, or for countdown the
+last line. Thoughts are ignored. There is no partial credit and no reward for format.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rose.config import ConfigError
 
 TASKS = ("arithmetic", "countdown")
 SYSTEM = r"Think step by step. Then give the final answer in \boxed{}."
-# braces that LaTeX pairs; a backslash before one makes it text
+# Braces that LaTeX pairs. A brace behind a backslash is text.
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Reasoning:
-    """`task` arithmetic: `size` operations on integers 1..`largest`; countdown: `size` numbers
-    1..`largest`.
+    """A question of the family `task`, on integers 1..`largest`. `size` is the number of operations
+    for arithmetic, and of given numbers for countdown.
 
-    Reward 1 and success for a right answer, else 0. Raises `ConfigError`.
+    A right answer is success with reward 1, else the reward is 0. Raises `ConfigError`.
     """
 
     requires_tool = False
@@ -40,7 +40,7 @@ class Reasoning:
         if type(largest) is not int or not 2 <= largest <= 10**6:
             raise ConfigError(f"env.args.largest={largest!r}: an integer from 2 to 1000000")
         self.task, self.size, self.largest = task, size, largest
-        self._solution = ""  # an expression: the one asked for, or one that reaches the target
+        self._solution = ""  # the expression in question, or one that reaches the target
 
     async def reset(self, seed: int) -> Start:
         rng = random.Random(seed)
@@ -63,10 +63,10 @@ class Reasoning:
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is held."""
 
     def verify(self, text: str) -> bool:
-        """Whether this text ends in a right answer."""
+        """True if the text's final answer is right."""
         answer = final_answer(
             text, NUMBER if self.task == "arithmetic" else re.compile(r"(?m)^.*\S.*$")
         )
@@ -94,8 +94,8 @@ class Reasoning:
 
 
 def final_answer(text: str, fallback: re.Pattern[str]) -> str:
-    r"""Return what stands in the last ``\boxed{}``, else the last match of `fallback`, else ''.
-    Thoughts are left out."""
+    r"""Return the content of the last ``\boxed{}``, else the last match of `fallback`, else "".
+    Thoughts are ignored."""
     text = outside_thoughts(text)
     boxed = last_boxed(text)
     if boxed is not None:
@@ -105,8 +105,8 @@ def final_answer(text: str, fallback: re.Pattern[str]) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what stands in the last box that is complete and not empty; None without one."""
-    begun: list[int | None] = []  # starts of open braces' content; None: no box
+    """Return the content of the last box that is complete and not empty; None without one."""
+    begun: list[int | None] = []  # start of each open box's content; None for other braces
     last, found = 0, None
     for brace in BRACES.finditer(text):
         if brace[0] == "{" or len(brace[0]) > 2:

@@ -1,9 +1,9 @@
-"""Tasks of reasoning-gym: questions made and scored by rules, more than a hundred families of them.
+"""Tasks of reasoning-gym: more than a hundred families of questions, generated and scored by rules.
 
-A worker process makes and scores them: some take seconds, and scorers parse what the policy wrote.
-The reward is the library's score; a text that its scorer can't read is a wrong answer. Left out:
-`composite` (`tasks` mixes with weights), and a difficulty that follows the rewards. Package:
-reasoning-gym (Stojanovski et al., 2025, arXiv:2505.24760).
+A worker process does both, as some tasks take seconds, and scorers parse the policy's text. The
+reward is the library's score. A text that its scorer can't read is a wrong answer. Not supported:
+`composite` (`tasks` mixes with weights instead), and a difficulty that follows the rewards.
+Package: reasoning-gym (Stojanovski et al., 2025, arXiv:2505.24760).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 
 EXCEPT = ("composite",)
-OURS = ("size", "seed")  # arguments of every task that the run's seed decides
-SEEDS = 2**31 - 1  # numpy, which some tasks draw with, takes no larger ones
-JUDGE_S = 60.0  # the slowest task is made again in 10 s; more is of what the policy wrote
+OURS = ("size", "seed")  # arguments of all tasks that ROSE sets
+SEEDS = 2**31 - 1  # mask for seeds, since numpy, which some tasks use, takes no larger ones
+JUDGE_S = 60.0  # seconds to score; the slowest task needs 10, so the policy's text is the cause
 SYSTEM = (
     "Think step by step. Then give the final answer, and nothing else, between <answer> and "
     "</answer>."
@@ -30,11 +30,11 @@ SYSTEM = (
 
 
 class ReasoningGym:
-    """`tasks` lists names, or {task: NAME, weight: 1.0, level: null, and the task's own arguments};
-    `all` stands for every task. `level` is one of the task's curriculum, 0 the easiest, or
-    [lowest, highest] to draw from.
+    """A question of one of `tasks`: names, or {task: NAME, weight: 1.0, level: null, and the task's
+    own arguments}. `all` stands for every task. `level` is a level of the task's curriculum, 0 the
+    easiest, or [lowest, highest] to draw from.
 
-    Reward: the library's score, 0 to 1; success from 0.99. Raises `ConfigError`.
+    The reward is the library's score, 0 to 1. Success begins at 0.99. Raises `ConfigError`.
     """
 
     requires_tool = False
@@ -58,7 +58,7 @@ class ReasoningGym:
         level = chosen["level"] and rng.randint(*chosen["level"])
         of_level = {} if level is None else _at(chosen["task"], level)
         arguments = of_level | chosen["arguments"]
-        self._drawn = chosen["task"], arguments, seed & SEEDS  # as even or odd as the seed
+        self._drawn = chosen["task"], arguments, seed & SEEDS  # the mask keeps parity
         name, arguments, seed = self._drawn
         question = await _workers.call(f"{__name__}:ask", name=name, arguments=arguments, seed=seed)
         messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -76,23 +76,23 @@ class ReasoningGym:
         return Step(observation=f"Score {score:g}.", reward=score, done=True, success=score >= 0.99)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is held."""
 
 
 def ask(name: str, arguments: dict[str, Any], seed: int) -> str:
-    """The question of this seed."""
+    """Return the question of this seed."""
     return _entry(name, tuple(sorted(arguments.items())), seed)[1]["question"]
 
 
 def score(name: str, arguments: dict[str, Any], seed: int, text: str) -> float:
-    """0 to 1, of what stands in the last <answer>."""
+    """Return the score, 0 to 1, of the text in the last <answer>; 0 without one."""
     dataset, entry = _entry(name, tuple(sorted(arguments.items())), seed)
     answer = extract_answer(text)
     if answer is None:
         return 0.0
     try:
         return min(1.0, max(0.0, float(dataset.score_answer(answer, entry))))
-    except Exception:  # prime_factorization and others read numbers from whatever was written
+    except Exception:  # any error, as some scorers parse numbers of texts that have none
         return 0.0
 
 
@@ -104,7 +104,7 @@ def _entry(name: str, arguments: tuple, seed: int) -> tuple[Any, dict]:
 
 
 def _task(number: int, entry: Any) -> dict[str, Any]:
-    """{task, weight, level, arguments}, checked."""
+    """Check an entry of `tasks` and return it as {task, weight, level, arguments}."""
     key = f"env.args.tasks[{number}]"
     entry = {"task": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or "task" not in entry:
@@ -143,13 +143,13 @@ def _check_arguments(key: str, name: str, arguments: dict[str, Any]) -> None:
             )
     try:
         getattr(config(**arguments), "validate", bool)()
-    except Exception as error:  # AssertionError and others, of a task's own check
+    except Exception as error:  # AssertionError or any other, from the task's own check
         raise ConfigError(f"{key}={arguments!r}: {name} refuses them: {error!r}") from None
 
 
 @functools.lru_cache(256)
 def _at(name: str, level: int) -> dict[str, Any]:
-    """The arguments of a level; of an attribute with fewer levels, its highest."""
+    """Return the arguments of a level. An attribute with fewer levels gets its highest."""
     curriculum = CURRICULA[name]()
     curriculum.set_global_level(level)
     made = vars(curriculum.generate_configuration())

@@ -1,8 +1,8 @@
-"""A shell in a sandbox: the agent calls `bash`, hidden tests judge what it leaves behind.
+"""A shell in a sandbox: the agent calls `bash`, and hidden tests judge the final state.
 
 Tasks are folders (`_tasks`) or the rungs of a ladder for small models (`_ladder`). The tests run
-when the agent answers without a call, and when its turns are used up. Where the host keeps
-checkpoints (`sandbox.checkpoints`) an episode is resumed from one; else by its actions.
+when the agent answers without a call, and when its turns are used up. An episode resumes from a
+checkpoint if the host keeps them (`sandbox.checkpoints`), else by repeating its actions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYSTEM = (
 )
 FILE_BYTES = 1 << 20
 MOST_WORDS = 256
-SPARE_MIB = 64  # of a sandbox's memory, beyond its files
+SPARE_MIB = 64  # MiB of memory that a sandbox needs beyond its disk, which is in memory
 
 
 def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _stopped(task: _tasks.Task) -> str:
 
 @functools.lru_cache(MOST_WORDS)
 def _warn(words: str) -> None:
-    """In the host's log, once as long as there are not too many."""
+    """Print a warning in the host's log. The cache suppresses one that was printed recently."""
     print(words, flush=True)
 
 
@@ -71,9 +71,9 @@ UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "
 
 
 class Terminal:
-    """`tasks`: a folder of task folders, or "ladder" with these `rungs`. `edit_file` and `undo` add
-    these tools. A command may take `command_s` seconds and show `output_bytes`. Reward: the tests'
-    verdict; success is 1 or more. Raises `ConfigError`."""
+    """A task of the folder `tasks`, or of the given `rungs` if `tasks` is "ladder". `edit_file` and
+    `undo` add these tools. A command may take `command_s` seconds and show `output_bytes`. The
+    reward is the tests' verdict; success is 1 or more. Raises `ConfigError`."""
 
     requires_tool = False
     paths = ("tasks",)
@@ -124,16 +124,16 @@ class Terminal:
         self._until = 0.0
         self._shown = ""  # the last command's output
         self._kept: Checkpointer | None = None
-        self._store: tuple[Engine, str, str] | None = None  # engine, name, policy
-        self._before: dict[str, float] = {}  # `_stats` of the hosts before this one
+        self._store: tuple[Engine, str, str] | None = None  # (engine, name, policy)
+        self._before: dict[str, float] = {}  # `_stats` from before the last `resume`
         self._seed = self._turn = 0
-        self._reference: str | None = None  # of the newest checkpoint
-        self._since: list[dict[str, Any]] = []  # calls after it, with what they showed
-        self._lost = ""  # with the machine that was left, until the agent is told
+        self._reference: str | None = None  # reference of the newest checkpoint
+        self._since: list[dict[str, Any]] = []  # calls after it, with their observations
+        self._lost = ""  # losses of a restore, for the agent's next observation
 
     def preflight(self, step_timeout_s: float) -> str:
-        """What is wrong with the tasks' limits or this machine, before a run, raises
-        `ConfigError`. Returns which sandboxes it has, and what these lack."""
+        """Check the tasks' limits and this machine before a run. Raises `ConfigError`. Returns
+        which sandboxes the machine has, and what these lack."""
         if self.command_s >= step_timeout_s:
             raise ConfigError(
                 f"env.args.command_s={self.command_s:g}: below env.step_timeout_s="
@@ -145,7 +145,7 @@ class Terminal:
         broken = []
         for name, (limits, verifier_s) in sorted(asked.items()):
             made = replace(self.limits, **dict(limits))
-            if made.disk_mib + SPARE_MIB > made.memory_mib:  # files lie in memory
+            if made.disk_mib + SPARE_MIB > made.memory_mib:
                 broken.append(
                     f"{name}: a disk of {made.disk_mib} MiB takes memory of "
                     f"{made.disk_mib + SPARE_MIB} MiB at least, not {made.memory_mib}"
@@ -169,8 +169,8 @@ class Terminal:
         return found.account
 
     async def trial(self) -> tuple[int, list[str]]:
-        """How many tasks there are, and of which the tests can't judge: each is run once on what an
-        agent would find."""
+        """Run each task's tests once on its initial state. Return the number of tasks, and an error
+        for each whose tests can't judge: they pass, are stopped, or can't run."""
         tasks = sorted({t for split in self.tasks or () for t in split}, key=lambda t: t.name)
         gate = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
@@ -292,19 +292,20 @@ class Terminal:
     # ---------------------------------------------------------------------- checkpoints
 
     def keep_checkpoints(self, engine: Engine, name: str, policy: str) -> None:
-        """Have `checkpoint` and `resume` (base.py), under `name` in the host's store."""
+        """Provide `checkpoint` and `resume` (base.py), with `name` in the host's store."""
         self._store = (engine, name, policy)
         self.checkpoint, self.resume = self._checkpoint, self._resume
 
     async def _watch(self, origin: Restored | None = None) -> None:
-        """From here on a turn is what the agent does."""
+        """Start this sandbox's checkpoints, if the host keeps them."""
         if self._store is not None:
             engine, name, policy = self._store
             self._kept = Checkpointer(self.box, engine, name, policy, origin)
             await self._kept.begin()
 
     async def _checkpoint(self) -> bytes:
-        """What names the sandbox's state; the calls since, where a turn had to be skipped."""
+        """Take a checkpoint and return the state for `resume`: the newest checkpoint's reference,
+        and the calls after it if this turn's was skipped."""
         self._turn += 1
         await self._kept.after_turn(self._turn)
         if (saved := self._kept.saved(self._turn)) is not None:
@@ -315,9 +316,9 @@ class Terminal:
         return json.dumps(state).encode()
 
     async def _resume(self, saved: bytes) -> None:
-        """Raises `SandboxError` if that very state can't be had; what a backend without checkpoints
-        of processes can't bring back is told to the agent. What undo could go back to stays with
-        the host that was left."""
+        """Restore the newest checkpoint and repeat the calls after it. Raises `SandboxError` if
+        that exact state can't be restored. The agent's next observation reports processes that the
+        backend can't restore. States for undo are not restored."""
         state = json.loads(saved)
         await self.close()
         if state["reference"] is None:
@@ -343,8 +344,8 @@ class Terminal:
         self._until, self._shown = time.monotonic() + state["left_s"], state["shown"]
 
     async def settled(self) -> bool:
-        """Whether other hosts can restore what the newest checkpoint names; waits while that is on
-        its way."""
+        """True if other hosts can restore the newest checkpoint. Waits for a limited time while it
+        is being stored."""
         if self._reference is None:
             return True
         return await self._kept.settled(json.loads(self._reference)["turn"])
@@ -355,7 +356,7 @@ class Terminal:
 
     @property
     def stats(self) -> dict[str, float]:
-        """What checkpoints cost this episode (`Checkpointer.stats`)."""
+        """The costs of this episode's checkpoints (`Checkpointer.stats`)."""
         return {f"checkpoint_{name}": float(value) for name, value in self._stats().items()}
 
     async def _edit(self, path: str, old: str, new: str) -> Step:
@@ -377,8 +378,8 @@ class Terminal:
         return Step("Done.")
 
     async def end(self) -> Step:
-        """The verdict on what is there now, once; the agent loop calls it when the turns are used
-        up."""
+        """Return the last step, with the verdict on the current state. The agent loop calls this
+        when the turns are used up."""
         if self._rung is not None:
             reward = float(await self._climbed(self._rung))
         else:
@@ -397,11 +398,11 @@ class Terminal:
         return data == rung.expected.encode()
 
     async def _tested(self, task: _tasks.Task) -> tuple[Fresh, float]:
-        """What the tests did, and their verdict."""
+        """Run the task's tests. Return their result and the verdict, 0 to 1."""
         task.verify()
         folder, argv = str(task.folder / "tests"), ["/bin/bash", "/tests/test.sh"]
         done = await self.box.check(argv, folder, collect=(VERDICT,), wait_s=task.verifier_s)
-        if done.code is None or done.code < 0:  # whoever ended the tests may have written it, too
+        if done.code is None or done.code < 0:  # ended by a process that may fake the verdict, too
             return done, 0.0
         written = done.files.get(VERDICT)
         if written is None:

@@ -1,10 +1,10 @@
-r"""Games of TextArena: alone, or the policy against a random or scripted opponent.
+r"""Games of TextArena: the policy alone, or against a random or scripted opponent.
 
-A turn's text is the move, as the game's rules say; the policy reads what the game tells its player
-since the last turn. TextArena draws from Python's global generators, so each game keeps a state of
-them of its own. Games run in threads, one move at a time. Left out: games that need a download, an
-API key or a newer Python (refused before the start), and several policies in one game. Package:
-textarena (Guertler et al., 2025, arXiv:2504.11442).
+A turn's text is the move, in the form of the game's rules. The observation has the game's messages
+to the player since its last turn. TextArena draws from Python's global generators, so each game
+keeps its own state of them. Games run in threads, one move at a time. Not supported: several
+policies in one game, and games that need a download, an API key or a newer Python (refused before
+the start). Package: textarena (Guertler et al., 2025, arXiv:2504.11442).
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 
-# ask a language model over the network, or can't be copied for the random opponent in any good time
+# Games that ask a remote language model, or that are too slow to copy for the random opponent.
 EXCEPT = ("MarketEntryGame", "PublicGoodsGame", "SettlersOfCatan")
-RAW = "-raw"  # without the package's own ways to show the whole history again
+RAW = "-raw"  # variant of a game without wrappers that repeat the whole history
 MOST_PLAYERS = 7
 TRIES = 400  # moves that the random opponent tries on a copy of the game before it gives up
 TOKEN = re.compile(r"\[[^\[\]\n]{1,30}\]")
-_drawing = threading.Lock()  # held while a game has Python's global generators
+_drawing = threading.Lock()  # held while a game uses Python's global generators
 PART = re.compile(r"\d|\b[A-Za-z]\b|(?<=\b)[A-Ia-i](?=\d)")
 
 
 def games() -> list[str]:
-    """Ids of all that may be tried."""
+    """Return the ids of all games that may be played here."""
     ids = (name.removesuffix(RAW) for name in ENV_REGISTRY if name.endswith(RAW))
     return sorted(name for name in ids if not name.startswith(EXCEPT))
 
 
 class Textarena:
-    """`game` is an id of TextArena, `options` its constructor's arguments. `players`: null for the
-    fewest that it takes. `opponent`: random, or file.py:function, called with observation (the
-    text since its last turn), player and seed; it returns a move. `seat`: the policy's; null draws.
+    """The TextArena game with the id `game`; `options` are its constructor's arguments. `players`:
+    null for the fewest possible. `opponent`: random, or file.py:function, which gets observation
+    (the text since its last turn), player and seed, and returns a move. `seat`: the policy's player
+    number; null draws it.
 
-    Reward: the game's for the policy, -1 to 1 (1 for a win); success from 1. Raises `ConfigError`.
+    The reward is the game's for the policy, -1 to 1; 1 is a win and success. Raises `ConfigError`.
     """
 
     requires_tool = False
@@ -98,7 +99,7 @@ class Textarena:
             return Step(observation=self._observed.strip() or "Your turn.", invalid=invalid)
         rewards, _ = self._game.close()
         reward = (rewards or {}).get(self.seat, 0.0)
-        # some games put the reason of the last invalid move where its reward belongs
+        # After an invalid last move some games give its reason in place of the reward.
         reward = float(reward) if isinstance(reward, int | float) else -1.0
         return Step(
             observation="The game is over.",
@@ -117,13 +118,13 @@ class Textarena:
             self._game.reset(num_players=self.players, seed=seed % 2**32)
 
     def _play(self, move: str) -> bool:
-        """Whether the game has ended by it."""
+        """Play the move. True if it ended the game."""
         with self._own_generators():
             return self._game.step(move)[0]
 
     async def _others_play(self) -> bool:
-        """Play the others' turns until it is the policy's turn, whose observation is then in
-        `_observed`; True if the game ends."""
+        """Play the opponents' moves until the policy's turn, and keep its observation in
+        `_observed`. True if the game ended."""
         while True:
             player, news = self._game.get_observation()
             text = "\n".join(str(each) for sender, each, _ in news or () if sender != player)
@@ -163,7 +164,7 @@ class Textarena:
 
     @contextmanager
     def _own_generators(self, keep: bool = True) -> Iterator[None]:
-        """Python's and NumPy's global generators are this game's meanwhile: one game at a time."""
+        """Set Python's and NumPy's global generators to this game's state, one game at a time."""
         with _drawing:
             yield from self._exchanged(keep)
 
@@ -181,14 +182,14 @@ class Textarena:
 
 
 def _refused(game: ta.Env, player: int) -> bool:
-    """Whether the last move of `player` was against the rules."""
+    """True if the last move of `player` was against the rules."""
     state = game.state
     again = state.current_player_id == player and getattr(state, "error_count", 0) > 0
     return again or bool(state.game_info[player].get("invalid_move"))
 
 
 def _moves(shown: list[str], rng: random.Random) -> Iterator[str]:
-    """What the text shows in brackets, and the like with other digits and letters, by chance."""
+    """Yield random moves: texts shown in brackets, half of them with other digits and letters."""
     for _ in range(TRIES if shown else 0):
         like = rng.choice(shown)
         yield like if rng.random() < 0.5 else PART.sub(lambda part: _other(part[0], rng), like)
@@ -211,14 +212,14 @@ def _make(game: str, options: dict[str, Any]) -> ta.Env:
 
 @functools.cache
 def _players(game: str, players: int | None, options: tuple) -> int:
-    """How many play, tried once. Raises `ConfigError` where the game can't be played here."""
+    """Return the number of players, found by trial. Raises `ConfigError` if none works here."""
     error: BaseException = RuntimeError("no number of players")
     before = random.getstate(), np.random.get_state()
     for count in range(1, MOST_PLAYERS + 1) if players is None else [players]:
         try:
             _make(game, dict(options)).reset(num_players=count, seed=1)
             return count
-        except Exception as raised:  # asserts of games, missing files, downloads, syntax
+        except Exception as raised:  # any error, such as a game's assert or a missing file
             if not isinstance(error, SyntaxError | LookupError | OSError | ImportError):
                 error = raised
         finally:

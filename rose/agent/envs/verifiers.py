@@ -1,9 +1,9 @@
 """Any installed environment of `verifiers` 0.4 (Prime Intellect), and so of its Environments Hub.
 
-The library's pins conflict with ROSE's, so it lives in a virtual environment of its own, whose
-Python plays the episodes: one process for each environment host (rose/agent/gateway/players.py)
-runs `_verifiers_player.py`. It calls the policy at the gateway, and the reward is the rubric's.
-Left out: episodes in which more than one role is trained.
+The library's pins conflict with ROSE's, so it has a virtual environment of its own. Its Python
+plays the episodes: each environment host has a process (rose/agent/gateway/players.py) that runs
+`_verifiers_player.py`. It calls the policy at the gateway, and the reward is the rubric's. Episodes
+that train more than one role are not supported.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rose.agent.envs.agent import Agent
 from rose.config import ConfigError
 
 PLAYER = Path(__file__).with_name("_verifiers_player.py")
-LOAD_S = 600.0  # for the library's import and an environment's data, which may be a download
-WORDS = 1000  # characters at the end of what a process printed, in an error
+LOAD_S = 600.0  # seconds to import the library and load an environment's data, maybe a download
+WORDS = 1000  # characters from the end of a process's output, in an error
 
 
 class Verifiers(Agent):
-    """`python`: of the library's virtual environment. `id`: of the environment, a module of that
-    Python. `args`: its taskset's settings; `env`: other settings of the library's EnvConfig.
-    `held_out`: the share of the tasks that evaluate, or what differs in their `args`.
-    `most_tasks`: so many are read at most, and of an endless taskset.
-    `renderer`: None lets ROSE render and read messages (chat completions); a map as {name: qwen3}
+    """`python`: path of the Python in the library's virtual environment. `id`: the environment's
+    module. `args`: its taskset's settings; `env`: other settings of the library's EnvConfig.
+    `held_out`: the share of the tasks that evaluate, or the settings in which their `args` differ.
+    `most_tasks`: the most tasks that are read, as a taskset may be endless.
+    `renderer`: None lets ROSE render and read messages (chat completions). A map as {name: qwen3}
     lets the library do so, which then calls the token route.
-    Success from the reward `success_at`. `environment`: names of variables that the process gets
-    besides PATH and the like. `listen`: as of env=agent. Raises `ConfigError`."""
+    `success_at`: the least reward of a success. `environment`: names of further variables that the
+    process gets. `listen`: the address at which the gateway listens. Raises `ConfigError`."""
 
     paths = ("python",)
 
@@ -55,7 +55,7 @@ class Verifiers(Agent):
                 f"env.args.python={python!r}: no such program; the python of the library's virtual "
                 "environment, as /path/of/venv/bin/python"
             )
-        # -P: this file's folder, with others of such names, is on no import path
+        # -P keeps this file's folder, whose files have names of packages, off the import path.
         super().__init__([found, "-P", str(PLAYER)], environment=environment, listen=listen)
         if not isinstance(id, str) or not id:
             raise ConfigError(f"env.args.id={id!r}: the name of a verifiers environment")
@@ -88,10 +88,10 @@ class Verifiers(Agent):
         inputs.note("env.args.id", whose, self.tasks["tasks"])
 
 
-@functools.cache  # each trajectory makes an environment of its own
+@functools.cache  # a load once a process, as each trajectory builds an environment
 def _load(command: tuple[str, ...], settings: str, given: tuple[str, ...]) -> dict[str, Any]:
-    """How many tasks train and are held out, and a digest of them all. Raises `ConfigError` naming
-    what can't be used."""
+    """Return the numbers of training and held-out tasks, and a digest of all tasks. Raises
+    `ConfigError` that names the setting that can't be used."""
     python, values = command[0], json.loads(settings)
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""The gateway: agents that ROSE doesn't know, behind the APIs that they were written for.
+"""The gateway runs agents that were written for another API, unmodified.
 
-A program (`program`) gets an address and a key for each trajectory (`session`); its calls over
-OpenAI's or Anthropic's API or vLLM's token route (`server`, one file per API) become turns like any
-other, and its histories a tree of tokens (`history`). May import what `rose.agent` may; must know
-nothing of engines.
+An agent's program (`program`) gets an address and a key for each trajectory (`session`). It calls
+OpenAI's or Anthropic's API or vLLM's token route (`server`, one file per API). Each call becomes a
+turn like any other, and the call histories become a tree of tokens (`history`). The package may
+import what `rose.agent` may, and must know nothing of engines.
 """

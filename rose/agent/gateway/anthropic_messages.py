@@ -1,8 +1,8 @@
 """Anthropic's messages: POST /v1/messages, and POST /v1/messages/count_tokens.
 
-Results of tools stand in a user's message; here each becomes a message of its own, before what the
-user says. Left out: images, documents, caching (`cache_control` is ignored), server tools, and what
-else `FIELDS` calls refused.
+In this API a user message contains the tool results. Here each result becomes a message of its own,
+before the user's text. Not supported: images, documents, caching (`cache_control` is ignored),
+server tools, and every field that `FIELDS` marks as refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TEXT = ("text",)
 
 
 def read(body: dict[str, Any]) -> Query:
-    """Raises `ApiError`."""
+    """Read the body of a messages request. Raises `ApiError`."""
     if fields.count(body, "max_tokens") is None:
         raise bad("max_tokens: missing")
     return read_prompt(body)
@@ -99,8 +99,8 @@ def _parts(content: str | list[Any]) -> list[Any]:
 
 
 def _system(content: Any, where: str) -> str:
-    """Return the system's text. As in vLLM, a block that begins with Claude Code's line goes
-    whole."""
+    """Return the system message's text. As in vLLM, a block that begins with Claude Code's billing
+    line is dropped whole."""
     texts = fields.texts(content, TEXT, where)
     if isinstance(content, str):
         return "".join(fields.system_texts(texts))
@@ -108,7 +108,7 @@ def _system(content: Any, where: str) -> str:
 
 
 def _said(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
-    """Texts that aren't empty."""
+    """Return the texts of the blocks that aren't empty."""
     return tuple(text for text in fields.texts(blocks, TEXT, where) if text)
 
 
@@ -122,7 +122,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
             case "thinking":
                 thought.append(take(block, "thinking", str))
             case "redacted_thinking":
-                continue  # Nothing of it can be written. vLLM leaves it out, too.
+                continue  # It is encrypted, so no prompt can contain it. vLLM drops it, too.
             case _:
                 said.append(block)
     parts = _said(said, f"{where}.content")
@@ -139,7 +139,7 @@ def _tool(raw: dict[str, Any]) -> dict[str, Any]:
         raise bad(f"tools: of type {raw['type']!r}; only an agent's own are supported")
     schema = take(raw, "input_schema", dict, {})
     if "type" not in schema:
-        schema = schema | {"type": "object"}  # behind the others, as vLLM puts it
+        schema = schema | {"type": "object"}  # the last key, as in vLLM
     return fields.function(raw | {"parameters": schema}, "tools")
 
 
@@ -187,7 +187,7 @@ def refuse(error: ApiError) -> dict[str, Any]:
     kind = kinds.get(error.status, "invalid_request_error")
     message = error.message
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # by which its clients know it
+        message = f"prompt is too long: {message}"  # prefix by which clients recognise the error
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -206,7 +206,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the block as it begins, the one delta that completes it)."""
+    """Return the block as the stream begins it, and the one delta that completes it."""
     match block["type"]:
         case "text":
             return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -1,15 +1,15 @@
-"""Calls Python functions as agents' programs, and as their rewards.
+"""Call Python functions as agents' programs, and as their rewards.
 
     python -m rose.agent.gateway.call module:function
 
-imports what the function's file imports, once, and forks a process for each line on its standard
-input (forks.py writes them): a JSON object with the trajectory's `name`, its `variables`, the `log`
-for what it prints, and further `arguments`. It answers on its standard output with the process's
-`pid`, and with its `code` when that has ended; it ends with its input. The file itself is imported
-by each process anew, as a client made at its top needs the trajectory's key.
+This server imports once what the function's file imports. Then it forks a process for each line on
+its standard input (forks.py writes them): a JSON object with the trajectory's `name`, `variables`,
+path of its `log`, and `arguments`. It answers on its standard output with the process's `pid` and,
+when the process has ended, its exit `code`. The server ends with its input. Each process imports
+the function's own file itself, as a client at its top level needs the trajectory's key.
 
-An agent's function gets the task, the object in the file ROSE_TASK; what it returns, unless None,
-is the reward. A reward's function gets the conversations, in the file that is its argument, and the
+An agent's function gets the task (the object in the file ROSE_TASK). Its result, unless None, is
+the reward. A reward function gets the conversations (from the file that is its argument) and the
 task. Either may be async.
 """
 
@@ -37,12 +37,12 @@ from rose.agent.gateway import reaper
 from rose.agent.gateway.program import LOG_MODE
 from rose.reward import function, values
 
-KEPT: list[Any] = []  # of the server's, which to free takes a process time
+KEPT: list[Any] = []  # the server's finalizers, since freeing them would cost a process time
 
 
 def preload(name: str) -> None:
-    """Import what the function's file imports at its top. What fails here fails again, and is
-    told, in the processes."""
+    """Import what the function's file imports at its top. An import that fails here fails again in
+    each process, which reports it."""
     place = name.rpartition(":")[0]
     sys.path.insert(0, str(Path(place).parent) if place.endswith(".py") else os.getcwd())
     with contextlib.suppress(Exception):
@@ -61,7 +61,7 @@ def preload(name: str) -> None:
 
 
 def call(name: str, arguments: list[str]) -> None:
-    """Call the function and write what it returns, if anything, as the reward."""
+    """Call the function and write its result, unless None, as the reward."""
     task = json.loads(Path(os.environ["ROSE_TASK"]).read_text(encoding="utf-8"))
     found = function.load(name, "env.args.reward" if arguments else "env.args.function")
     given = [json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments]
@@ -72,7 +72,8 @@ def call(name: str, arguments: list[str]) -> None:
 
 
 def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int, ...]) -> None:
-    """In the forked process: never returns. `foreign`: files of the server's."""
+    """Turn the forked process into a reaper with the function's process below it. Never returns.
+    `foreign`: the server's file descriptors, which are closed here."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -86,15 +87,15 @@ def _become(called: str, order: dict[str, Any], server: int, foreign: tuple[int,
     except OSError:  # The log's folder may be gone.
         traceback.print_exc()
     finally:
-        os._exit(1)  # It must not go on as a second server.
+        os._exit(1)  # never a second server
 
 
 def _call(called: str, order: dict[str, Any]) -> NoReturn:
-    """Call the function and end this process, which is its own, with its code."""
+    """Call the function, then end this process with its exit code. The process has no other use."""
     code = 1
     try:
-        # What is to be finalised of the imports, temporary folders among it, is the server's; torch
-        # has so much of it that this process would spend more time on that than on its agent.
+        # The finalizers that imports have registered belong to the server (they remove its
+        # temporary folders). torch registers so many that running them takes longer than the agent.
         KEPT.append(weakref.finalize._registry)
         weakref.finalize._registry = {}
         os.environ.clear()
@@ -110,7 +111,7 @@ def _call(called: str, order: dict[str, Any]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        threading._shutdown()  # waits for threads, those of executors too
+        threading._shutdown()  # waits for all threads, including those of executors
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,7 +119,8 @@ def _call(called: str, order: dict[str, Any]) -> NoReturn:
 
 
 def _reseed(seed: int) -> None:
-    """What was imported before the fork has the same random state in every process."""
+    """Seed the random generators. Modules that were imported before the fork would otherwise draw
+    the same numbers in every process."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -129,10 +131,11 @@ def _reseed(seed: int) -> None:
 def serve(called: str) -> None:
     """Fork for each order until the input ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what imports print is no answer
+    os.dup2(2, 1)  # stderr in place of stdout, so that prints of imports are no answers
     preload(called)
     gc.collect()
-    gc.freeze()  # else each process copies the pages of what it looks through
+    # Otherwise garbage collection in each process would touch, and copy, the shared pages.
+    gc.freeze()
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
@@ -163,7 +166,7 @@ def serve(called: str) -> None:
 
 
 def _ended(names: dict[int, str]) -> list[tuple[int, int]]:
-    """(pid, exit code) of those that have ended."""
+    """Return (pid, exit code) of each process that has ended."""
     found = []
     for pid in names:
         done, status = os.waitpid(pid, os.WNOHANG)

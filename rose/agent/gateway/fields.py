@@ -1,6 +1,7 @@
-"""Reading the body of a call: what is missing, of the wrong type or not supported is one clear
-refusal, as the APIs do it. What becomes of each field stands in the `FIELDS` of each API's module;
-scripts/tabulate_fields.py writes them into docs/agents.md."""
+"""Readers for the fields of a request's body.
+
+A missing, wrong or unsupported field raises `ApiError`. Each API's module lists in `FIELDS` what
+happens to each field; scripts/tabulate_fields.py writes these lists into docs/agents.md."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from rose.agent.gateway.session import ApiError
 from rose.agent.template import CONVERSATION, served_tool
 
-# What becomes of a field of a request. A field that an API's `FIELDS` does not name is as `APART`.
+# What happens to a field of a request. A field that is not in the API's `FIELDS` counts as `APART`.
 USED = "used"
 APART = "no effect, but a call that differs in it is no retry"
 IGNORED = "no effect"
@@ -25,17 +26,17 @@ EFFORT = (
     "used: as the template's arguments `reasoning_effort` and `enable_thinking`, which is false "
     "for `none`"
 )
-# vLLM's ways to another prompt than the template's for a next turn.
+# vLLM's options that change the prompt from what the chat template gives for the next turn.
 PROMPTS = dict.fromkeys(
     ("chat_template", "documents", "continue_final_message", "truncate_prompt_tokens"), REFUSED
 )
 BILLING = "x-anthropic-billing-header"
 SEED = "does not seed the sampling; a call repeated with another `seed` gets a new answer"
-# What OpenAI's requests say about who asks, and for whom it is to be kept.
+# OpenAI's fields that identify the caller or control what OpenAI stores.
 ABOUT = dict.fromkeys(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), IGNORED
 )
-# vLLM's ways to force the form of an answer. The policy's tokens must be its own.
+# vLLM's options that constrain decoding. The policy must sample every token by itself.
 CONSTRAINTS = dict.fromkeys(
     (
         "structured_outputs",
@@ -54,7 +55,7 @@ def bad(message: str) -> ApiError:
 
 
 def take(body: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-    """`body[name]`; null counts as absent. Raises `ApiError`."""
+    """Return `body[name]`, or `default` where it is absent or null. Raises `ApiError`."""
     value = body.get(name)
     if value is None:
         if default is ...:
@@ -66,7 +67,7 @@ def take(body: dict[str, Any], name: str, kind: type | tuple[type, ...], default
 
 
 def count(body: dict[str, Any], *names: str) -> int | None:
-    """The first of these that is there, an integer from 1."""
+    """Return the first of the fields `names` that is given, an integer of at least 1."""
     for name in names:
         value = take(body, name, int, None)
         if value is not None:
@@ -77,7 +78,7 @@ def count(body: dict[str, Any], *names: str) -> int | None:
 
 
 def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
-    """One string or a list of at most 16."""
+    """Return the stop strings: the field is one string or a list of at most 16."""
     value = take(body, name, (str, list), ())
     found = (value,) if isinstance(value, str) else tuple(value)
     if len(found) > 16 or not all(isinstance(each, str) and each for each in found):
@@ -86,8 +87,8 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """Return the texts of a string, of null (none) or of parts of the types `kinds`. Raises
-    `ApiError`."""
+    """Return the texts of `content`: a string, null (no text), or parts whose types are in `kinds`.
+    Raises `ApiError`."""
     if content is None or isinstance(content, str):
         return () if content is None else (content,)
     if not isinstance(content, list):
@@ -102,14 +103,14 @@ def texts(content: Any, kinds: tuple[str, ...], where: str) -> tuple[str, ...]:
 
 
 def system_texts(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a system message's texts without the first line that Claude Code writes differently
-    in each call; vLLM drops it, too."""
+    """Return a system message's texts without Claude Code's billing line, which differs in each
+    call and would make each prompt a new one. vLLM drops it, too."""
     kept = (t.partition("\n")[2] if t.startswith(BILLING) else t for t in parts)
     return tuple(text for text, given in zip(kept, parts, strict=True) if text or not given)
 
 
 def arguments(written: Any, where: str) -> dict[str, Any]:
-    """Arguments of a call, an object or JSON of one."""
+    """Return a tool call's arguments, given as an object or as JSON text of one."""
     try:
         value = json.loads(written or "{}") if isinstance(written, str | None) else written
     except (ValueError, RecursionError):
@@ -126,7 +127,7 @@ def items(value: list[Any], where: str) -> list[dict[str, Any]]:
 
 
 def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool as OpenAI's chat API writes it, from {name, description, parameters}."""
+    """Return a tool as OpenAI's chat API writes it, from {name, description, parameters}."""
     take(schema, "name", str)
     take(schema, "description", str, None)
     take(schema, "parameters", dict, None)
@@ -135,15 +136,15 @@ def function(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def free_text(form: Any, name: str) -> None:
-    """Raises `ApiError` for an answer in JSON: the policy's tokens must be its own."""
+    """Raise `ApiError` if `form` is not text, as others would need constrained decoding."""
     kind = form.get("type", "text") if isinstance(form, dict) else form
     if kind not in (None, "text"):
         raise bad(f"{name}: {json.dumps(kind)[:80]}; only text is supported")
 
 
 def template_args(body: dict[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return the template's arguments of a request, as `vllm serve` takes them. `effort`: that of
-    thinking."""
+    """Return the chat template's arguments of a request, by the rules of `vllm serve`. `effort` is
+    the reasoning effort; None where the request names none."""
     found = dict(take(body, "chat_template_kwargs", dict, {}))
     if reserved := sorted(found.keys() & CONVERSATION):
         raise bad(f"chat_template_kwargs: {reserved[0]} is the conversation's own")
@@ -154,14 +155,15 @@ def template_args(body: dict[str, Any], effort: str | None) -> dict[str, Any]:
 
 
 def refuse(body: dict[str, Any], known: dict[str, str]) -> None:
-    """Raises `ApiError` for a field that is `REFUSED`, unless it is null, false, empty or 0."""
+    """Raise `ApiError` for a `REFUSED` field, unless its value is null, false, empty or 0."""
     for name, becomes in known.items():
         if becomes == REFUSED and body.get(name):
             raise bad(f"{name}: not supported")
 
 
 def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-    """Return what else tells two calls apart: not how the answer travels, nor who asks."""
+    """Return the fields without effect that still distinguish two calls. How the answer is sent and
+    who asks are not among them."""
     return {
         name: value
         for name, value in body.items()
@@ -170,6 +172,6 @@ def rest(body: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
 
 
 def ends_with_question(messages: list[Any]) -> None:
-    """Raises `ApiError` unless the policy's turn follows."""
+    """Raise `ApiError` unless the policy's turn is next."""
     if not messages or messages[-1].role == "assistant":
         raise bad("messages: at least one is needed, the last one not an assistant's")

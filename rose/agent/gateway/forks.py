@@ -1,7 +1,7 @@
-"""Processes for Python functions, forked from one that has imported what they need (call.py).
+"""Processes for Python functions, forked from a server that has imported what they need (call.py).
 
-A client's package takes half a second to import, which at hundreds of trajectories a minute is all
-that two cores can do.
+Importing a client's package takes half a second. Without the server, hundreds of trajectories a
+minute would keep two cores busy with imports alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from rose import processes
 from rose.agent.gateway.program import Program, environment
 
-START_S = 120.0  # for a function's packages to be imported: torch from a cold disk takes minutes
+START_S = 120.0  # seconds to import a function's packages; torch from a cold disk takes minutes
 
 
 class Forks:
@@ -35,10 +35,10 @@ class Forks:
         variables: Mapping[str, str],
         log: Path,
     ) -> Program:
-        """A process that calls `function` (call.py); other arguments as `Program.start`'s, and as
-        `environment`'s. Raises OSError when it can't be had."""
+        """Start a process that calls `function` (call.py). `name`, `variables` and `log` are those
+        of `Program.start`, `given` that of `environment`. Raises OSError if none can be started."""
         key = (function, tuple(given))
-        async with self._starting:  # or trajectories that begin at once would start one each
+        async with self._starting:  # shared by trajectories that begin together
             server = self._servers.get(key)
             if server is None or server.over:
                 server = self._servers[key] = await _Server.start(function, given)
@@ -52,7 +52,7 @@ class Forks:
 class _Server:
     def __init__(self, function: str, process: asyncio.subprocess.Process) -> None:
         self._function, self._process = function, process
-        self._pids: dict[str, asyncio.Future[int]] = {}  # by the trajectory's name
+        self._pids: dict[str, asyncio.Future[int]] = {}  # trajectory's name -> pid
         self._codes: dict[str, asyncio.Future[int]] = {}
         self._reading = asyncio.create_task(self._read())
 
@@ -92,7 +92,7 @@ class _Server:
         try:
             await asyncio.wait({pid}, timeout=START_S)
         finally:
-            if not pid.done():  # cancelled, or late: nobody will watch it
+            if not pid.done():  # a cancelled or late start, whose process nothing would watch
                 pid.add_done_callback(_kill)
         if not pid.done():
             raise OSError(f"what {self._function} imports was not imported within {START_S:g} s")
@@ -108,7 +108,7 @@ class _Server:
         for future in (*self._pids.values(), *self._codes.values()):
             if not future.done():
                 future.set_exception(OSError(f"the process that forks {self._function} has ended"))
-                future.exception()  # whoever waits raises it; if nobody does, it is no news
+                future.exception()  # keeps asyncio from logging it where no caller waits
 
     async def close(self) -> None:
         self._process.stdin.close()

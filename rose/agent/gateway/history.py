@@ -1,10 +1,12 @@
 """The histories of one trajectory's calls, as a tree of tokens.
 
-A call's messages either extend what a recorded call left, message by message: then only the new
-ones' tokens are appended to the policy's own. Or they don't (an edited or compacted history,
-stripped thoughts, other tools, a sub-agent): then a branch begins, rendered by the template. Every
-leaf is a training sample; what leaves share is marked as the policy's in the first of them only, so
-that each token is trained once. Nodes never change: two calls on one node make two children.
+1. If a call's messages extend the conversation of a recorded call, message by message, only the
+   tokens of the new messages are appended.
+2. If not (an edited or compacted history, stripped thoughts, other tools, a sub-agent), a branch
+   begins, which the template renders from the start.
+
+Every leaf is a training sample. Tokens that leaves share have mask 1 in the first of them only, so
+that each is trained once. Recorded tokens never change: two calls on one node make two children.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from rose.protocol import Branch, TurnResult, pack_floats, pack_tokens, unpack_t
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool, as it stands in a conversation."""
+    """A tool call in a conversation."""
 
     id: str
     name: str
@@ -31,33 +33,33 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """Of whichever API. `calls` and `thought`: of an assistant's."""
+    """A message, the same for all APIs. Only an assistant's has `calls` and `thought`."""
 
     role: str  # system, user, assistant, tool
     text: str
     calls: tuple[Call, ...] = ()
     thought: str = ""
-    call_id: str = ""  # which call a tool's message answers
+    call_id: str = ""  # id of the call that a tool's message answers
     parts: tuple[str, ...] = ()  # the texts that `text` joins, where there are several
     name: str = ""
-    # True where it came without any text, which to a template is not an empty text
+    # True if the message came without any text. Templates distinguish that from an empty text.
     empty: bool = False
 
     @classmethod
     def of(cls, role: str, parts: tuple[str, ...], **others: Any) -> Message:
-        """Return a message whose text came in `parts`, joined as `vllm serve` does."""
+        """Return a message whose text came in `parts`. They are joined as `vllm serve` does."""
         several = parts if len(parts) > 1 else ()
         return cls(role, "\n".join(parts), parts=several, empty=not parts, **others)
 
     def key(self) -> list[Any]:
-        """What makes two messages the same: not ids, nor how arguments are written."""
+        """Return a key that equal messages share. Ids and the notation of arguments don't count."""
         calls = [[call.name, call.arguments] for call in self.calls]
-        if self.role == "assistant":  # Its tokens are the policy's own, whatever an agent adds.
+        if self.role == "assistant":  # Its tokens are recorded, so a name that is added is ignored.
             return [self.role, self.text.strip(), calls, self.thought.strip(), *self.parts]
         return [self.role, self.text, calls, self.thought.strip(), self.name, *self.parts]
 
     def rendered(self, chat: ChatFormat) -> dict[str, Any]:
-        """As templates take it. Marks of the template's in what users and tools say are broken."""
+        """Return the message for chat templates. Special tokens of users and tools become text."""
         break_marks = chat.neutral if self.role in ("user", "tool") else str
         message: dict[str, Any] = {
             "role": self.role,
@@ -85,33 +87,32 @@ class Message:
 
 @dataclass(eq=False)
 class Node:
-    """What stands after one call: all tokens from the beginning, of which `own` are this call's,
-    the messages before its answer included."""
+    """All tokens of a conversation from its start up to the answer of one call."""
 
     tokens: bytes  # int32
-    mask: bytes  # uint8, 1 where the policy made the token
-    logprobs: bytes  # float32
-    versions: bytes  # int32
+    mask: bytes  # uint8, 1 where the policy generated the token
+    logprobs: bytes  # float32, 0 where mask is 0
+    versions: bytes  # int32, -1 where mask is 0
     parent: Node | None
-    closed: bool  # whether the last token is an end of turn
-    # Where a limit of tokens ended the answer, `Trajectory.limit`; else ""
+    closed: bool  # True if the last token is an end-of-turn token
+    # If a token limit ended the answer, the limit's name (as `Trajectory.limit`); else "".
     limit: str
-    turn: int  # of the trajectory's calls, from 0
-    delivered: bool = False  # whether the agent got the answer
+    turn: int  # number of the turn in its trajectory, from 0
+    delivered: bool = False  # True once the agent received the answer
     children: list[Node] = field(default_factory=list)
-    conversation: tuple[Message, ...] = ()  # up to the answer; () of a call by token ids
+    conversation: tuple[Message, ...] = ()  # messages with the answer; () for a call by token ids
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call goes on: `parent`, None at a new root, and the tokens of what is new."""
+    """The node that a call continues (None: a new root), and the new tokens that follow it."""
 
     parent: Node | None
     new: list[int]
 
     @property
     def context(self) -> bytes:
-        """int32: all tokens before the call's own."""
+        """The turn's prompt, int32: all tokens before the answer."""
         return (self.parent.tokens if self.parent else b"") + pack_tokens(self.new)
 
 
@@ -119,7 +120,7 @@ class History:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self._roots: list[Node] = []
-        self._after: dict[bytes, Node] = {}  # digest of a conversation that ends with an answer
+        self._after: dict[bytes, Node] = {}  # digest of a conversation with its answer -> node
 
     def place(
         self,
@@ -127,7 +128,8 @@ class History:
         tools: list[dict[str, Any]],
         template_args: dict[str, Any] | None = None,
     ) -> Place:
-        """Raises `CannotExtend` when the template refuses the messages or the arguments."""
+        """Place a call after the longest recorded conversation that its messages extend, else at a
+        new root. Raises `CannotExtend` if the template refuses the messages or the arguments."""
         chat = self._chat.with_args(template_args or {})
         known = digests(messages, tools, chat.template_args)
         for length in range(len(messages) - 1, 0, -1):
@@ -141,7 +143,7 @@ class History:
         return Place(None, chat.start(rendered, tools))
 
     def place_tokens(self, tokens: Sequence[int]) -> Place:
-        """A call by token ids: after the longest recorded node whose tokens they begin with."""
+        """Place a call by token ids after the longest node whose tokens are a prefix of them."""
         packed = pack_tokens(tokens)
         best: Node | None = None
         for node in self._nodes():
@@ -152,8 +154,8 @@ class History:
         return Place(best, list(tokens[known:]))
 
     def record(self, place: Place, result: TurnResult, limit: str = "") -> Node:
-        """Add what the policy made at `place`, in a turn whose name ends with t and its number.
-        `limit`: what bounds its tokens."""
+        """Add the turn that the policy generated at `place`, and return its node. `limit` names the
+        limit that bounded the turn's tokens."""
         parent, new, made = place.parent, len(place.new), len(result.tokens) // 4
         closed = int(unpack_tokens(result.tokens)[-1]) in self._chat.eos_ids
         node = Node(
@@ -177,14 +179,14 @@ class History:
         node: Node,
         template_args: dict[str, Any] | None = None,
     ) -> None:
-        """`node` is what a conversation goes on from that has `answer` behind `messages`."""
+        """Note that a conversation of `messages` and then `answer` continues from `node`."""
         node.conversation = (*messages, answer)
         given = self._chat.with_args(template_args or {}).template_args
         self._after.setdefault(digests([*messages, answer], tools, given)[-1], node)
 
     def leaves(self) -> list[Node]:
-        """The longest first. An answer that the agent never got, and nothing goes on from, is
-        none."""
+        """Return the leaves, the longest first. Answers that the agent never received and that no
+        call continues are removed before."""
         for node in reversed(self._nodes()):
             if not node.delivered and not node.children:
                 (node.parent.children if node.parent else self._roots).remove(node)
@@ -192,12 +194,12 @@ class History:
         return sorted(leaves, key=lambda leaf: -len(leaf.mask))
 
     def branches(self) -> list[Branch]:
-        """A sample for each leaf."""
+        """Return a training sample for each leaf, the longest first."""
         seen: set[int] = set()
         return [_branch(leaf, seen) for leaf in self.leaves()]
 
     def _nodes(self) -> list[Node]:
-        """Parents before their children."""
+        """Return all nodes, parents before their children."""
         found, at = list(self._roots), 0
         while at < len(found):
             found += found[at].children
@@ -208,7 +210,7 @@ class History:
 def _appended(
     chat: ChatFormat, new: Sequence[Message], node: Node, tools: bool, system: bool
 ) -> list[int] | None:
-    """Tokens of messages behind a node's answer; None if they can't stand there."""
+    """Return the tokens of messages behind a node's answer; None if they can't be appended."""
     if any(message.role not in ("user", "tool") for message in new):
         return None
     try:
@@ -219,9 +221,10 @@ def _appended(
 
 
 def _branch(leaf: Node, seen: set[int]) -> Branch:
-    """`seen`: ids of the nodes that earlier leaves have trained; grows."""
+    """Return a leaf's training sample. `seen` has the ids of the nodes that earlier samples train;
+    this sample's nodes are added."""
     node, shared = leaf, 0
-    turns: list[tuple[int, int]] = []  # the leaf's last first
+    turns: list[tuple[int, int]] = []  # (turn, number of its tokens), the last turn first
     while node is not None:
         if id(node) in seen and not shared:
             shared = len(node.mask)
@@ -242,7 +245,7 @@ def _branch(leaf: Node, seen: set[int]) -> Branch:
 def digests(
     messages: Sequence[Message], tools: list[dict[str, Any]], template_args: dict[str, Any]
 ) -> list[bytes]:
-    """[i]: of the template's arguments, the tools and the first i messages."""
+    """Return digests; element i covers the template's arguments, the tools and i messages."""
     found = [hashlib.sha256(_canonical([tools, template_args])).digest()]
     for message in messages:
         found.append(hashlib.sha256(found[-1] + _canonical(message.key())).digest())

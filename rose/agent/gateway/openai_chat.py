@@ -1,7 +1,7 @@
 """OpenAI's chat completions: POST /v1/chat/completions.
 
-Answers are streamed in the API's events once the turn is complete. The policy's tokens must be its
-own, so nothing is decoded by a schema. Left out is what `FIELDS` calls refused.
+A streamed answer is sent as the API's events once the turn is complete. No schema constrains the
+decoding, as the policy must sample every token by itself. `FIELDS` says which fields are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def read(body: dict[str, Any]) -> Query:
-    """Raises `ApiError`."""
+    """Read the body of a chat completions request. Raises `ApiError`."""
     if take(body, "n", int, 1) != 1:
         raise bad(f"n: {body['n']}; only 1 is supported: a trajectory is one conversation")
     fields.free_text(body.get("response_format"), "response_format")

@@ -1,7 +1,7 @@
 """OpenAI's responses: POST /v1/responses, with the whole history in `input`.
 
-Left out: histories that the server keeps, OpenAI's own tools, images, and what else `FIELDS` calls
-refused.
+Not supported: histories stored by the server, OpenAI's own tools, images, and every field that
+`FIELDS` marks as refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "
 
 
 def read(body: dict[str, Any]) -> Query:
-    """Raises `ApiError`."""
+    """Read the body of a responses request. Raises `ApiError`."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad("previous_response_id, conversation: not supported; send the history in input")
     fields.free_text(take(body, "text", dict, {}).get("format"), "text.format")
@@ -77,9 +77,10 @@ def read(body: dict[str, Any]) -> Query:
 
 
 def _merged(given: list[dict[str, Any]]) -> list[Message]:
-    """Items as messages; a turn's thought, text and calls are items of their own."""
+    """Return the items as messages. The API has an item each for a turn's thought, text and calls;
+    successive ones are merged into one assistant message."""
     messages: list[Message] = []
-    answering = False  # whether the last message is an assistant's that may grow
+    answering = False  # True while the last message is an assistant's that may grow
 
     def grow(text: str = "", calls: tuple[Call, ...] = (), thought: str = "") -> None:
         last = messages[-1] if answering else None
@@ -110,7 +111,7 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
                 raise bad(f"{where}.role: {role!r} is none of {', '.join(ROLES)}")
             content = item.get("content")
             texts = fields.texts(content, TEXT, where)
-            if role == "system" and isinstance(content, str):  # vLLM leaves parts as they are
+            if role == "system" and isinstance(content, str):  # parts stay, as in vLLM
                 texts = fields.system_texts(texts)
             messages.append(Message.of(role, texts))
         else:
@@ -120,7 +121,7 @@ def _merged(given: list[dict[str, Any]]) -> list[Message]:
 
 
 def _first(content: Any, where: str) -> str:
-    """The first part's text: what vLLM takes of an assistant's."""
+    """Return the first part's text. vLLM ignores an assistant's other parts, too."""
     return next(iter(fields.texts(content, TEXT, where)), "")
 
 
@@ -222,7 +223,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-# What an answer repeats of its request, and what stands there where the request has nothing.
+# Fields of the request that the answer repeats, with the value for a request without them.
 REPEATED = {
     "instructions": None,
     "max_output_tokens": None,

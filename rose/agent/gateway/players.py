@@ -1,8 +1,8 @@
 """Processes that play whole episodes of a foreign library, many at once (envs/verifiers.py).
 
-There is one for each configuration, started with the first episode. An episode that is cancelled
-and does not end, as its environment blocks the process, ends the process, and with it the other
-episodes; the next one starts it again.
+Each configuration has one process, which its first episode starts. If a cancelled episode does not
+end because its environment blocks the process, the process is killed, and the other episodes fail
+with it. The next episode starts the process again.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from rose import processes
 from rose.agent.envs.verifiers import LOAD_S, Verifiers
 from rose.agent.gateway import program, watchdog
 
-CANCEL_S = 10.0  # for a cancelled episode to free what it has: tool servers, a folder
-LINE = 2**24  # bytes of an answer, at most
+CANCEL_S = 10.0  # seconds that a cancelled episode gets to end its tool servers and remove files
+LINE = 2**24  # most bytes of an answer
 
 
 class Players:
     def __init__(self) -> None:
         self._processes: dict[tuple[str, ...], _Process] = {}
         self._starting = asyncio.Lock()
-        self._failed: dict[tuple[str, ...], tuple[float, OSError]] = {}  # the last start: when, why
+        # The last failed start of each configuration: its time (monotonic seconds) and its error.
+        self._failed: dict[tuple[str, ...], tuple[float, OSError]] = {}
 
     async def start(
         self, verifiers: Verifiers, order: dict[str, Any], take: Callable[[dict[str, Any]], None]
     ) -> Playing:
-        """An episode; `order` is `Player.play`'s, with its `name`. `take` gets its answer if it has
-        a reward. Raises OSError when there is no process to play it."""
+        """Start an episode. `order` is that of `Player.play`, with the episode's `name`. `take` is
+        called with an answer that has a reward. Raises OSError if its process can't be started."""
         key = (verifiers.settings, *verifiers.command, *verifiers.environment)
         asked = time.monotonic()
-        async with self._starting:  # or episodes that begin at once would start one each
+        async with self._starting:  # shared by episodes that begin together
             process = self._processes.get(key)
             if process is None or process.over:
                 at, error = self._failed.get(key, (0.0, None))
-                if error is not None and at >= asked:  # while this episode waited for it
+                if error is not None and at >= asked:  # failed while this episode waited
                     raise OSError(str(error))
                 process = self._processes[key] = await self._begin(key, verifiers)
         return process.play(order, take)
@@ -60,7 +61,8 @@ class Players:
 
 
 class Playing:
-    """One episode, as `_Run` watches a program: `code` is 0 once there is a reward, else 1."""
+    """An episode with the methods of a `Program`, so that `_Run` can watch it. `code` becomes 0
+    when its reward arrives, and 1 when it fails."""
 
     def __init__(self, name: str, process: _Process, take: Callable[[dict[str, Any]], None]):
         self.name, self._process, self._take, self._error = name, process, take, ""
@@ -76,13 +78,13 @@ class Playing:
         self.code.set_result(1 if self._error else 0)
 
     def cut_log(self) -> None:
-        """What environments print is in the environment host's own log."""
+        """Do nothing: what environments print goes to the environment host's own log."""
 
     def last_words(self) -> str:
         return self._error[-program.LOG_BYTES :]
 
     async def end(self) -> None:
-        """Returns once it has ended, and its process if it doesn't end otherwise."""
+        """Cancel the episode and wait for its end. After `CANCEL_S` its process is killed."""
         if not self.code.done():
             self._process.send({"cancel": self.name})
             await asyncio.wait({self.code}, timeout=CANCEL_S)
@@ -149,7 +151,7 @@ class _Process:
             playing.answered({"error": "the process that plays the episodes has ended"})
 
     async def kill(self) -> None:
-        """With what it has started: tool servers have sessions of their own."""
+        """Kill the process and its descendants, since tool servers run in sessions of their own."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
@@ -160,7 +162,7 @@ class _Process:
         await self._reading
 
     async def close(self) -> None:
-        """It ends what it has started; killed if it doesn't."""
+        """End the process by closing its input, and kill what is left after `CANCEL_S`."""
         self._process.stdin.close()
         await asyncio.wait({self._reading}, timeout=CANCEL_S)
         await self.kill()

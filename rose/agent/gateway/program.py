@@ -1,11 +1,11 @@
-"""An agent's program: a process for each trajectory, of which nothing stays behind.
+"""An agent's program: a process for each trajectory, which leaves no process behind.
 
-Its environment is made anew: what a program needs to run, the addresses and the key of its
-trajectory, and what `env.args.environment` names; nothing of the run's own tokens and variables.
-It runs below a reaper (reaper.py), which ends all that it started, at its own end or the host's.
-What a killed reaper has left behind is found by the trajectory's name in its environment; if the
-host is killed, too, by the watchdog. Left out: a program that kills its reaper, after it has
-started others with a cleared environment.
+The program's environment variables are what a program needs to run, the addresses and the key of
+its trajectory, and those that `env.args.environment` names. It gets none of the run's tokens. It
+runs below a reaper (reaper.py), which ends all its processes when the program or the host ends.
+Processes left by a killed reaper are found by the trajectory's name in their environment, and by
+the watchdog if the host is killed, too. Not covered: a program that starts others with a cleared
+environment and then kills its reaper.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ import psutil
 from rose import processes
 from rose.agent.gateway import reaper, watchdog
 
-OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # an agent may be of the run's own packages
+OWN_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")  # kept, since an agent may import the run's packages
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 GATEWAY = "ROSE_GATEWAY_URL"
-HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # this process's name, for the watchdog
-MARK = "ROSE_TRAJECTORY"  # in the environment of all that a program starts
-LOG_BYTES = 2000  # of a program's last words in an error
-MOST_LOG = 16 * 2**20  # bytes of what a program prints that may lie on the disk between two looks
-LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # appending: it may be cut
+HOST = f"{os.getpid()}-{secrets.token_hex(8)}"  # name of this process, for the watchdog
+MARK = "ROSE_TRAJECTORY"  # variable with the trajectory's name, which all its processes inherit
+LOG_BYTES = 2000  # bytes from the end of a program's output, for an error
+MOST_LOG = 16 * 2**20  # bytes; a larger log is cut at the next poll
+LOG_MODE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # O_APPEND for logs that are cut
 REAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
-END_S = 2 * reaper.END_S  # A reaper ends within half of this.
+END_S = 2 * reaper.END_S  # seconds to wait for a reaper, which ends within half of this
 
 
 def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
-    """`own` variables, and those of this process that programs need or that are `given`. A proxy
-    that is given is not for the gateway."""
+    """Return a program's environment: the variables `own`, and those of this process that programs
+    need or that `given` names. A proxy among them is not used for the gateway."""
     kept = processes.bare_environment((*OWN_PYTHON, *given))
     if any(name.lower() in PROXIES for name in given):
         hosts = (
@@ -54,8 +54,8 @@ def environment(own: Mapping[str, str], given: Sequence[str]) -> dict[str, str]:
 
 
 class Program:
-    """`name` is the trajectory's, `pid` that of its reaper, and `code` what it ends with: the
-    program's exit code, 128 + N for signal N; `log` gets what it prints."""
+    """A running program of the trajectory `name`. `pid` is its reaper's. `code` becomes the
+    program's exit code, 128 + N if signal N ended it. `log` is the file with its output."""
 
     def __init__(self, name: str, pid: int, code: asyncio.Future[int], log: Path) -> None:
         self.name, self.pid, self.code, self._log = name, pid, code, log
@@ -64,7 +64,7 @@ class Program:
     async def start(
         cls, name: str, argv: Sequence[str], variables: Mapping[str, str], log: Path
     ) -> Program:
-        """Start `argv`. Raises OSError when there is no such program."""
+        """Start `argv`. Raises OSError if there is no such program."""
         host, path = os.getpid(), variables.get("PATH")
         if shutil.which(argv[0], path=path) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
@@ -82,7 +82,7 @@ class Program:
         return cls(name, process.pid, asyncio.ensure_future(process.wait()), log)
 
     def cut_log(self) -> None:
-        """Once it has printed more than `MOST_LOG`, only its last words stay."""
+        """If the log is larger than `MOST_LOG`, keep only its last `LOG_BYTES`."""
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > MOST_LOG:
                 words = self.last_words()
@@ -91,16 +91,17 @@ class Program:
                     file.write(words)
 
     def last_words(self) -> str:
-        """What it printed at the end, for an error."""
+        """Return the end of the program's output, for an error."""
         return printed(self._log, LOG_BYTES)
 
     async def end(self) -> None:
-        """End it and all that it started; returns once they are gone, or after `END_S`."""
+        """End the program and all its processes. Waits `END_S` at most for the reaper, and for each
+        process that it has left."""
         if not self.code.done():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
             await asyncio.wait({self.code}, timeout=END_S)
-        # A reaper that has ended by itself has left nothing.
+        # A reaper that ended by itself, and was not killed, has left no process.
         if self.code.done() and self.code.exception() is None and self.code.result() >= 0:
             return
         for process in await asyncio.to_thread(_family, self.pid, self.name):
@@ -110,9 +111,9 @@ class Program:
 
 
 def printed(log: Path, most: int) -> str:
-    """Return the last `most` bytes of what a program printed; "" if that can't be read."""
+    """Return the last `most` bytes of a program's output; "" if the log can't be read."""
     with contextlib.suppress(OSError):
-        # The program may have put a pipe there, at which opening would wait.
+        # The program may have replaced its log by a pipe, which would block here.
         file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
         try:
             about = os.fstat(file)
@@ -125,8 +126,8 @@ def printed(log: Path, most: int) -> str:
 
 
 def _family(pid: int, name: str) -> list[psutil.Process]:
-    """Return a reaper's process, all below it, and this process's descendants that bear the
-    trajectory's name, whose own parents may have ended."""
+    """Return a reaper's process and its descendants, and those descendants of this process that
+    have the trajectory's name in their environment: their own parents may have ended."""
     found = []
     with contextlib.suppress(psutil.Error):
         top = psutil.Process(pid)

@@ -1,13 +1,13 @@
-"""Runs one program, and ends whatever it has started when it ends: no trajectory leaves a process.
+"""Run one program, and when it ends, end every process that it has started.
 
     python -I rose/agent/gateway/reaper.py COMMAND...
 
-A process may leave its group and session and clear its environment, but not its ancestors: Linux
-gives one whose parent has ended to the nearest ancestor that is a subreaper (prctl(2)). So the
-reaper stays between the host and the program. Once the program has ended, or the reaper gets
-SIGTERM, it kills its children, and theirs as they come to it, until there is none. It ends with the
-program's code, 128 + N for a program that signal N ended. It gets SIGTERM, too, when the process
-that started it ends. Imports nothing of ROSE, so that it starts within milliseconds.
+A process may leave its group and session and clear its environment, but it can't leave its
+ancestors: if its parent ends, Linux makes the nearest ancestor that is a subreaper (prctl(2)) its
+parent. So the reaper stays between the host and the program. When the program ends, or the reaper
+gets SIGTERM, the reaper kills its children until none is left; their orphans become its children in
+turn. It ends with the program's exit code, 128 + N if signal N ended the program. It also gets
+SIGTERM when the process that started it ends. It imports nothing of ROSE, to start in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-END_S = 5.0  # Killed processes are gone within milliseconds, unless the kernel holds them.
-LOOK_S = 0.02  # The end of others may bring further processes between two looks.
+END_S = 5.0  # seconds for children to be gone: milliseconds, unless the kernel blocks one
+LOOK_S = 0.02  # seconds between two polls for children, as orphans become children in between
 HEARD = (signal.SIGTERM, signal.SIGCHLD)
-PRCTL = ctypes.CDLL(None).prctl  # found here: after fork() nothing should be looked up
+PRCTL = ctypes.CDLL(None).prctl  # resolved at import, since dlsym() is not safe after fork()
 
 
 def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
-    """Run `program` in a child that leads a session of its own. The calling process must have no
-    threads, and been forked for this by `parent`."""
+    """Run `program` in a child that leads a session of its own. The calling process becomes the
+    reaper. It must have no other threads, and `parent` must be the pid of its parent."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     PRCTL(PR_SET_CHILD_SUBREAPER, 1)
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -55,7 +55,7 @@ def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
 
 
 def _reap(child: int) -> int | None:
-    """Take the codes of all that have ended. Return `child`'s; None while it runs."""
+    """Reap all children that have ended. Return the exit code of `child`; None while it runs."""
     code = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -65,7 +65,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_children() -> None:
-    """Kill children until there is none, for `END_S` at most."""
+    """Kill children until none is left, for at most `END_S`."""
     until = time.monotonic() + END_S
     while time.monotonic() < until:
         try:
@@ -74,7 +74,7 @@ def _end_children() -> None:
         except ChildProcessError:
             return
         for pid in _children():
-            with suppress(OSError):  # It has ended, or is another user's, as below sudo.
+            with suppress(OSError):  # It has ended, or it runs as another user, as below sudo.
                 os.kill(pid, signal.SIGKILL)
         signal.sigtimedwait([signal.SIGCHLD], LOOK_S)
 
@@ -102,7 +102,7 @@ def main() -> NoReturn:
     command = sys.argv[1:]
 
     def become() -> NoReturn:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these two signals.
             signal.signal(number, signal.SIG_DFL)
         try:
             os.execvp(command[0], command)

@@ -1,9 +1,9 @@
-"""One trajectory of an agent's program: start it, watch it, take its reward and its tree of tokens.
+"""Run one trajectory of an agent's program and collect its reward and its tree of tokens.
 
-A program that crashes, says nothing for env.step_timeout_s, floods the gateway or ends without a
-reward or a call is an `EnvironmentFailure`: the trajectory is replaced, as with any environment.
-But one that crashes when its context or its calls are used up did what the policy made it do: its
-trajectory is truncated, with the reward that it has given, or 0.
+A program that crashes, is idle for env.step_timeout_s, floods the gateway or ends without a reward
+or a call raises `EnvironmentFailure`: the trajectory is replaced, as with any environment. If it
+crashes because its context or its calls are used up, the policy is the cause. Then the trajectory
+is truncated, with the reward that the program gave, or 0.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rose.protocol import Sampling, StartTrajectory, Trajectory
 from rose.reward import values
 from rose.reward.episode import Episode
 
-# The file ROSE_REWARD has at most so many: an agent may note something beside its reward.
+# Most bytes of the file ROSE_REWARD. A reward is short, but an agent may add notes to it.
 REWARD_BYTES = 2**16
-FILES = ("reward.json", "log", "judge.log")  # a program's folder has these
-SCRATCH = "rose-agent-"  # folders in the node's temporary one, before the host's pid
-BEGIN_S = 30.0  # After so long a command that has not called yet no longer holds others up.
-KEPT_BYTES = 2**16  # So much of what a failed program printed is kept.
-LOOK_S = 0.25  # between two looks at whether a program still does something
+FILES = ("reward.json", "log", "judge.log")  # files in a program's folder
+SCRATCH = "rose-agent-"  # prefix of programs' temporary folders; the host's pid follows
+BEGIN_S = 30.0  # seconds after which a command without a call lets the next one start
+KEPT_BYTES = 2**16  # bytes of a failed program's output that are kept
+LOOK_S = 0.25  # seconds between two polls of a program
 
 
 async def run_agent(
@@ -63,9 +63,9 @@ async def run_agent(
     clock: Clock,
     scoring: Scoring | None = None,
 ) -> Trajectory:
-    """As `rose.agent.loop.run_trajectory`, for a program. `key`: where `limits` stand in the
-    configuration. Raises `EnvironmentFailure`; cancellation passes through. Nothing of the program
-    is left when this returns."""
+    """Run one episode of a program, as `rose.agent.loop.run_trajectory` does for an environment.
+    `key` is the configuration key of `limits`. Raises `EnvironmentFailure`; cancellation passes
+    through. When this returns, all processes of the program have ended."""
     session = Session(start, chat, request_turn, limits, max_context, sampling)
     gateway.admit(session)
     started = clock()
@@ -78,7 +78,7 @@ async def run_agent(
                 reward, success = await run.go(required=scoring is None)
                 if not session.history.leaves():
                     raise _without_a_turn(session)
-            except BaseException as error:  # With these it is kept for people to look at.
+            except BaseException as error:  # The failed trajectory is kept with these, for people.
                 error.made = _trajectory(start, session, 0.0, False, {}, started, clock())
                 error.output = program.printed(run.log, KEPT_BYTES)
                 raise
@@ -110,7 +110,7 @@ async def run_agent(
 
 
 def _without_a_turn(session: Session) -> EnvironmentFailure:
-    """Return the failure of a program that got no answer of the model."""
+    """Return the failure of a program that received no answer of the model."""
     cause = "the program ended without a call of the model"
     if session.too_long and not session.turns:
         cause = f"the agent's first call was refused: {session.too_long}"
@@ -118,7 +118,7 @@ def _without_a_turn(session: Session) -> EnvironmentFailure:
 
 
 def remove_stale() -> None:
-    """Folders of this user's hosts that were killed."""
+    """Remove temporary folders of this user's killed hosts."""
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*"):
         pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
         if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
@@ -140,12 +140,12 @@ class _Run:
         self.start, self.agent, self.session, self.limits = start, agent, session, limits
         self.gateway, url = gateway, gateway.url
         self.key, self.tokenizer, self.folder = key, tokenizer, folder
-        self.metrics: dict[str, float] = {}  # of the environment's own
+        self.metrics: dict[str, float] = {}  # name -> value, from the environment itself
         self.task = folder / "task.json"
         self.reward, self.log, self.judged = (folder / name for name in FILES)
         own = {
             "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_BASE": f"{url}/v1",  # as LiteLLM calls it
+            "OPENAI_API_BASE": f"{url}/v1",  # LiteLLM's name for OPENAI_BASE_URL
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": session.key,
@@ -159,7 +159,8 @@ class _Run:
         self._write(self.task, agent.task(start.env_seed) | {"phase": start.phase.value})
 
     async def go(self, required: bool) -> tuple[float, bool]:
-        """(reward, success); 0 and False if none is `required` and nobody gives one."""
+        """Run the program, then the reward function if there is one. Return (reward, success);
+        (0, False) if no reward is given and none is `required`."""
         agent = self.agent
         try:
             agent.verify()
@@ -178,9 +179,9 @@ class _Run:
         said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
         transcript = self.folder / "transcript.json"
         self._write(transcript, said)
-        self.reward.unlink(missing_ok=True)  # the function decides, not the agent
+        self.reward.unlink(missing_ok=True)  # The function's reward replaces the agent's.
         self.session.reward = None
-        # it judges what was said, and says nothing itself
+        # The reward function doesn't get the key: it must not call the policy.
         without = {k: v for k, v in self.variables.items() if v != self.session.key}
         judging = self._fork(agent.reward, without, self.judged, str(transcript))
         await self._execute(judging, "reward")
@@ -188,14 +189,14 @@ class _Run:
 
     @property
     def _excused(self) -> bool:
-        """An agent that raises when it is refused a call has no reward, and is one that went on for
-        too long. The library's episodes end in order there: what raises is their scoring."""
+        """True if a crash of the program counts as truncation, as its context or its calls are used
+        up. Episodes of `Verifiers` end in order even then, so their errors come from scoring."""
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
     async def _command(self, argv: list[str]) -> Program:
-        """Start the agent's command when few others begin. Each is busy with its imports until its
-        first call, and if all of a batch began at once, none would call for a long time. Raises
-        OSError."""
+        """Start the agent's command with a permit of `gateway.beginning`, held until its first call
+        but at most `BEGIN_S`. Before that call a command is busy with imports; if a whole batch
+        began at once, none would call for a long time. Raises OSError."""
         places = self.gateway.beginning
         with _workers.QUEUED.get()():
             await places.acquire()
@@ -223,7 +224,7 @@ class _Run:
 
     def _play(self, verifiers: Verifiers) -> Awaitable[Playing]:
         def take(answer: dict[str, Any]) -> None:
-            """Raises `ValueError`."""
+            """Take an episode's reward and metrics. Raises `ValueError`."""
             reward, _ = reward_of(answer["reward"], "the episode")
             self.session.reward = reward, reward >= verifiers.success_at
             self.metrics = returned.stats(
@@ -242,8 +243,8 @@ class _Run:
     async def _execute(
         self, begin: Awaitable[Program | Playing], name: str, agents: bool = False
     ) -> None:
-        """Run the program of env.args.`name` to its end; the agent's may fail once it was told that
-        its context or its calls are used up. Raises `EnvironmentFailure`."""
+        """Run the program of env.args.`name` to its end. An agent's program (`agents`) may fail
+        once its context or its calls are used up. Raises `EnvironmentFailure`."""
         what = f"{self.key}.args.{name}"
         try:
             running = await begin
@@ -251,7 +252,7 @@ class _Run:
             raise self._failure(f"{what} can't be started: {error}") from error
         try:
             code = await self._watch(running)
-        except OSError as error:  # whoever forked it is gone
+        except OSError as error:  # The process that forked it has ended.
             raise self._failure(f"{what}: {error}", running) from error
         finally:
             await asyncio.shield(running.end())
@@ -259,7 +260,8 @@ class _Run:
             raise self._failure(f"{what} ended with code {code}", running)
 
     async def _watch(self, running: Program | Playing) -> int:
-        """Its exit code. Raises `EnvironmentFailure`."""
+        """Wait for the program's end and return its exit code. Raises `EnvironmentFailure` if it is
+        idle for too long, or its session fails."""
         began, limit = time.monotonic(), self.limits.step_timeout_s
         ends = {running.code, self.session.failed}
         while True:
@@ -303,8 +305,8 @@ class _Run:
 
 
 def _json(path: Path) -> Any:
-    """The JSON in a file. What a program left there may be anything: a pipe doesn't block. Raises
-    OSError, `RecursionError`, and `ValueError` with what it is instead."""
+    """Return the JSON in a file. A program may have left anything there, and a pipe doesn't block
+    the read. Raises OSError, `RecursionError`, and `ValueError` that says what it is instead."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         about = os.fstat(file)
@@ -327,7 +329,7 @@ def _json(path: Path) -> Any:
 
 
 def _shown(conversation: tuple[Message, ...]) -> list[dict[str, Any]]:
-    """For a reward's function."""
+    """Return the conversation in the form that reward functions get."""
     return [
         {
             "role": message.role,
@@ -347,7 +349,7 @@ def _trajectory(
     started: float,
     finished: float,
 ) -> Trajectory | None:
-    """Return what the session has recorded; None where it has no answer of the model."""
+    """Return the session's trajectory; None if it has no answer of the model."""
     branches = session.history.branches()
     if not branches:
         return None

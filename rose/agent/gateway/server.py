@@ -5,10 +5,10 @@
     POST /v1/messages             Anthropic's messages
     POST /inference/v1/generate   vLLM's token route
     GET  /v1/models               and GET /v1/models/NAME
-    POST /reward                  {"reward": 1.0, "success": true}: of the trajectory
+    POST /reward                  the trajectory's, as {"reward": 1.0, "success": true}
 
-Every call shows its trajectory's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. A client
-that goes away doesn't end its call: it sends it again, and gets that answer.
+Every call has its trajectory's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. If a client
+disconnects, its call goes on; the client can send the call again and gets the same answer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rose.agent.gateway.players import Players
 from rose.agent.gateway.session import Answer, ApiError, Query, Session
 from rose.reward.episode import ScoringFailed, score_of
 
-BEGINNING_PER_CORE = 2  # commands that begin at once: one may wait for the disk
-MAX_BODY = 32 * 2**20  # bytes; a context of a million tokens as text has 5
+BEGINNING_PER_CORE = 2  # commands that begin at once: one computes while another waits for disk
+MAX_BODY = 32 * 2**20  # bytes; the text of a context of a million tokens has 5 MB
 CHARSETS = ("utf-8", "ascii", "iso8859-1", "utf-16", "utf-32")
-EITHER = 32 + zlib.MAX_WBITS  # zlib's word for: gzip or deflate, as its head says
-KEPT_KEYS = 4096  # of ended trajectories, whose late calls are told so
-PING_S = 10.0  # between two signs of life on a stream that waits: clients give up after 30 to 600
+EITHER = 32 + zlib.MAX_WBITS  # zlib's value for "detect gzip or zlib format by the header"
+KEPT_KEYS = 4096  # keys of ended trajectories, whose late calls get status 410 instead of 401
+PING_S = 10.0  # seconds between pings on a waiting stream; clients time out after 30 to 600
 PING = b": the turn is under way\n\n"
 ROUTES: dict[str, ModuleType] = {
     "/v1/chat/completions": openai_chat,
@@ -57,16 +57,16 @@ COUNT = "/v1/messages/count_tokens"
 
 
 class Gateway:
-    """`model`: the name that it goes by, whatever the agents call it."""
+    """The HTTP server and its sessions. `model` is the policy's name where a call names none."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._sessions: dict[str, Session] = {}  # by key
+        self._sessions: dict[str, Session] = {}  # key -> session
         self._ended: deque[str] = deque(maxlen=KEPT_KEYS)
         self._runner: web.AppRunner | None = None
         self.url = ""
         self.forks = Forks()
-        # of commands: how many more may begin now
+        # Permits for commands to begin; each is held until the command's first call.
         self.beginning = asyncio.Semaphore(BEGINNING_PER_CORE * processes.cores())
         self.players = Players()
 
@@ -79,7 +79,7 @@ class Gateway:
         app.router.add_get("/v1/models", self._models, expect_handler=_expected)
         app.router.add_get("/v1/models/{name:.+}", self._models, expect_handler=_expected)
         app.router.add_post("/reward", self._reward, expect_handler=_expected)
-        # Unknown encodings are to be refused in the API's form, not in aiohttp's.
+        # aiohttp must not decompress, so that unknown encodings are refused in the API's form.
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
@@ -103,13 +103,14 @@ class Gateway:
         self._sessions[session.key] = session
 
     def dismiss(self, session: Session) -> None:
-        """Its calls under way and those that come later are told that it has ended."""
+        """End the session. Its running calls and later ones are answered with status 410."""
         self._sessions.pop(session.key, None)
         self._ended.append(session.key)
         session.close()
 
     def _session(self, request: web.Request) -> Session:
-        """Raises `ApiError`. Each key is compared in constant time."""
+        """Return the session whose key the request has. Each key is compared in constant time.
+        Raises `ApiError` for an unknown key or an ended trajectory."""
         shown = request.headers.get("x-api-key") or request.headers.get("Authorization", "")
         scheme, _, credential = shown.partition(" ")
         shown = credential.strip() if scheme.lower() == "bearer" else shown
@@ -153,8 +154,8 @@ class Gateway:
         model: str,
         body: dict[str, Any],
     ) -> web.StreamResponse:
-        """The turn's events once it is complete; a refusal that comes quickly has its own status,
-        as without streaming."""
+        """Send the turn's events once it is complete, and pings until then. A refusal within
+        `PING_S` has its own HTTP status, as without streaming; a later one is an event."""
         await asyncio.wait({task}, timeout=PING_S)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if task.done() and isinstance(task.exception(), ApiError):
@@ -173,7 +174,7 @@ class Gateway:
             await response.write(b"".join(api.stream(answer, model, body)))
             _delivered(request, answer)
             await response.write_eof()
-        except ConnectionError:  # the client went away; it may ask again
+        except ConnectionError:  # The client disconnected. It may send the call again.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return response
 
@@ -213,32 +214,32 @@ class Gateway:
 
 
 def _model(name: str) -> dict[str, Any]:
-    """Return what both OpenAI and Anthropic say of a model. Every name is the policy's."""
+    """Return a model's description with the fields of both OpenAI and Anthropic."""
     of_openai = {"id": name, "object": "model", "created": 0, "owned_by": "rose"}
     began = "1970-01-01T00:00:00Z"
     return of_openai | {"type": "model", "display_name": name, "created_at": began}
 
 
 def _api_of(request: web.Request) -> ModuleType:
-    """Return the API in whose form a request that no route answers is refused."""
+    """Return the API that gives a refusal its form where no route answers the request."""
     return anthropic_messages if request.path.startswith("/v1/messages") else openai_chat
 
 
 async def _expected(request: web.Request) -> web.Response | None:
-    """Answer the header Expect: the body is waited for, and nothing else can be expected."""
+    """Answer the header Expect. Only 100-continue is supported."""
     expected = request.headers.get("Expect", "")
     if expected.lower() != "100-continue":
         words = f"Expect: {expected[:80]!r}; there is 100-continue"
         return _refused(_api_of(request), ApiError(417, words))
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # It counts the answer's bytes alone.
+        request.writer.output_size = 0  # The writer should count the answer's bytes alone.
     return None
 
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse unknown routes and methods as the API does to which the path belongs."""
+    """Refuse unknown routes and methods in the form of the API to which the path belongs."""
     try:
         return await handler(request)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
@@ -252,8 +253,8 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def reward_of(value: Any, whose: str) -> tuple[float, bool]:
-    """(reward, success) of what `whose` call or file holds; success is a reward of 1 or more if it
-    isn't said. Raises `ValueError`."""
+    """Return (reward, success) of a reward's JSON value. Without `success` in it, a reward of at
+    least 1 is a success. `whose` names the value's source in errors. Raises `ValueError`."""
     try:
         score = score_of(value, whose)
     except ScoringFailed as error:
@@ -278,14 +279,14 @@ async def _body(request: web.Request, limit_s: float) -> dict[str, Any]:
 
 
 def _decoded(request: web.Request, data: bytes) -> bytes:
-    """Raises `ApiError`."""
+    """Return the body without its Content-Encoding. Raises `ApiError`."""
     encoding = request.headers.get("Content-Encoding", "").strip().lower() or "identity"
     if encoding == "identity":
         return data
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ApiError(415, f"Content-Encoding: {encoding[:80]!r}; there are gzip and deflate")
     found = b""
-    while data:  # gzip may have several members
+    while data:  # A gzip body may have several members.
         squeezed = zlib.decompressobj(EITHER)
         try:
             found += squeezed.decompress(data, MAX_BODY - len(found) + 1)
@@ -300,8 +301,8 @@ def _decoded(request: web.Request, data: bytes) -> bytes:
 
 
 def _charset(request: web.Request) -> str:
-    """Return the body's character set. Python has some whose decoding takes minutes. Raises
-    `ApiError`."""
+    """Return the body's character set. Raises `ApiError` for one that is not in `CHARSETS`: some of
+    Python's decoders take minutes."""
     named = request.charset or "utf-8"
     try:
         known = codecs.lookup(named).name
@@ -317,7 +318,7 @@ def _too_large() -> ApiError:
 
 
 async def _beside(request: web.Request, read: Callable[[Any], Query], body: Any) -> Query:
-    """`read(body)`, beside the event loop where the body is long. Raises `ApiError`."""
+    """Return `read(body)`, in a thread if the body is long. Raises `ApiError`."""
     if (request.content_length or MAX_BODY) <= LOOP_CHARACTERS:
         return read(body)
     return await asyncio.to_thread(read, body)
@@ -329,6 +330,6 @@ def _refused(api: ModuleType, error: ApiError) -> web.Response:
 
 
 def _delivered(request: web.Request, answer: Answer) -> None:
-    """Unless the client is gone by now."""
+    """Mark the answer as delivered, unless the client has disconnected."""
     if request.transport is not None and not request.transport.is_closing():
         answer.node.delivered = True

@@ -1,8 +1,8 @@
-"""One trajectory's calls: each becomes a turn, once, however often it is sent.
+"""The calls of one trajectory. Each becomes one turn, even if the agent sends it several times.
 
-The same history with the same parameters is the same call: while it runs, a second one waits for
-it; afterwards it gets the recorded answer. Temperature, top_p and the like are the run's, whatever
-the agent says: what is trained must be what the policy does by itself. Left out: HTTP (server.py).
+Two requests with the same history and the same parameters are the same call: the second waits for
+the first, or gets its recorded answer. Temperature, top_p and the like are the run's, whatever the
+agent sends, because the policy must be trained on its own samples. HTTP is in server.py.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from rose.protocol import (
     unpack_tokens,
 )
 
-MOST_MARKS = 8  # More in strings of a turn's first call are not looked at: each is a reading.
-MOST_OPEN = 16  # calls of one trajectory at once: more sub-agents than any framework starts
+# End marks tried to find a turn's first call, as strings may have marks too. Each costs a parse.
+MOST_MARKS = 8
+MOST_OPEN = 16  # open requests of one trajectory; no framework starts as many sub-agents
 MOST_REFUSED = (
-    256  # calls that were refused, or answered again; then the agent is taken to be broken
+    256  # refused calls, or repeated ones, after which the agent counts as broken and is ended
 )
-MESSAGE_CHARACTERS = 50  # a message takes as long to read as so many characters more
-RATE = 50.0  # calls a second, over any ten seconds; no model answers as fast
-BURST = 500
+MESSAGE_CHARACTERS = 50  # characters that take as long to read as a message's frame
+RATE = 50.0  # calls a second in the mean, more than any model answers
+BURST = 500  # calls at once, those of ten seconds
 
 
 class ApiError(Exception):
-    """A refusal, which each API words in its own way. `code` is OpenAI's, where it has one."""
+    """A refused call; each API has its own JSON form for it. `code` is OpenAI's, if it has one."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -56,17 +57,17 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Query:
-    """What an agent asks for, of whichever API."""
+    """An agent's request for a turn, the same for all APIs."""
 
     messages: tuple[Message, ...] = ()
-    tools: list[dict[str, Any]] = field(default_factory=list)  # as OpenAI function schemas
+    tools: list[dict[str, Any]] = field(default_factory=list)  # OpenAI function schemas
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    others: dict[str, Any] = field(default_factory=dict)  # what else tells two calls apart
-    tokens: tuple[int, ...] = ()  # of a call by token ids, in place of messages
-    calls_tools: bool = True  # False: what looks like a call is text
-    parallel: bool = True  # False: a turn ends with its first call
-    template_args: dict[str, Any] = field(default_factory=dict)  # the request's, before the run's
+    others: dict[str, Any] = field(default_factory=dict)  # other fields in which two calls differ
+    tokens: tuple[int, ...] = ()  # prompt of a call by token ids, which has no messages
+    calls_tools: bool = True  # False: tool calls in the answer are returned as text
+    parallel: bool = True  # False: the turn ends with its first call
+    template_args: dict[str, Any] = field(default_factory=dict)  # arguments that override the run's
 
     @property
     def characters(self) -> int:
@@ -75,7 +76,7 @@ class Query:
 
     @property
     def size(self) -> int:
-        """Count the characters that take time: of all messages and calls, and of the tools."""
+        """Count the characters that take time to read: those of messages, calls and tools."""
         calls = [call.arguments for message in self.messages for call in message.calls]
         frames = MESSAGE_CHARACTERS * len(self.messages)
         return self.characters + frames + len(json.dumps([self.tools, calls], default=str))
@@ -93,8 +94,8 @@ class Query:
 class Answer:
     node: Node
     message: Message
-    finish: str  # stop, length, tool_calls
-    stopped_by: str | None  # the string of `Query.stop`
+    finish: str  # stop, length or tool_calls
+    stopped_by: str | None  # the string of `Query.stop` that ended the answer
     prompt_tokens: int
     tokens: list[int]
     logprobs: list[float]
@@ -102,8 +103,8 @@ class Answer:
 
 
 class Session:
-    """`key`: the agent's, which it shows with every call. `failed` tells that the agent must be
-    ended."""
+    """The calls and history of a trajectory. The agent sends `key` with every call. `failed` is set
+    to the cause when the agent must be ended."""
 
     def __init__(
         self,
@@ -120,26 +121,26 @@ class Session:
         self._max_context, self._sampling, self._clock = max_context, sampling, clock
         self.history = History(chat)
         self.turns = self.migrations = self.invalid_calls = 0
-        # "context" or "turns" once a call was refused because that is used up, until a later one
-        # becomes a turn, as one with a shortened history does
+        # "context" or "turns" after a call was refused because that is used up; "" again once a
+        # later call, as one with a shortened history, becomes a turn.
         self.limit = ""
-        self.too_long = ""  # the last refusal for the context
-        self.reward: tuple[float, bool] | None = None  # (reward, success), once the agent says so
+        self.too_long = ""  # message of the last refusal because of the context
+        self.reward: tuple[float, bool] | None = None  # (reward, success), if the agent sent one
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = loop.create_future()
-        self.called: asyncio.Future[None] = loop.create_future()  # the agent's first call came
+        self.called: asyncio.Future[None] = loop.create_future()  # set at the agent's first call
         self._calls: dict[bytes, asyncio.Task[Answer]] = {}
         self._counting = asyncio.Lock()
-        self._open = self._waiting = 0  # requests, and those of them that wait for the model
+        self._open = self._waiting = 0  # open requests, and how many of them wait for the model
         self._refused = self._replays = 0
         self._heard_at = clock()
         self._allowance, self._counted_at = float(BURST), clock()
-        self.cut = 0  # turns that were under way at `close`
+        self.cut = 0  # turns that were running at `close`
 
     @property
     def idle_s(self) -> float:
-        """Since the agent last called or was answered; 0 while it waits for an answer. A call whose
-        body doesn't arrive, and questions about anything but a turn, are no calls."""
+        """Seconds since the agent's last call began or was answered; 0 while it waits for an
+        answer. Reading a call's body is not waiting. Token counts and models are no calls."""
         return 0.0 if self._waiting else self._clock() - self._heard_at
 
     @property
@@ -148,7 +149,8 @@ class Session:
         return self._limits.step_timeout_s
 
     async def answer(self, query: Query) -> Answer:
-        """Within or behind `counted`. Raises `ApiError`."""
+        """Answer a call, with a new turn or that of an equal call before. `counted` must have
+        counted the request. Raises `ApiError`."""
         self._check_length(query)
         digest = await self._chat.in_thread(query.size, query.digest)
         task = self._calls.get(digest)
@@ -162,13 +164,13 @@ class Session:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():  # by `close`
+            if task.cancelled():  # a cancellation by `close`
                 raise ApiError(410, "the trajectory has ended", "trajectory_ended") from None
             raise
         except ApiError as error:
             self._refuse(error)
             raise
-        except Exception as error:  # a mistake of ours: the trajectory can't be used
+        except Exception as error:  # An error of ROSE itself: the trajectory can't be used.
             self._fail(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -177,20 +179,20 @@ class Session:
             self._heard_at = self._clock()
 
     async def prompt_tokens(self, query: Query) -> int:
-        """Count the tokens of a prompt, without a turn. Of a prompt that can't fit into the context
-        the count is a lower bound. Raises `ApiError`."""
+        """Count the tokens of a prompt, without a turn. For a prompt that can't fit into the
+        context this is a lower bound. Raises `ApiError`."""
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             return least
-        async with self._counting:  # One at a time, so that turns of other agents don't wait.
+        async with self._counting:  # a count at a time, as other agents' turns would wait
             place = await self._chat.in_thread(query.size, self._place, query)
         return len(place.context) // 4
 
     @contextlib.contextmanager
     def counted(self, is_call: bool = True) -> Iterator[None]:
-        """Around each request of the agent's, from before its body is read: bounds them at once and
-        by the second, and counts it if it is refused. `is_call`: it shows that the agent goes on.
-        Raises `ApiError`."""
+        """Surround a request from before its body is read. Bounds the agent's requests, at once
+        and a second, and counts those refused. `is_call`: the request is more than a question
+        about tokens or models. Raises `ApiError`."""
         self._count()
         if is_call:
             self._heard_at = self._clock()
@@ -206,12 +208,12 @@ class Session:
             self._open -= 1
 
     def close(self) -> None:
-        """Calls under way are answered with an error."""
+        """Cancel running calls; each is answered with status 410."""
         for task in self._calls.values():
             self.cut += task.cancel()
 
     def _count(self) -> None:
-        """Raises `ApiError`."""
+        """Take one request from the token bucket. Raises `ApiError` beyond a bound."""
         now = self._clock()
         self._allowance = min(BURST, self._allowance + RATE * (now - self._counted_at)) - 1
         self._counted_at = now
@@ -233,7 +235,7 @@ class Session:
             )
 
     def _count_replay(self) -> None:
-        """An agent that asks until the answer is another one would go on for ever."""
+        """Count a repeated call. An agent that repeats it until the answer changes never ends."""
         self._replays += 1
         if self._replays >= MOST_REFUSED:
             self._fail(
@@ -246,13 +248,13 @@ class Session:
             self.failed.set_result(cause)
 
     def _forget_failed(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
-        """A call that was refused may be tried again."""
+        """Forget a call that failed, so that the agent may retry it."""
         if task.cancelled() or task.exception() is not None:
             self._calls.pop(digest, None)
 
     def _check_length(self, query: Query) -> None:
-        """Refuse what can't fit by its characters: to make tokens of it would take seconds. Raises
-        `ApiError`."""
+        """Refuse messages whose number of characters shows that they can't fit, since tokenising
+        them would take seconds. Raises `ApiError`."""
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             error = self._too_long(f"at least {least}")
@@ -290,7 +292,7 @@ class Session:
 
     def _place(self, query: Query) -> Place:
         if query.tokens:
-            # an engine without a tokenizer doesn't look, and dies of an id that the model lacks
+            # An engine without a tokenizer doesn't check this, and an unknown id would crash it.
             if (highest := max(query.tokens)) >= self._chat.vocabulary:
                 raise ApiError(
                     400, f"token_ids: {highest}; the model has 0 to {self._chat.vocabulary - 1}"
@@ -355,7 +357,7 @@ def _first_call(
     chat: ChatFormat, result: TurnResult, text: str, tools: list[dict[str, Any]]
 ) -> tuple[TurnResult, str]:
     """Return the turn up to the token that completes its first call, and its text; the whole turn
-    where the model's form of calls has no mark behind each."""
+    if the model's call format has no end mark."""
     if len(chat.read(text, tools).calls) < 2:
         return result, text
     end = 0
@@ -363,7 +365,7 @@ def _first_call(
         if (at := text.find(CLOSE, end)) < 0:
             return result, text
         end = at + len(CLOSE)
-        if chat.read(text[:end], tools).calls:  # Otherwise the mark stands in a string.
+        if chat.read(text[:end], tools).calls:  # Otherwise the mark is inside a string.
             break
     else:
         return result, text
@@ -374,8 +376,8 @@ def _first_call(
 
 
 def _cut(result: TurnResult, kept: int) -> TurnResult:
-    """Return a turn of its first tokens. What the policy made behind them nobody has seen: it is no
-    part of the trajectory."""
+    """Return the turn with only its first `kept` tokens. The agent never sees the tokens after
+    them, so they are not part of the trajectory."""
     return msgspec.structs.replace(
         result,
         tokens=result.tokens[: 4 * kept],
@@ -396,7 +398,7 @@ def _stop(
     if not found:
         return result, text, None
     at, stop = min(found)
-    # the text grows with the tokens: the first length whose text has the string
+    # The text grows with the tokens, so bisect finds the first length whose text has the string.
     lengths = range(1, len(tokens) + 1)
     kept = 1 + bisect.bisect_left(
         lengths, True, key=lambda n: chat.decode(tokens[:n]).find(stop) >= 0

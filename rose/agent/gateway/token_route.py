@@ -1,7 +1,7 @@
-"""vLLM's token route: POST /inference/v1/generate, token ids in and out, at the server's root.
+"""vLLM's token route: POST /inference/v1/generate takes and returns token ids.
 
-Training clients that render messages by themselves call it. Left out: features of images, and text
-output.
+It serves training clients that render messages by themselves. Not supported: image features, and
+text output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIELDS = {
 
 
 def read(body: dict[str, Any]) -> Query:
-    """Raises `ApiError`."""
+    """Read the body of a generate request. Raises `ApiError`."""
     tokens = take(body, "token_ids", list)
     if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise bad("token_ids: a list of token ids is needed, at least one")
@@ -68,7 +68,7 @@ def _choice(answer: Answer) -> dict[str, Any]:
     content = [
         {
             "token_id": token,
-            "token": f"token_id:{token}",  # as earlier vLLMs, which some clients insist on
+            "token": f"token_id:{token}",  # the form of earlier vLLMs, which some clients require
             "logprob": logprob,
             "rank": None,
             "top_logprobs": [],

@@ -1,11 +1,11 @@
-"""Ends what agents' programs have started when the environment host is killed.
+"""End the processes of agents' programs when the environment host is killed.
 
     python -m rose.agent.gateway.watchdog NAME
 
-waits for the end of its standard input, which only the host holds open, then kills every process
-that bears the host's name in the environment that it was started with. What runs below a reaper
-(reaper.py) is ended by that; this covers the rest: what a killed reaper has left, and what
-`verifiers` has started. Left out: processes among these whose environment was cleared.
+The watchdog waits for the end of its standard input, which only the host holds open. Then it kills
+every process that was started with the host's name in its environment variables. A reaper
+(reaper.py) ends the processes below itself; the watchdog covers what a killed reaper has left, and
+what `verifiers` has started. It can't find processes among these whose environment was cleared.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import time
 
 import psutil
 
-MARK = "ROSE_HOST"  # in the environment of all that agents' programs are and start
-END_S = 10.0  # for all of them to be gone: a program may go on to start others
+MARK = "ROSE_HOST"  # variable with the host's name, which all processes of programs inherit
+END_S = 10.0  # seconds for all processes to be gone, as a program may go on to start others
 
 
 class Watchdog:
-    """Watches over this process, whose programs bear `name`. Raises OSError."""
+    """A watchdog for this process, whose programs have `name` as `MARK`. Raises OSError."""
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, "-m", "rose.agent.gateway.watchdog", name]
@@ -32,14 +32,14 @@ class Watchdog:
         )
 
     def close(self) -> None:
-        """Whatever programs are left end now."""
+        """End the programs that are left."""
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2 * END_S)
 
 
 def end_all(name: str) -> None:
-    """Kill the processes that bear `name` until there is none, for `END_S` at most."""
+    """Kill the processes with `name` as `MARK` until none is left, for at most `END_S`."""
     until = time.monotonic() + END_S
     while (found := _bearing(name)) and time.monotonic() < until:
         for process in found:
