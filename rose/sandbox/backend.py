@@ -12,7 +12,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The script of a session's bash. It reads commands from standard input, each ended by NUL. Their
 # output goes to standard output, and each exit code, ended by NUL, to standard error.
 # `ACCOUNT` instead of a command requests the shell's state. The answer is a text in parts, ended by
-# NUL, where exit codes go. A subshell prints most parts, because `declare` draws a random number.
+# NUL, where exit codes go. A subshell prints most parts, because `declare` draws from RANDOM.
 # The shell itself prints the options, some of which bash switches off in subshells (errexit,
 # monitor), and the job table, which no subshell has. `jobs -l` would drop the jobs that ended.
 # The exit code is written where the loop starts again, which `continue` in a command can't skip.
@@ -97,7 +97,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a sandbox is built from. `image`: folder of a root file system, which stays unchanged;
+    """The parts of a new sandbox. `image`: folder of a root file system, which stays unchanged;
     None for the host's system folders, read-only. `workdir` is created; a session starts there."""
 
     image: str | None = None
@@ -160,7 +160,7 @@ class Fresh:
 
 
 class Shell(Protocol):
-    """One running sandbox of a backend. The three file descriptors are non-blocking. `restart` may
+    """A running sandbox of a backend. The three file descriptors are non-blocking. `restart` may
     replace them."""
 
     keeps_files: bool  # True if files survive `restart`
@@ -190,7 +190,7 @@ class Shell(Protocol):
         can't be seen now, NotImplementedError if this backend never sees it."""
 
     async def resume(self) -> None:
-        """After a capture, don't count as a change that it made the processes run."""
+        """Ignore that a capture made the processes run, which is no change by the agent."""
 
     async def read(self, path: str, limit: int) -> bytes:
         """Return the first `limit` bytes of the regular file `path`. Raises OSError."""

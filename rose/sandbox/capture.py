@@ -135,8 +135,8 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _own(folder: Path, root: bool) -> None:
-    """With root, make this user the owner of what a sandbox wrote, and let every user read it, so
-    that a restored sandbox can. `folder` itself is private."""
+    """Make this user the owner of what a sandbox wrote, and let every user read it, so that a
+    restored sandbox can. Only `root` needs that. `folder` itself is private."""
     if not root:
         return
     os.chmod(folder, 0o700)

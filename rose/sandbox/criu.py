@@ -157,7 +157,7 @@ class CriuError(Exception):
 
 
 class Criu:
-    """One request to a CRIU process, which starts for it. `dump`, `restore` raise `CriuError`."""
+    """A request to a CRIU process, which starts for it. `dump` and `restore` raise `CriuError`."""
 
     def __init__(self, opened: Opened, images: int) -> None:
         self.opened, self.images = opened, images

@@ -1,9 +1,9 @@
 """The queue of an environment host for the packing and storing of its sandboxes' captures.
 
-    capture (raw, local) --save--> local store --copy, so many bytes/s--> shared store
-                          packed                                          stored
+    capture (raw, local) --save--> local store --copy, bytes_per_s--> shared store
+                          packed                                      stored
 
-One process (`packer`) does both steps. Turns that somebody waits for, or whose sandbox has begun
+One process (`packer`) does both steps. Turns that a caller waits for, or whose sandbox has begun
 its next turn, come first; then the oldest captures. Turns of one sandbox are done in order, and
 those of several at once, so that a large one delays no other. Raw captures that wait are bounded:
 beyond the bound a turn is skipped, and a later one takes its place. When a disk is full,
@@ -206,13 +206,13 @@ class Engine:
                 self.say(f"what dead hosts left can't be taken over: {error}")
 
     def ended(self, name: str) -> None:
-        """Expect no more turns of `name`, and remove those stored once nobody wants them."""
+        """Expect no more turns of `name`, and remove all of them once `wanted(name)` is False."""
         self._ended.add(name)
         self._forget_unwanted()
 
     async def sweep(self) -> None:
-        """Remove all stored turns that nobody wants, those left by killed hosts and by earlier
-        attempts of the run included. Returns when that is done."""
+        """Remove all stored turns of names that aren't `wanted`, also those that killed hosts and
+        earlier attempts of the run left. Returns when that is done."""
 
         def unwanted() -> list[str]:
             return [name for name in self.store.behind.names() if not self._wanted(name)]
@@ -221,7 +221,9 @@ class Engine:
         try:
             for name in await asyncio.to_thread(unwanted):
                 order = {"do": "forget", "name": name, "keep": 0, "upto": None}
-                self._order_tidy(order | {"unless_wanted": True})  # it may start before then
+                self._order_tidy(
+                    order | {"unless_wanted": True}
+                )  # checked again when the order's turn comes
         except OSError as error:
             self.say(f"old checkpoints of sandboxes stay: {error}")
         if self._tidying is not None:

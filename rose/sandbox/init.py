@@ -122,7 +122,8 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
     socket.sethostname("sandbox")
     upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.change_root(root)
-    os.makedirs(spec["workdir"], exist_ok=True)  # only now: an image's link may lead outside
+    # In the new root only, because a link of an image may lead outside of it.
+    os.makedirs(spec["workdir"], exist_ok=True)
     return upper
 
 
@@ -212,7 +213,7 @@ class Init:
         """Carry out an order and send its answer, which may be an error."""
         if order["do"] == "open":
             self.open(order["path"], order["write"])
-            return  # its child answers
+            return  # answered by the child
         fds = (self.upper,) if order["do"] == "upper" else ()
         try:
             answer = self.obey(order)
@@ -292,7 +293,7 @@ class Init:
                 open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file,
             ):
                 file.write("500")
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # until it becomes a program
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program's execve sets it again
         return pid
 
     def begin_session(self, cwd: str | None) -> int:

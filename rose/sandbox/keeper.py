@@ -29,7 +29,7 @@ from rose.sandbox.backend import HOST_FOLDERS, Limits
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.init import WORK, receive, run, send
 
-PLACES = ("/media", "/mnt", "/srv", "/opt")  # the first empty one gets a tmpfs, seen here only
+PLACES = ("/media", "/mnt", "/srv", "/opt")  # candidates for a private tmpfs: the first empty one
 NEW = (
     kernel.NEWUSER
     | kernel.NEWNS
@@ -223,7 +223,8 @@ class Keeper:
                 os.write(mapped[1], b"m")
                 words = ours.recv(4096)
             os.close(mapped[1])
-            os.waitpid(first, 0)  # from here on this process is the parent of process 1
+            # Process 1 dies with its parent, which is now this process.
+            os.waitpid(first, 0)
             if not words.isdigit():
                 raise OSError(words.decode() or "its first process ended")
             return self.admit(int(words), spaces, spec, go[1], user)

@@ -58,7 +58,7 @@ SHARED = (
     ("max_fanotify_groups", "fanotify/max_user_groups"),
     ("max_fanotify_marks", "fanotify/max_user_marks"),
 )
-SHARE = 8  # sandboxes that can use up a user's limit; without root all have the same user
+SHARE = 8  # each sandbox gets 1 / SHARE of its user's limits; without root all have one user
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 

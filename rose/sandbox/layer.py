@@ -24,7 +24,8 @@ from typing import Any
 
 SHARED = "dev/shm"
 # A write within one tick of the kernel's clock after a file was read leaves its times as they were.
-# So a younger ctime is recorded as 0. This is twice the longest tick, 10 ms (CONFIG_HZ=100).
+# So a younger ctime is recorded as 0, which counts as changed. This is twice the longest tick,
+# 10 ms (CONFIG_HZ=100).
 TICK_NS = 20_000_000
 KINDS = {
     stat.S_IFREG: "file",

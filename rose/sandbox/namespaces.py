@@ -84,7 +84,7 @@ class _Line:
         if not self.open:
             future.set_exception(SandboxError("the sandbox's first process has ended"))
             return future
-        send(self.end, message)  # before the next line: an order that was not sent gets no answer
+        send(self.end, message)  # raises first: an order that was not sent gets no answer
         self._waiting.append(future)
         return future
 

@@ -84,7 +84,7 @@ class PackerProcess:
         self._process = process
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
-        self.ended = ""  # how it ended, "" while it runs
+        self.ended = ""  # exit code in words, "" while it runs
         self.killed = False  # True after its host killed it
         self._reading: asyncio.Task | None = None
 

@@ -28,7 +28,7 @@ ZEROS = bytes(PAGE_BYTES)
 class Manifest:
     """A stored turn. `files`: path in the capture's folder -> (bytes, extents). `raw`: bytes of the
     capture without holes; `written`: bytes that it took in this store. `image_turn`: the turn that
-    `image/` is of. `life`: tells sandboxes of one name apart; later ones have greater numbers."""
+    `image/` is of. `life`: number of the sandbox among those of its name, the last is greatest."""
 
     name: str
     turn: int

@@ -63,7 +63,7 @@ class Program(Protocol):
 
 
 class Piped:
-    """One running sandbox of a `Program` (`backend.Shell`)."""
+    """A running sandbox of a `Program` (`backend.Shell`)."""
 
     def __init__(self, program: type[Program], spec: Spec) -> None:
         self.program, self.spec, self.keeps_files = program, spec, program.keeps_files
@@ -239,7 +239,8 @@ class Piped:
         loop = asyncio.get_running_loop()
         for fd in (self.commands, self.output, self.codes):
             if fd >= 0:
-                loop.remove_reader(fd)  # a command's reader, which the next session could inherit
+                # A command's reader would shadow that of the next session with this number.
+                loop.remove_reader(fd)
                 loop.remove_writer(fd)
                 os.close(fd)
         self.commands = self.output = self.codes = -1

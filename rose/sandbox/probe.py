@@ -15,14 +15,14 @@ from rose.sandbox.backend import SandboxError, Shell, Spec
 from rose.sandbox.kernel import SECCOMP
 from rose.sandbox.namespaces import NAME, Keeper, Namespaces
 
-BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # in the order in which `auto` tries them
+BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # the order in which `auto` tries them
 AUTO = "auto"
 SECCOMP_MISSING = (
     "libseccomp.so.2 is not installed (Debian: libseccomp2, Red Hat: libseccomp): no filter of "
     "system calls"
 )
 
-_keepers: dict[int, Keeper] = {}  # by process id: a forked process needs its own
+_keepers: dict[int, Keeper] = {}  # process id -> keeper, as a forked process needs its own
 
 
 @dataclass(frozen=True)

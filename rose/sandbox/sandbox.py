@@ -1,4 +1,4 @@
-"""One isolated bash session: commands with deadlines and output limits, files, and a check.
+"""An isolated bash session: commands with deadlines and output limits, files, and a check.
 
     async with await Sandbox.start(Spec()) as box:
         result = await box.run("ls; cd /tmp", wait_s=10)
@@ -40,7 +40,7 @@ RESTARTED = "a new one was begun: variables and background processes are lost, f
 
 
 class Sandbox:
-    """One running sandbox. `on_turn`, if set, is awaited after each command, when the shell waits
+    """A running sandbox. `on_turn`, if set, is awaited after each command, when the shell waits
     for the next one: at that time a checkpoint is consistent."""
 
     def __init__(self, shell: Shell, spec: Spec, backend: str) -> None:
@@ -49,7 +49,7 @@ class Sandbox:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.on_end(self._end)
         self._closed = False
-        self.lost = ""  # what a restore did not bring back, in words
+        self.lost = ""  # parts that a restore did not bring back, in words
 
     @property
     def capture_kinds(self) -> tuple[str, ...]:
@@ -265,7 +265,9 @@ class _Turn:
     def __init__(self, shell: Shell, limit: int) -> None:
         self.shell, self.limit = shell, limit
         self.loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = self.loop.create_future()  # ended or must stop
+        self.done: asyncio.Future[None] = (
+            self.loop.create_future()
+        )  # the command ended or must stop
         self.coded: asyncio.Future[None] = self.loop.create_future()
         self.output, self.dropped = bytearray(), 0
         self.code: int | None = None
