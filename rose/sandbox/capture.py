@@ -136,7 +136,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _own(folder: Path, root: bool) -> None:
     """Make this user the owner of what a sandbox wrote, and let every user read it, so that a
-    restored sandbox can. Only `root` needs that. `folder` itself is private."""
+    restored sandbox can. Without `root` that is so already. `folder` itself is private."""
     if not root:
         return
     os.chmod(folder, 0o700)
@@ -239,7 +239,7 @@ class Saved:
 
 
 def write_about(folder: Path, about: dict[str, Any], spec: Spec) -> None:
-    """Write about.json, the last file of a capture, at once."""
+    """Write about.json, the last file of a capture, atomically."""
     text = json.dumps({"format": FORMAT, "spec": asdict(spec), "made": time.time(), **about})
     (folder / f".{ABOUT}").write_text(text, encoding="utf-8")
     os.replace(folder / f".{ABOUT}", folder / ABOUT)

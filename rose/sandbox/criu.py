@@ -81,7 +81,7 @@ def _find() -> Program | str:
 
 
 def _ask(place: str) -> Program:
-    """Check the CRIU at `place`. Raises OSError, ValueError, `subprocess.SubprocessError`."""
+    """Return the CRIU at `place`. Raises OSError, ValueError, `subprocess.SubprocessError`."""
     own = Path(place).resolve().parent / "root"
     program = str(own / "usr/sbin/criu")
     if os.path.exists(program):  # installed by get_criu.sh

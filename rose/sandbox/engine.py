@@ -79,9 +79,9 @@ def _say(words: str) -> None:
 
 
 class Engine:
-    """`bytes_per_s` bounds writes to the shared store (0: no bound), `memory_mib` the raw captures
-    that wait. The newest `keep` turns of each sandbox stay stored (0: all), after its end only if
-    `wanted(name)` is True. `count(name, value)` receives quantities as they change."""
+    """Stores captures. `bytes_per_s` bounds writes to the shared store (0: no bound), `memory_mib`
+    the raw captures that wait. The newest `keep` turns of each sandbox stay stored (0: all), after
+    its end only if `wanted(name)`. `count(name, value)` receives quantities as they change."""
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ class Store:
             self._index.add(put.name, put.hashes)
 
     def _write_manifest(self, made: Manifest) -> int:
-        """Write a manifest, with the lock held. Return its bytes."""
+        """Write a manifest, with the lock held. Return its size in bytes."""
         import zstandard
 
         path, part = self._turn_path(made.name, made.turn), self._new_part()

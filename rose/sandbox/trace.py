@@ -62,9 +62,9 @@ def tasks(spare: set[int]) -> set[int]:
 
 
 class Stopped:
-    """Context in which no process but `spare` runs. Unlike with SIGSTOP, parents of the stopped
-    processes don't notice, and these run on whatever ends this process. A process that waits for
-    its child of vfork(2) can't stop while the child is stopped. Then all run on until a retry."""
+    """Context in which no process but `spare` runs. Unlike with SIGSTOP, parents don't notice it,
+    and they run on if this process is killed. A process that waits for its child of vfork(2) can't
+    stop while the child is stopped. Then all run on until a retry."""
 
     def __init__(self, spare: set[int]) -> None:
         self.spare = spare | {os.getpid()}

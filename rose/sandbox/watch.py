@@ -323,8 +323,7 @@ class Queues:
         return found
 
     def full(self) -> str | None:
-        """Return words for a pipe, terminal or socket with something unread, None if all are
-        empty."""
+        """Return "a socket" or the like if one has something unread, None if none has."""
         for pid, fd in self.ends.values():
             with contextlib.suppress(ProcessLookupError):
                 if unread.waiting(pid, fd):
