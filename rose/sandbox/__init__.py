@@ -1,12 +1,12 @@
 """Isolated shells for agents: one bash session per sandbox, with limits and without network.
 
-`Sandbox` is what others use; behind it are backends (`namespaces`, `gvisor`, `apptainer`), chosen
-by `probe`. Imports the standard library only: a keeper process of it stays small, and any Python
-can run it. Must know nothing of environments, models or configuration.
+Other packages use `Sandbox`. It runs on one of the backends `namespaces`, `gvisor` and `apptainer`,
+which `probe` chooses. The modules that a keeper process imports need the standard library only, so
+that it stays small and any Python can run it. Nothing here knows environments, models or configs.
 
 `Sandbox` and the names of `probe` are imported at their first use. A keeper needs neither, and
-imports without them take about half of the processor time; an agent that is a program of its own
-starts a keeper for each trajectory.
+imports without them take about half of the CPU time. That counts where an agent is a program of its
+own: it starts a keeper for each trajectory.
 """
 
 import importlib
@@ -39,7 +39,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is named in `MODULES` (PEP 562)."""
+    """Import a name of `MODULES` at its first use (PEP 562)."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(MODULES[name]), name)

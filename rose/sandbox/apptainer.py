@@ -1,8 +1,8 @@
-"""The backend `apptainer`, where a cluster offers only that (Singularity has the same options).
+"""The backend `apptainer`, for clusters that offer only that (Singularity has the same options).
 
-An instance holds the namespaces, the session and its checks run in it; what they write lies in an
-overlay folder of the sandbox's, and stays when a session is begun anew. Left out: limits, which
-Apptainer takes from cgroups that the site delegates, so they are asked for only with root.
+An instance holds the namespaces; the session and its checks run in it. What they write lies in an
+overlay folder of the sandbox and survives a restart of the session. Limits are set only with root,
+because Apptainer needs control groups for them, which a site would have to delegate.
 """
 
 from __future__ import annotations
@@ -70,5 +70,5 @@ class Apptainer:
 
 
 async def begin(spec: Spec) -> Piped:
-    """Raises `SandboxError`."""
+    """Start a sandbox. Raises `SandboxError`."""
     return await Piped(Apptainer, spec).begin()

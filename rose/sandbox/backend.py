@@ -1,4 +1,4 @@
-"""What every backend of a sandbox takes and gives: limits, results, and the shell behind them."""
+"""The types that all backends of sandboxes share: limits, results, and the interface to a shell."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 MIB = 1 << 20
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Runs inside of the sandbox: commands end with NUL on standard input, their output goes to standard
-# output, and each one's exit code, ended by NUL, to standard error. Commands get none of the three.
-# Instead of a command, `ACCOUNT` asks for the shell's state: a text in parts, ended by NUL, where
-# exit codes go. A child tells it, since `declare` draws a random number. The shell itself lists the
-# options, some of which bash switches off in children (errexit, monitor), and the jobs' table,
-# which no child has, in ways that leave it as it is: `jobs -l` would forget the jobs that ended.
-# The exit code is written where the loop begins again, which `continue` in a command can't skip.
-# Where a command has disabled printf, echo writes. Where both or read are disabled, as by a
-# function with the name of `builtin`, the shell ends; so it does after `set -n`, with which every
-# condition is true. The session's own descriptors have numbers that scripts don't use (bash itself
-# takes those from 63 downwards), and its own errors go nowhere, as does what `set -x` shows of it.
+# The script of a session's bash. It reads commands from standard input, each ended by NUL. Their
+# output goes to standard output, and each exit code, ended by NUL, to standard error.
+# `ACCOUNT` instead of a command requests the shell's state. The answer is a text in parts, ended by
+# NUL, where exit codes go. A subshell prints most parts, because `declare` draws from RANDOM.
+# The shell itself prints the options, some of which bash switches off in subshells (errexit,
+# monitor), and the job table, which no subshell has. `jobs -l` would drop the jobs that ended.
+# The exit code is written where the loop starts again, which `continue` in a command can't skip.
+# If a command has disabled printf, echo writes it. If both or read are disabled, as by a function
+# named `builtin`, the shell ends. It also ends after `set -n`, which makes every condition true.
+# The session's descriptors 44 to 46 are closed for commands, and scripts don't use these numbers
+# (bash takes those from 63 downwards). The session's own errors and `set -x` lines are discarded.
 ACCOUNT = "\1"
 SESSION = """\
 exec 44<&0 45>&2 46>&1 0</dev/null 2>&0
@@ -64,21 +64,21 @@ do
   esac
 done
 """
-# Folders of the root: a sandbox's own mounts, and the host's where there is no image
-GUARDED = ("tests", "logs")  # a check mounts its own there
+# Folders of the root: mounts of each sandbox, and the host's folders in a sandbox without an image.
+GUARDED = ("tests", "logs")  # mount points of a check's own files
 OWN_FOLDERS = (*GUARDED, "dev", "proc", "run")
 HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-COMMAND_BYTES = 64 * 1024  # of one command: bash reads it byte by byte
+COMMAND_BYTES = 64 * 1024  # most bytes of one command, which bash reads one by one
 
 
 class SandboxError(Exception):
-    """The sandbox can't be made, or is gone; the message names what and what would help."""
+    """A sandbox can't be created, or has ended. The message names the cause and a remedy."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox. Sizes in MiB; `disk_mib` bounds all files that it writes, and with
-    `namespaces` they are in memory. `cpus` may be a fraction."""
+    """Limits of one sandbox. Sizes are in MiB. `disk_mib` bounds all files that the sandbox writes,
+    which lie in memory with `namespaces`; `files` bounds their number. `cpus` may be a fraction."""
 
     memory_mib: int = 1024
     disk_mib: int = 256
@@ -89,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Mount:
-    """A folder of the host, read-only, inside of the sandbox."""
+    """A folder of the host that is mounted read-only in the sandbox."""
 
     source: str
     target: str
@@ -97,8 +97,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Spec:
-    """`image`: the folder of a root file system, which stays as it is; None: the host's system
-    folders, read-only. `workdir` is made, and the session begins there."""
+    """The parts of a new sandbox. `image`: folder of a root file system, which stays unchanged;
+    None for the host's system folders, read-only. `workdir` is created; a session starts there."""
 
     image: str | None = None
     workdir: str = "/app"
@@ -125,24 +125,25 @@ class Spec:
                 raise SandboxError(f"limits.{key}={value!r}: {words} number above 0")
 
     def variables(self) -> dict[str, str]:
-        """The environment of the sandbox's programs."""
+        """Return the environment variables of the sandbox's programs."""
         fixed = {"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
         return {**fixed, "USER": "root", **self.environment}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did. `output`: its first `limit` bytes; `note`: in words, what was done about
-    it, "" when it just ran. `code` is None when it had to be stopped or its shell ended."""
+    """The outcome of a command. `output`: its first `limit` bytes. `note`: what the sandbox did to
+    the command (stopped it, cut its output), "" if it just ran. `code`: its exit code, None if it
+    had to be stopped or its shell ended."""
 
     output: str
     code: int | None
     note: str = ""
     seconds: float = 0.0
-    restarted: bool = False  # the session is a new one: its variables are lost, files are kept
+    restarted: bool = False  # a new session without the old one's variables and processes
 
     def words(self) -> str:
-        """For an agent: output, then what happened unless all went well."""
+        """Return the text for an agent: the output, then the note or an exit code other than 0."""
         note = self.note or (f"exit code {self.code}" if self.code else "")
         parts = (self.output.rstrip("\n"), f"[{note}]" if note else "")
         return "\n".join(part for part in parts if part) or "[no output]"
@@ -150,8 +151,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Fresh:
-    """What a process outside of the session did: exit code (None: stopped at its deadline), the
-    beginning of its output, and the files that were asked for and are there."""
+    """The outcome of a process outside of the session: its exit code (None: it was stopped), the
+    beginning of its output, and those of the requested files that exist."""
 
     code: int | None
     output: str
@@ -159,49 +160,51 @@ class Fresh:
 
 
 class Shell(Protocol):
-    """One running sandbox of a backend. The three file descriptors are non-blocking; after
-    `restart` they are the same or new ones."""
+    """A running sandbox of a backend. The three file descriptors are non-blocking. `restart` may
+    replace them."""
 
-    keeps_files: bool  # of a session that is begun anew
-    commands: int  # write: commands, each ended by NUL
-    output: int  # read
-    codes: int  # read: exit codes, each ended by NUL
+    keeps_files: bool  # True if files survive `restart`
+    commands: int  # write end: commands, each ended by NUL
+    output: int  # read end: what commands print
+    codes: int  # read end: exit codes, each ended by NUL
 
     def on_end(self, callback: Any) -> None:
-        """`callback(words)` once when the session's bash has ended."""
+        """Call `callback(words)` when the session's bash has ended. `words` is "" if the sandbox
+        lives on, else says why it ended."""
 
     async def restart(self, cwd: str | None) -> None:
-        """End every process of the sandbox and begin a new session. Raises `SandboxError`."""
+        """End every process of the sandbox and start a new session. Raises `SandboxError`."""
 
     async def stop_since(self, ticks: int) -> bool:
-        """End the processes, but for the session's bash, that were started since `ticks` (of
-        1 / SC_CLK_TCK s after boot). False if this backend can't."""
+        """Kill the processes started since `ticks` (of 1 / SC_CLK_TCK s after boot), except the
+        session's bash. Return False if this backend can't."""
 
     async def idle(self) -> bool:
-        """Return whether the session has taken all that was written and waits for its next command;
+        """Return whether the session has read all that was written and waits for its next command;
         False if this backend can't see it."""
 
     async def cwd(self) -> str | None: ...
 
     async def look(self) -> dict[str, Any]:
-        """What changed since the last look (`watch.Watch.look`). Raises OSError if it can't be
-        seen now, NotImplementedError if this backend never sees it."""
+        """Return what changed since the last call (`watch.Watch.look`). Raises OSError if that
+        can't be seen now, NotImplementedError if this backend never sees it."""
 
     async def resume(self) -> None:
-        """After the processes were saved: that they ran for it is no change."""
+        """Ignore that a capture made the processes run, which is no change by the agent."""
 
     async def read(self, path: str, limit: int) -> bytes:
-        """The beginning of the regular file `path`. Raises OSError."""
+        """Return the first `limit` bytes of the regular file `path`. Raises OSError."""
 
     async def write(self, path: str, data: bytes) -> None:
-        """Raises OSError."""
+        """Create or replace the file `path`. Raises OSError."""
 
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
-        """Run `argv` beside the session, unseen by it, with `files` (a tar) in the folder `at`."""
+        """Run `argv` where the session can't see it, with the tar `files` unpacked in the folder
+        `at`. Return at most `limit` bytes of its output and of each file in `collect`."""
 
     def captures(self) -> dict[str, str]:
-        """Kind of capture (capture.py) -> why it doesn't work here, "" if it does."""
+        """Return why each kind of capture (capture.py) doesn't work here, "" if it does."""
 
     async def close(self) -> None: ...

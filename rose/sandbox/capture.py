@@ -1,13 +1,13 @@
-"""The state of a running sandbox in a folder, and sandboxes that begin with it.
+"""Capture the state of a running sandbox in a folder, and restore sandboxes from it.
 
-    about.json    backend, kind, spec and what ran; written last: without it a capture is none
+    about.json    backend, kind, spec, running programs; written last: without it, no capture
     listing.json  the files that differ from the sandbox's root, their contents in data/N (layer.py)
-    image/        the processes, as CRIU wrote them (kind "process"); with gvisor the files, too
-    last_pid      the newest number of a process, after which those of a restored sandbox come
-    shell         the session's state as a script (replay.py), for where these can't be brought back
+    image/        the processes as CRIU wrote them (kind "process"); with gvisor the files, too
+    last_pid      the newest process id; new processes of a restored sandbox get higher ones
+    shell         the session's state as a script (replay.py), used if its process isn't restored
 
-Files and processes are those of one moment, at which all processes are held. It lasts some
-milliseconds, and their parents don't see it.
+Files and processes are captured at one moment, while all processes are stopped. That takes some
+milliseconds, and the processes' parents don't notice it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rose.sandbox.piped import Piped
 
 FORMAT = 1
 FILES, PROCESS = "files", "process"
-WAIT_S = 60.0  # of CRIU; it takes a tenth of a second
+WAIT_S = 60.0  # seconds for a capture or a restore, which takes about 0.1 s
 ABOUT, LISTING, SHELL, LAST_PID = "about.json", "listing.json", "shell", "last_pid"
 
 Listing = list[dict[str, Any]]
@@ -39,7 +39,7 @@ Listing = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Capture:
-    """`seconds`: how long it took; `bytes`: of files' contents that were copied."""
+    """A finished capture. `seconds`: its duration; `bytes`: copied contents of files."""
 
     folder: Path
     kind: str
@@ -60,7 +60,9 @@ async def take(
     since: Listing | None,
     state: bytes,
 ) -> Capture:
-    """`state`: the session's account of itself. Raises `SandboxError`."""
+    """Capture `shell` in the new folder `folder`. `since`: the listing of an earlier capture, whose
+    unchanged files are not copied; `state`: the session's answer to `backend.ACCOUNT`. Raises
+    `SandboxError`; then the folder is removed."""
     began = time.monotonic()
     folder = Path(folder)
     try:
@@ -86,11 +88,11 @@ async def take(
 async def _take(
     shell: Namespaces, kind: str, folder: Path, since: Listing | None
 ) -> dict[str, Any]:
-    """What about.json is to say of it. Raises `SandboxError`, OSError."""
+    """Capture with `namespaces` and return fields of about.json. Raises `SandboxError`, OSError."""
     program = criu.order() if kind == PROCESS else None
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
-        if shell.keeper.root:  # who writes it is the sandbox's root
+        if shell.keeper.root:  # the sandbox's root writes there
             os.chown(folder / name, shell.user, shell.user)
     with contextlib.ExitStack() as held:
         fds = [await shell.upper()]
@@ -107,7 +109,7 @@ async def _take(
             os.lseek(fds[-1], 0, os.SEEK_SET)
         order = {"criu": program, "session": shell.session}
         answer = await shell.beside("capture", order, *fds, wait_s=WAIT_S)
-    # A file of its own: about.json stays that of the newest image in the store.
+    # Not in about.json: a stored turn that keeps an earlier image has that image's about.json.
     (folder / LAST_PID).write_text(str(answer.pop("last_pid")), encoding="utf-8")
     version = program["version"] if program else ""
     await asyncio.to_thread(_own, folder, shell.keeper.root)
@@ -120,7 +122,7 @@ def _dump(listing: Listing, to: int) -> None:
 
 
 async def _take_whole(shell: Piped, folder: Path) -> dict[str, Any]:
-    """The same of another program, whose images have the files, too."""
+    """Capture with another program, whose images contain the files, too."""
     for name in ("data", "image"):
         (folder / name).mkdir(mode=0o700)
     await shell.capture(folder / "image")
@@ -133,8 +135,8 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _own(folder: Path, root: bool) -> None:
-    """Files that a sandbox wrote, or is to read: this user's, readable by all who get into
-    `folder`, which is private."""
+    """Make this user the owner of what a sandbox wrote, and let every user read it, so that a
+    restored sandbox can. Without `root` that is so already. `folder` itself is private."""
     if not root:
         return
     os.chmod(folder, 0o700)
@@ -147,15 +149,15 @@ def _own(folder: Path, root: bool) -> None:
 
 
 async def bring(saved: Saved, keeper: Callable[[], Keeper]) -> Namespaces | Piped:
-    """The sandbox, of the backend that it was captured with. Raises `SandboxError`."""
+    """Restore a sandbox with the backend that captured it. Raises `SandboxError`."""
     if saved.backend == gvisor.NAME:
         return await gvisor.begin(saved.spec, saved.folder / "image")
     return await _bring(saved, keeper())
 
 
 async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
-    """A sandbox with these files, and with the captured processes if it is of that kind; else
-    without a session. Raises `SandboxError`."""
+    """Restore a sandbox with `namespaces`: its files, and its processes if `saved` has that kind;
+    else it has no session yet. Raises `SandboxError`."""
     program = criu.order() if saved.kind == PROCESS else None
     try:
         await asyncio.to_thread(_own, saved.folder, keeper.root)
@@ -184,8 +186,8 @@ async def _bring(saved: Saved, keeper: Keeper) -> Namespaces:
 
 
 async def tried(shell: Namespaces, keeper: Keeper) -> str:
-    """Why no processes of this sandbox, which has just begun, can be captured and brought back; ""
-    if they can."""
+    """Capture and restore a new sandbox with its processes. Return why that fails, "" if it
+    works."""
     if problem := shell.captures()[PROCESS]:
         return problem
     with tempfile.TemporaryDirectory(prefix="rose-capture-") as top:
@@ -203,18 +205,19 @@ async def tried(shell: Namespaces, keeper: Keeper) -> str:
 
 @dataclass(frozen=True)
 class Saved:
-    """A capture as it is to be restored: `kind` may be less than what was captured."""
+    """A capture to be restored. `kind` may be less than what was captured."""
 
     folder: Path
     backend: str
     kind: str
     spec: Spec
-    running: list[str] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)  # names of the programs that ran
     images: dict[str, int] = field(default_factory=dict)  # name -> bytes
-    lost: list[str] = field(default_factory=list)  # parts of the state, in words
+    lost: list[str] = field(default_factory=list)  # descriptions of state that no capture keeps
 
     def check_images(self) -> None:
-        """CRIU waits for ever for pages that are not in its images. Raises `SandboxError`."""
+        """Check the images' sizes: CRIU would wait for missing pages for ever. Raises
+        `SandboxError`."""
         for name, size in self.images.items():
             path = self.folder / "image" / name
             found = path.stat().st_size if path.is_file() else 0
@@ -223,7 +226,7 @@ class Saved:
 
     @property
     def last_pid(self) -> int:
-        """The newest number of a process, 0 if none was written. Raises `SandboxError`."""
+        """The newest process id, 0 if none was written. Raises `SandboxError`."""
         path = self.folder / LAST_PID
         try:
             return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
@@ -236,14 +239,14 @@ class Saved:
 
 
 def write_about(folder: Path, about: dict[str, Any], spec: Spec) -> None:
-    """The last file of a capture."""
+    """Write about.json, the last file of a capture, atomically."""
     text = json.dumps({"format": FORMAT, "spec": asdict(spec), "made": time.time(), **about})
     (folder / f".{ABOUT}").write_text(text, encoding="utf-8")
     os.replace(folder / f".{ABOUT}", folder / ABOUT)
 
 
 def read(folder: Path, kind: str | None) -> Saved:
-    """Raises `SandboxError`."""
+    """Read a capture that is to be restored as `kind` (None: its own). Raises `SandboxError`."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if about["format"] != FORMAT:
@@ -262,7 +265,7 @@ def read(folder: Path, kind: str | None) -> Saved:
         raise SandboxError(f"{folder}: not a whole capture: {words}") from None
     if saved.backend not in (NAME, gvisor.NAME):
         raise SandboxError(f"{folder}: captured with {saved.backend!r}, which this ROSE has not")
-    whole = saved.backend == gvisor.NAME  # files without the processes are not to be had
+    whole = saved.backend == gvisor.NAME  # no restore of files without processes
     if kind not in ((None, saved.kind) if whole else (None, FILES, saved.kind)):
         raise SandboxError(
             f"kind={kind!r}: {folder} is a capture of kind {saved.kind!r} with {saved.backend}"

@@ -1,8 +1,8 @@
-"""Limits of a sandbox's memory, processes and CPU by control groups, v2 or v1, wherever this
-process may make some; none otherwise, which `lacking` names.
+"""Limit a sandbox's memory, processes and CPU by control groups (v2 or v1).
 
-A sandbox's group is called rose-PID-STARTED-N after its keeper, so that a later keeper finds those
-whose keeper is gone, ends what runs in them and removes them.
+This works where this process may create groups; `lacking` names the limits that can't be set. A
+sandbox's group is called rose-PID-STARTED-N after its keeper. So a later keeper can find the groups
+whose keeper is gone, kill what runs in them and remove them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 from rose.sandbox.backend import MIB, Limits
 
-PERIOD_US = 100_000
+PERIOD_US = 100_000  # microseconds of a CPU quota's period, the kernel's default
 NAME = re.compile(r"rose-(\d+)-(\d+)-\d+")
-END_S = 5.0  # until a group's processes, which got SIGKILL, are gone
+END_S = 5.0  # seconds for a group's processes to end after SIGKILL
 REMEDY = (
     "a delegated group helps, with COMMAND in a subgroup (systemd 254 or later): "
     "systemd-run --user --pipe --wait -p Delegate=yes -p DelegateSubgroup=host COMMAND"
 )
 CONTROLLERS = ("memory", "pids", "cpu")
-FILES = {  # controller -> the file of its limit, v1 and v2
+FILES = {  # controller -> names of its limit's file (v1, v2)
     "memory": ("memory.limit_in_bytes", "memory.max"),
     "pids": ("pids.max", "pids.max"),
     "cpu": ("cpu.cfs_quota_us", "cpu.max"),
@@ -33,8 +33,8 @@ FILES = {  # controller -> the file of its limit, v1 and v2
 
 
 def began(pid: int | str) -> int | None:
-    """Clock ticks after boot when a process was started; None if there is none, or only its
-    exit code is left."""
+    """Return when a process was started, in clock ticks after boot; None if there is none, or only
+    its exit code is left."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -44,16 +44,16 @@ def began(pid: int | str) -> int | None:
 
 
 class Groups:
-    """One folder per hierarchy for each sandbox, below those that this process is in."""
+    """Creates a group per hierarchy for each sandbox, below this process's group or its parent."""
 
     def __init__(self, own: str = "/proc/self/cgroup", mounts: str = "/proc/self/mountinfo"):
         self.parents: dict[Path, tuple[str, ...]] = {}  # folder -> its controllers
-        self.second: set[Path] = set()  # those of version 2
-        self.why: dict[str, str] = {}
+        self.second: set[Path] = set()  # the parents of version 2
+        self.why: dict[str, str] = {}  # controller -> why a folder could not be used
         self._find(own, mounts)
 
     def _find(self, own: str, mounts: str) -> None:
-        """The folders where this process may make groups, and what is in the way elsewhere."""
+        """Find the folders where this process may create groups, and why other folders fail."""
         mounted = {}
         for line in Path(mounts).read_text(encoding="utf-8").splitlines():
             before, _, after = line.partition(" - ")
@@ -82,8 +82,8 @@ class Groups:
             else:
                 self.why.update(dict.fromkeys(controllers, f"{folder} is not writable"))
             return
-        # A group of version 2 with processes, as this one's own, can pass no controllers on, so the
-        # one above is tried, too: where a delegated group has this process in a subgroup.
+        # A version 2 group that contains processes, as this process's own, can't enable controllers
+        # for its children. Its parent can, if this process is in a subgroup of a delegated group.
         for place in (folder, folder.parent):
             file = place / "cgroup.controllers"
             there = file.read_text(encoding="utf-8").split() if file.is_file() else []
@@ -105,15 +105,15 @@ class Groups:
 
     @property
     def lacking(self) -> dict[str, str]:
-        """Controllers that can't be used, and why."""
+        """Controllers that can't be used, each with the reason."""
         has = {name for names in self.parents.values() for name in names}
         return {name: why for name, why in self.why.items() if name not in has}
 
     def make(self, name: str, limits: Limits, pid: int) -> None:
-        """A group with these limits, into which `pid` goes. Raises OSError."""
+        """Create a group with these limits and move `pid` into it. Raises OSError."""
         values = {
             "memory": str(limits.memory_mib * MIB),
-            "pids": str(limits.processes + 8),  # process 1 and checks, beside the agent's
+            "pids": str(limits.processes + 8),  # 8 for process 1 and checks
             "cpu": str(int(limits.cpus * PERIOD_US)),
         }
         for parent, controllers in self.parents.items():
@@ -131,12 +131,12 @@ class Groups:
             (parent / name / "cgroup.procs").write_text(str(pid), encoding="utf-8")
 
     def remove(self, name: str) -> None:
-        """End what runs in the group and remove it; returns when it is gone or after `END_S`."""
+        """Kill the group's processes and remove it. Returns when it is gone or after `END_S`."""
         for parent in self.parents:
             _remove(parent / name)
 
     def remove_stale(self) -> list[str]:
-        """Remove the groups whose keeper is gone; their names."""
+        """Remove the groups whose keeper is gone, and return their names."""
         found = set()
         for parent in self.parents:
             for folder in parent.glob("rose-*"):
@@ -153,7 +153,7 @@ def _remove(folder: Path) -> None:
         for pid in _members(folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # busy until its processes are gone
+        with contextlib.suppress(OSError):  # busy while a process is in it
             folder.rmdir()
             return
         if time.monotonic() > until:

@@ -1,10 +1,10 @@
-"""A program in the final state of a sandbox that none of the agent's processes can touch.
+"""Run a check: a program in a sandbox's final state that the agent's processes can't touch.
 
-It runs in the sandbox's root, network and limits, but in process and mount namespaces beside the
-agent's, not below them: they can't see, trace or end it, and see neither its files nor where it
-writes its verdict. Nor does it see the agent's settings for test programs in the root. Servers that
-the agent started go on. Left out: what the agent changed in the root itself, as its Python: a root
-without an image has these read-only, an image has not.
+A check has the sandbox's root, network and limits, but process and mount namespaces of its own
+beside the agent's. So the agent's processes can't see, trace or end it, nor see its files and its
+verdict. A check doesn't see settings for test programs that the agent left in the root. Servers
+that the agent started keep running. An agent can change the programs of an image, such as its
+Python, and nothing here prevents that; without an image programs are read-only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rose.sandbox import kernel, within
 from rose.sandbox.backend import GUARDED
 from rose.sandbox.init import begin_program
 
-HOME = "/logs/home"  # the program's, empty
-# What test programs and build tools take for their settings where it lies in a folder above the
-# tests, as patterns of names: an agent that writes /pytest.ini could make any test pass.
+HOME = "/logs/home"  # HOME of the check, empty
+# Patterns of names that test programs and build tools read as settings in any folder above the
+# tests. An agent that writes /pytest.ini could make any test pass.
 SETTINGS = (
     *("pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg", "setup.py"),
     *("conftest.py", "__init__.py", "package.json", "node_modules", "tsconfig*.json"),
@@ -38,16 +38,16 @@ SETTINGS = (
 )
 # Every sandbox has these in its root.
 OWN = ("dev", "etc", "proc", "root", "run", "tmp")
-MOST_ENTRIES = 1000  # mounts of a check's root; the kernel bounds those of a sandbox at 100,000
-JOINED = ("user", "mnt", "net", "ipc", "uts")  # of /proc/PID/ns
+MOST_ENTRIES = 1000  # most mounts of a check's root; the kernel allows a sandbox 100,000
+JOINED = ("user", "mnt", "net", "ipc", "uts")  # names in /proc/PID/ns
 
 
 def run(
     spec: dict[str, Any], order: dict[str, Any], image: str, spaces: list[int], fds: list[int]
 ) -> NoReturn:
-    """Run a check, in a child of the keeper. `image`: the root folder that the sandbox began with;
-    `spaces`: the sandbox's namespaces `JOINED`; `fds`: the program's files as a tar, its output,
-    and where the result goes, as JSON: `code` and `files`, or `failed`."""
+    """Run a check in a child of the keeper. `image`: the root folder that the sandbox started with.
+    `spaces`: file descriptors of the sandbox's namespaces `JOINED`. `fds`: the program's files as a
+    tar, its output, and the pipe for the result (JSON: `code` and `files`, or `failed`)."""
     files, output, to = fds
     with os.fdopen(files, "rb") as packed:
         tar = packed.read()
@@ -64,7 +64,7 @@ def _serve(
     output: int,
     to: int,
 ) -> None:
-    """Process 1 of the check's namespace."""
+    """Prepare the check's root, run its program and send the result, as process 1."""
     try:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         paths = [spec["workdir"], *(each["target"] for each in spec["mounts"])]
@@ -81,23 +81,23 @@ def _serve(
                 os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
-                own = {"HOME": HOME, "PYTHONNOUSERSITE": "1"}  # /root is the agent's
+                own = {"HOME": HOME, "PYTHONNOUSERSITE": "1"}  # not the agent's /root
                 variables = spec["variables"] | own
                 begin_program(order["argv"], spec | {"variables": variables}, spec["workdir"])
             finally:
                 os._exit(127)
         os.close(output)
         code = None
-        while code is None:  # orphans of the program are reaped on the way
+        while code is None:  # the loop also reaps orphans of the program
             ended, status = os.waitpid(-1, 0)
             code = os.waitstatus_to_exitcode(status) if ended == pid else None
-        with contextlib.suppress(ProcessLookupError):  # code under test may have left writers
+        with contextlib.suppress(ProcessLookupError):  # processes of tested code may still write
             os.kill(-1, signal.SIGKILL)
         answer: dict[str, Any] = {"code": code, "files": {}}
         for path in order["collect"]:
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 answer["files"][path] = file.read(order["limit"]).decode("latin-1")
-    except Exception as error:  # whatever it is, the host must learn of it
+    except Exception as error:  # any failure is reported to the host
         answer = within.failed(error)
     with os.fdopen(to, "wb") as result:
         result.write(json.dumps(answer).encode())
@@ -105,13 +105,13 @@ def _serve(
 
 
 def given(image: str) -> dict[str, bytes | None]:
-    """Return the names in a sandbox's root as it began, and what is in those of its files that are
-    `SETTINGS`."""
+    """Return the names in the root that a sandbox started with, each with the content of its file
+    if it matches `SETTINGS`, else None."""
     found: dict[str, bytes | None] = {}
     for entry in os.scandir(image):
         found[entry.name] = None
         if is_setting(entry.name) and entry.is_file(follow_symlinks=False):
-            # One that can't be read stays as it is in the sandbox.
+            # A file that can't be read here stays as the sandbox has it.
             with contextlib.suppress(PermissionError), open(entry.path, "rb") as file:
                 found[entry.name] = file.read()
     return found
@@ -122,11 +122,11 @@ def is_setting(name: str) -> bool:
 
 
 def enclose(at: str, of_image: dict[str, bytes | None], paths: Iterable[str]) -> None:
-    """Change to a root, mounted at `at` meanwhile, that has what the present one has in itself.
+    """Change to a new root, mounted at `at` first, that shows the entries of the present one.
 
-    Of `SETTINGS` it has those `of_image` alone, its files as they are there (`given`). What the
-    agent's processes add to their root from now on is not in it, nor what they remove at this
-    moment."""
+    Of entries that match `SETTINGS` it has only those in `of_image`, files with the content there
+    (`given`), and the first folders of `paths`. Entries that the agent's processes add later, or
+    remove during this call, don't appear."""
     kernel.mount("tmpfs", at, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     needed = {*of_image, *OWN, *GUARDED, *(path.strip("/").split("/")[0] for path in paths)}
     entries = [e for e in os.scandir("/") if e.name in needed or not is_setting(e.name)]
@@ -138,7 +138,7 @@ def enclose(at: str, of_image: dict[str, bytes | None], paths: Iterable[str]) ->
 
 
 def _show(entry: os.DirEntry, target: str, content: bytes | None) -> None:
-    """Make `entry` of the present root visible at `target`; with `content`, a file that has it."""
+    """Show `entry` of the present root at `target`, or a file with `content` if that is given."""
     if content is not None:
         with open(target, "wb") as file:
             file.write(content)
@@ -159,7 +159,7 @@ def _show(entry: os.DirEntry, target: str, content: bytes | None) -> None:
 
 
 def pack(folder: str) -> bytes:
-    """The regular files of `folder` as a tar."""
+    """Return the regular files of `folder` as a tar."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w", encoding="utf-8") as tar:
         for at, _, names in os.walk(folder):
@@ -176,7 +176,7 @@ def pack(folder: str) -> bytes:
 
 
 def unpack(tar: bytes, folder: str) -> None:
-    """What `pack` made: regular files only, below `folder`."""
+    """Unpack a tar of `pack` in `folder`. Raises ValueError if it has more than files below it."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as packed:
         for member in packed:
             inside = PurePosixPath(member.name)

@@ -1,16 +1,16 @@
-"""Checkpoints of one sandbox: after each turn what it did is looked at, captured and stored.
+"""Checkpoints of one sandbox: capture and store what each turn changed.
 
     checkpointer = Checkpointer(box, engine, "name")
-    await checkpointer.begin()              # the sandbox is set up: what follows is the agent's
-    await checkpointer.after_turn(1)        # the shell waits; some milliseconds, unless it is none
-    reference = checkpointer.saved(1)       # which stored turn has this state
-    await checkpointer.settled(1)           # it is where another host finds it
+    await checkpointer.begin()              # after the setup, before the agent's first command
+    await checkpointer.after_turn(1)        # while the shell waits; milliseconds, if it captures
+    reference = checkpointer.saved(1)       # names the stored turn that has this state
+    await checkpointer.settled(1)           # waits until another host can restore it
     back = await restore(reference, engine)
 
-Policies: `classified` captures what the inspector says (Crab, arXiv 2604.28138); `full` everything
-after each turn; `files` files and the shell's variables after each turn. Where processes can't be
-captured, files and variables are; what is restored says what it lacks. A turn that is skipped, for
-want of room or by an error, is made up for by the next one.
+The policy `classified` captures what the inspector finds changed (Crab, arXiv 2604.28138). `full`
+captures everything after each turn, `files` the files and the shell's variables. Where processes
+can't be captured, files and variables are, and the restored sandbox names what it lacks. If a turn
+is skipped because there was no room or an error occurred, the next capture includes its changes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rose.sandbox.sandbox import Sandbox
 
 CLASSIFIED, FULL = "classified", "full"
 POLICIES = (CLASSIFIED, FULL, FILES)
-ORDER = (NONE, FILES, PROCESS)  # each takes what the one before takes, and more
-BLOCK = 512  # bytes, of st_blocks
-# Of a capture, in pieces of files that hold data: what packing reads. Data strewn over a sparse
-# file make that CHUNK_BYTES / PAGE_BYTES times as much as they are.
+ORDER = (NONE, FILES, PROCESS)  # kinds, each of which includes those before it
+BLOCK = 512  # bytes in a unit of st_blocks
+# Most bytes of a capture that packing reads, which are whole chunks of files. Data scattered over a
+# sparse file count up to CHUNK_BYTES / PAGE_BYTES times. A larger capture is skipped.
 MOST_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
 class _Point:
-    """A stored turn, or one on its way."""
+    """A turn that is stored or waits to be."""
 
     turn: int
     ticket: Ticket | None
@@ -50,8 +50,8 @@ class _Point:
 
 @dataclass(frozen=True)
 class Restored:
-    """`turn`: whose state the sandbox has, which is an earlier one than was asked for if that was
-    damaged; `wrong` then says what."""
+    """A restored sandbox. `turn`: the one whose state it has, earlier than requested if later
+    ones could not be restored; `wrong` has their errors."""
 
     box: Sandbox
     name: str
@@ -61,7 +61,8 @@ class Restored:
 
 
 class Checkpointer:
-    """`origin`: what `box` was restored from. Not for two tasks at once."""
+    """Captures `box` after its turns. `origin`: what `box` was restored from, if anything. Only one
+    task may use it at a time."""
 
     def __init__(
         self,
@@ -74,26 +75,26 @@ class Checkpointer:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there are {', '.join(POLICIES)}")
         self.box, self.engine, self.name, self.policy = box, engine, name, policy
-        # An episode may begin anew under its name, or go on where the clock is behind.
+        # Greater than earlier lives of this name, even if this host's clock is behind.
         self.life = max(time.time_ns(), origin.life + 1 if origin else 0)
         self._inspector = Inspector(box)
-        self._points: dict[int, _Point] = {}  # by turn: where its state is
+        self._points: dict[int, _Point] = {}  # turn -> the capture that has its state
         self._origin = origin
         self._parent = (origin.name, origin.turn) if origin else None
-        self._last: _Point | None = None  # the newest that was captured
-        self._since: Listing | None = None  # its listing
-        # the least that the next capture must have: of a restored sandbox the processes are stored
+        self._last: _Point | None = None  # the newest capture
+        self._since: Listing | None = None  # the newest capture's listing
+        # Least kind of the next capture. Processes of a restored sandbox are already stored.
         self._due = FILES
         self._unsure: set[str] | None = set()  # files that it must copy in any case; None: all
         self._size = 0  # bytes of the last capture
-        self._too_large = False  # which was said
-        self._lost = False  # a state of the processes that no capture has
-        # Turns by what was captured, `skipped` those that could not be; seconds that captures took
-        # of the agent's time; bytes of captures, and what they took in the store
+        self._too_large = False  # True after a capture was too large, which is logged once
+        self._lost = False  # True while no capture has the newest state of the processes
+        # Turns by kind of capture, and `skipped` turns; seconds that captures delayed the agent;
+        # bytes of captures, and what they took in the store.
         self.stats = dict.fromkeys((*ORDER, "skipped", "seconds", "raw_bytes", "bytes"), 0)
 
     async def begin(self) -> None:
-        """What the sandbox is now is known: a fresh one, with files. Raises `SandboxError`."""
+        """Count changes from the sandbox's present state on. Raises `SandboxError`."""
         # The clock may have stepped back since an earlier episode of this name was stored.
         stored = await asyncio.to_thread(self.engine.store.newest_life, self.name)
         self.life = max(self.life, stored + 1)
@@ -101,14 +102,15 @@ class Checkpointer:
             await self._inspector.look()
 
     async def move(self, box: Sandbox) -> None:
-        """`box` takes the sandbox's place: with an earlier state of it. What comes is captured
-        anew. Raises `SandboxError`."""
+        """Go on with `box`, the sandbox in an earlier state. The next capture is a complete one.
+        Raises `SandboxError`."""
         self.box, self._inspector = box, Inspector(box)
         self._start_over()
         await self.begin()
 
     async def after_turn(self, turn: int) -> None:
-        """Raises `SandboxError` when the sandbox is gone; all else only costs checkpoints."""
+        """Capture what the turn changed. Raises `SandboxError` when the sandbox is gone; any other
+        failure only costs checkpoints."""
         if self.engine.stopped or not self.box.capture_kinds:
             self.stats["skipped"] += 1
             return
@@ -141,8 +143,8 @@ class Checkpointer:
         return Change(PROCESS if self.policy == FULL else FILES, self.policy, None)
 
     def _start_over(self) -> None:
-        """What the next captures would refer to was not stored, or is another sandbox's: they
-        begin anew."""
+        """Make the next capture complete: the one that it would refer to was not stored, or is of
+        another sandbox."""
         self._points = {t: p for t, p in self._points.items() if p is not self._last}
         self._last = self._since = self._parent = None
         self._due = PROCESS
@@ -191,7 +193,7 @@ class Checkpointer:
         self.stats["bytes"] += ticket.packed_bytes
 
     async def _take(self, kind: str) -> Capture | None:
-        """None if it failed, which is said."""
+        """Take a capture. If that fails, log it and return None."""
         since = self._since
         if since is not None and self._unsure is None:
             since = None
@@ -207,7 +209,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------- what is stored
 
     def saved(self, turn: int) -> bytes | None:
-        """The stored turn that has the state after `turn`, for `restore`; None if there is none."""
+        """Return a reference to the state after `turn`, for `restore`; None if it isn't stored."""
         point = self._points.get(turn)
         if point is None:
             return None
@@ -215,8 +217,8 @@ class Checkpointer:
         return json.dumps(found).encode()
 
     async def settled(self, turn: int, wait_s: float = 60.0) -> bool:
-        """Whether the state after `turn` can be restored by another host; waits while it is on its
-        way, which lets it go first, for `wait_s` seconds at most."""
+        """Return whether another host can restore the state after `turn`. If it waits to be stored,
+        give it priority and wait for it, for `wait_s` seconds at most."""
         point, origin = self._points.get(turn), self._origin
         if point is None and origin is not None and turn == origin.turn:
             shared = self.engine.store.behind
@@ -231,8 +233,8 @@ class Checkpointer:
 async def restore(
     saved: bytes, engine: Engine, backend: str = "auto", exact: bool = False
 ) -> Restored:
-    """A sandbox with the state that `saved` names, or, unless `exact`, the newest one before it
-    that can be had. Raises `SandboxError`."""
+    """Restore a sandbox with the state that `saved` names. If that fails and `exact` is False, take
+    the newest turn before it that can be restored. Raises `SandboxError`."""
     wanted = json.loads(saved)
     name, turn, life, wrong = wanted["name"], wanted["turn"], wanted["life"], []
     await engine.packed(name, turn, life)
@@ -257,14 +259,14 @@ def _failed(future: asyncio.Future[str]) -> bool:
 
 
 def _without(listing: Listing, paths: set[str]) -> Listing:
-    """The entries of other files than those at `paths`, by whatever names: of a file with several
-    the first one's entry has the content."""
+    """Return the listing without the files at `paths`, under all of their names: of a file with
+    several names only the first one's entry has the content."""
     inodes = {entry["ino"] for entry in listing if entry["path"] in paths}
     return [entry for entry in listing if entry["ino"] not in inodes]
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """Bytes that it takes on its disk, and at most those of its files' pieces that hold data."""
+    """Return the bytes that a folder takes on disk, and a bound on those in chunks with data."""
     taken = read = 0
     for where, _, names in os.walk(folder):
         for name in names:

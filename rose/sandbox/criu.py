@@ -1,11 +1,11 @@
-"""CRIU (criu.org), which writes processes to files and makes them again from these.
+"""CRIU (criu.org), which writes processes to image files and restores them from there.
 
-It runs within a sandbox's namespaces as root of the sandbox's user namespace, and has nothing of
-the sandbox's files: its loader, libraries and program are given as file descriptors from outside,
-and it reads no settings or plugins of the agent's. It is talked to by its own protocol (swrk,
-images/rpc.proto of its source), because that lets the files be copied at the moment when it has
-written the processes and holds them still. Left out: incremental images, which need a kernel that
-tracks soft-dirty pages.
+It runs in a sandbox's namespaces as root of the sandbox's user namespace, but uses none of the
+sandbox's files: it gets its loader, libraries and program as file descriptors from outside, and
+reads no settings or plugins of the agent. Requests use CRIU's own protocol (swrk, images/rpc.proto
+of its source), because that lets files be copied after CRIU has written the processes and while it
+still holds them. Incremental images are not used, because they need a kernel that tracks soft-dirty
+pages.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rose.sandbox import kernel, trace
 from rose.sandbox.backend import MIB, SandboxError
 
 VARIABLE = "ROSE_CRIU"
-NEEDED = (4, 2)  # earlier ones fail on TCP sockets of Linux 6.18 (measured with 4.1.1)
+NEEDED = (4, 2)  # oldest version: 4.1.1 fails on TCP sockets of Linux 6.18 (measured)
 REMEDY = f"scripts/get_criu.sh gets it, or name it in {VARIABLE}"
-ASK_S = 10.0
-LOG_BYTES = 64 * 1024
-LOG_LINES = 4  # of errors that are quoted
+ASK_S = 10.0  # seconds for `--version`, and for CRIU to exit after its answer
+LOG_BYTES = 64 * 1024  # most bytes that are kept of a log, from its end
+LOG_LINES = 4  # most errors of a log that a message quotes
 DUMP, RESTORE, NOTIFY = 1, 2, 6  # criu_req_type
 IGNORE_GROUPS, SKIP_LOCK, WARNINGS = 0, 3, 2
 
 
 @dataclass(frozen=True)
 class Program:
-    """`libraries`: folders, the only ones that its loader looks into."""
+    """An installed CRIU. `libraries`: the only folders that its loader searches."""
 
     loader: str
     libraries: tuple[str, ...]
@@ -55,7 +55,7 @@ def prefix() -> Path:
 
 
 def find() -> Program:
-    """Looked for once in a process. Raises `SandboxError` with what helps."""
+    """Find CRIU, once per process. Raises `SandboxError` with the remedy."""
     found = _find()
     if isinstance(found, str):
         raise SandboxError(found)
@@ -81,10 +81,10 @@ def _find() -> Program | str:
 
 
 def _ask(place: str) -> Program:
-    """Raises OSError, ValueError, `subprocess.SubprocessError`."""
+    """Return the CRIU at `place`. Raises OSError, ValueError, `subprocess.SubprocessError`."""
     own = Path(place).resolve().parent / "root"
     program = str(own / "usr/sbin/criu")
-    if os.path.exists(program):  # get_criu.sh's
+    if os.path.exists(program):  # installed by get_criu.sh
         libraries = tuple(glob.glob(f"{own}/usr/lib/*-linux-gnu"))
         loaders = glob.glob(f"{own}/usr/lib/*/ld-linux-*.so.*")
         if not (libraries and loaders):
@@ -111,7 +111,7 @@ def _run(*argv: str) -> str:
 
 
 def interpreter(path: str) -> str:
-    """The loader that a program of this machine names. Raises ValueError."""
+    """Return the loader that the ELF program at `path` names. Raises ValueError."""
     with open(path, "rb") as file:
         head = file.read(64)
         if head[:5] != b"\x7fELF\x02":
@@ -130,7 +130,7 @@ def interpreter(path: str) -> str:
 
 
 def order() -> dict[str, Any]:
-    """What `open_program` takes, as JSON can hold it. Raises `SandboxError`."""
+    """Return the argument of `open_program`, fit for JSON. Raises `SandboxError`."""
     return asdict(find())
 
 
@@ -142,22 +142,22 @@ class Opened:
     loader: int
     libraries: tuple[int, ...]
     program: int
-    cache: int  # a folder on a tmpfs, where CRIU keeps what it found out about this kernel
+    cache: int  # a folder on a tmpfs, where CRIU caches this kernel's features
 
 
 def open_program(found: dict[str, Any], cache: str) -> Opened:
-    """Outside of the sandbox's mounts. Raises OSError."""
+    """Open CRIU's files before the sandbox's mount namespace is joined. Raises OSError."""
     folders = tuple(os.open(path, os.O_PATH | os.O_DIRECTORY) for path in found["libraries"])
     loader, program = (os.open(found[name], os.O_RDONLY) for name in ("loader", "program"))
     return Opened(loader, folders, program, os.open(cache, os.O_RDONLY | os.O_DIRECTORY))
 
 
 class CriuError(Exception):
-    """With the last errors of its log."""
+    """CRIU failed. The message has the last errors of its log."""
 
 
 class Criu:
-    """One request to a CRIU that is started for it. `dump` and `restore` raise `CriuError`."""
+    """A request to a CRIU process, which starts for it. `dump` and `restore` raise `CriuError`."""
 
     def __init__(self, opened: Opened, images: int) -> None:
         self.opened, self.images = opened, images
@@ -165,15 +165,15 @@ class Criu:
         self._log = b""
 
     def dump(self, session: int, on_held: Callable[[], None]) -> None:
-        """`session` and its descendants; `on_held` is called when they are written and still held;
-        they go on afterwards."""
+        """Write `session` and its descendants to images. `on_held` is called when they are written
+        and still held; afterwards they run on."""
         options = _options(self.images) + [(2, session), (3, 1)]
         answer = self._ask(DUMP, options, on_held)
         if not answer.get(2):
             raise self._failed("can't write the processes")
 
     def restore(self) -> int:
-        """The session's process id."""
+        """Restore the processes, and return the session's process id."""
         answer = self._ask(RESTORE, _options(self.images), None)
         if not answer.get(2):
             raise self._failed("can't make the processes again")
@@ -211,7 +211,7 @@ class Criu:
         finally:
             ours.close()
             with contextlib.suppress(ProcessLookupError):
-                # it has answered and ends by itself, or is given up
+                # CRIU exits after its answer; kill it if it has not answered or doesn't exit.
                 if not _ended(pid, ASK_S):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
@@ -238,7 +238,7 @@ class Criu:
     def _serve(
         self, line: socket.socket, log: int, listener: int, on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
-        """CRIU's last answer, {} if it ended before; its log on the way."""
+        """Serve CRIU until its last answer and return that, {} if it ended before; keep its log."""
         program = kernel.filter_program() if listener >= 0 else b""
         poll = select.poll()
         for fd in (line.fileno(), log, *([listener] if listener >= 0 else [])):
@@ -277,7 +277,7 @@ def _ended(pid: int, wait_s: float) -> bool:
 
 
 def _options(images: int) -> list[tuple[int, Any]]:
-    """Fields of `criu_opts`."""
+    """Return fields of `criu_opts` as (number, value)."""
     return [
         (1, -1),
         (68, f"/proc/self/fd/{images}".encode()),
@@ -285,9 +285,9 @@ def _options(images: int) -> list[tuple[int, Any]]:
         (5, 1),  # established TCP connections
         (8, 1),  # file locks
         (9, WARNINGS),
-        (18, 1),  # files that were removed but have another name
+        (18, 1),  # open files that lost the opened name but have another
         (34, IGNORE_GROUPS),
-        (35, 256 * MIB),  # of removed files that are still open
+        (35, 256 * MIB),  # most bytes of a removed file that is still open
         (64, SKIP_LOCK),
         (67, 1),  # the rights of a user namespace
         (71, 1),  # log to standard error
@@ -295,7 +295,7 @@ def _options(images: int) -> list[tuple[int, Any]]:
 
 
 def encode(fields: list[tuple[int, Any]]) -> bytes:
-    """protobuf's: whole numbers and bytes."""
+    """Encode a protobuf message of whole numbers and bytes."""
     made = b""
     for number, value in fields:
         if isinstance(value, bytes):
@@ -315,7 +315,7 @@ def _number(value: int) -> bytes:
 
 
 def decode(data: bytes) -> dict[int, Any]:
-    """Field number -> its last value. Raises ValueError."""
+    """Decode a protobuf message into field number -> last value. Raises ValueError."""
     found: dict[int, Any] = {}
     at = 0
 

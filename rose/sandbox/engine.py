@@ -1,13 +1,13 @@
-"""One queue of an environment host for all that its sandboxes' checkpoints cost beside the capture.
+"""The queue of an environment host for the packing and storing of its sandboxes' captures.
 
-    capture (raw, local) --save--> local store --copy, so many bytes/s--> shared store
-                          packed                                          stored
+    capture (raw, local) --save--> local store --copy, bytes_per_s--> shared store
+                          packed                                      stored
 
-Both steps are done by one process (`packer`). First come turns that somebody waits for or whose
-sandbox goes on, then those taken first; of one sandbox in order, of several at once, so that a
-large one holds up nobody. Raw captures that wait are bounded: beyond, a turn is skipped, and a
-later one takes its place. When a disk takes no more, checkpointing stops, with one message, and the
-run goes on. Of an event loop, which nothing here blocks.
+One process (`packer`) does both steps. Turns that a caller waits for, or whose sandbox has begun
+its next turn, come first; then the oldest captures. Turns of one sandbox are done in order, and
+those of several at once, so that a large one delays no other. Raw captures that wait are bounded:
+beyond the bound a turn is skipped, and a later one takes its place. When a disk is full,
+checkpointing stops with one message, and the run goes on. No method blocks the event loop.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from rose.sandbox.backend import MIB, SandboxError
 from rose.sandbox.packer import PackerProcess
 from rose.sandbox.store import Store
 
-AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # orders of each kind that the packer has at once
-LOCK_S = 60.0
-JOB_S = 120.0  # of an order, beyond what the bound on bytes per second takes
-DEATHS = 3  # of packers by themselves; then checkpointing stops
-COLLECT_S = 30.0  # between two removals of what nobody names
+AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # most orders of each kind at the packer
+LOCK_S = 60.0  # seconds to wait for the lock of all hosts' folders
+JOB_S = 120.0  # seconds for an order, beside the time that `bytes_per_s` takes
+DEATHS = 3  # most packers that may die by themselves before checkpointing stops
+COLLECT_S = 30.0  # seconds between two removals of packs that no manifest names
 
 
 @dataclass
 class Counters:
-    """Sums since the start. `raw_bytes`: of captures, `packed_bytes`: what they took in the local
-    store, `stored_bytes`: in the shared one; `lag_s`: from captures to their being stored there;
-    `late`: captures not stored when the sandbox's next turn began."""
+    """Sums since the start. `raw_bytes`: sizes of captures; `packed_bytes`, `stored_bytes`: what
+    they took in the local and the shared store; `lag_s`: seconds from captures to their arrival in
+    the shared store; `late`: captures not stored when the sandbox's next turn began."""
 
     stored: int = 0
     failed: int = 0
@@ -56,7 +56,7 @@ class Counters:
 
 @dataclass(eq=False)
 class Ticket:
-    """A capture on its way. `packed` and `stored` become "", or what went wrong."""
+    """A capture in the queue. `packed` and `stored` resolve to "" or to an error."""
 
     name: str
     turn: int
@@ -79,9 +79,9 @@ def _say(words: str) -> None:
 
 
 class Engine:
-    """`bytes_per_s` bounds what goes to the shared store, 0 for no bound; `memory_mib` the raw
-    captures that wait; the newest `keep` turns of each sandbox stay stored, 0 for all, and all of
-    an ended one while `wanted(name)`. `count(name, value)` takes quantities as they change."""
+    """Stores captures. `bytes_per_s` bounds writes to the shared store (0: no bound), `memory_mib`
+    the raw captures that wait. The newest `keep` turns of each sandbox stay stored (0: all), after
+    its end only if `wanted(name)`. `count(name, value)` receives quantities as they change."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class Engine:
         self._starting = asyncio.Lock()
         self._deaths, self._collected = 0, time.monotonic()
         self._captures = itertools.count()
-        self._ended: set[str] = set()  # of those that are stored
+        self._ended: set[str] = set()  # ended sandboxes whose turns are still stored
 
     async def open(self) -> Engine:
-        """Raises `SandboxError` if either folder can't be used."""
+        """Start the packer. Raises `SandboxError` if either folder can't be used."""
         try:
             await asyncio.to_thread(self._make_folders)
             await self._alive()
@@ -127,7 +127,7 @@ class Engine:
             self._take_over()
         except OSError as error:  # such as a disk that is full
             self.say(f"what dead hosts left can't be taken over: {error}")
-        with held(self._home / "lock", LOCK_S):  # nobody is between making and locking a folder
+        with held(self._home / "lock", LOCK_S):  # no other host sees the folder unlocked
             self.local, self._lock = left.new_folder(self._home)
         (self.local / "raw").mkdir()
         (self.local / left.SHARED).write_text(str(self._shared), encoding="utf-8")
@@ -138,7 +138,7 @@ class Engine:
             left.take_over(self._home, self._shared, self.say)
 
     async def _alive(self) -> PackerProcess:
-        """Raises OSError if one can't be started, or too many have died."""
+        """Return a running packer. Raises OSError if none can start, or too many have died."""
         async with self._starting:
             if self._packer is None or self._packer.killed or self._packer.ended:
                 self._deaths += self._packer is not None and not self._packer.killed
@@ -153,11 +153,11 @@ class Engine:
     # ---------------------------------------------------------------------- for checkpointers
 
     def place(self) -> Path:
-        """A path of its own on the node's disk, for a capture to be made or brought back."""
+        """Return a new path on the node's disk for a capture that is made or restored."""
         return self.local / "raw" / str(next(self._captures))
 
     def room(self, raw: int) -> bool:
-        """Whether a capture of `raw` bytes would be taken now."""
+        """Return whether a capture of `raw` bytes would be accepted now."""
         return not self.stopped and (not self._raw or self._raw + raw <= self._most)
 
     def submit(
@@ -170,8 +170,8 @@ class Engine:
         keep_image: bool = False,
         life: int = 0,
     ) -> Ticket | None:
-        """Take over the capture in `folder`, of `raw` bytes; None, and it is removed, when there is
-        no room for it."""
+        """Enqueue the capture in `folder`, of `raw` bytes. If there is no room for it, remove it
+        and return None."""
         if not self.room(raw):
             self._remove(folder)
             return None
@@ -182,7 +182,8 @@ class Engine:
         return ticket
 
     def urge(self, name: str, late: bool = False) -> None:
-        """Somebody waits for what `name` has on its way; `late`: as its next turn begins."""
+        """Give the captures of `name` priority. `late`: its next turn begins before they are
+        stored."""
         for stage in ("save", "copy"):
             for ticket in self._waiting[stage] + self._at_work[stage]:
                 if ticket.name == name:
@@ -191,8 +192,8 @@ class Engine:
                     ticket.late |= late
 
     async def packed(self, name: str, turn: int, life: int) -> None:
-        """Return when what is on its way of `name` up to `turn` can be loaded here, or won't be:
-        also what a host of this machine that died had packed."""
+        """Wait until the captures of `name` up to `turn` can be loaded here or have failed. If the
+        turn isn't here then, take over what dead hosts of this machine had packed."""
         self.urge(name)
         on_their_way = self._waiting["save"] + self._at_work["save"]
         for ticket in on_their_way:
@@ -205,13 +206,13 @@ class Engine:
                 self.say(f"what dead hosts left can't be taken over: {error}")
 
     def ended(self, name: str) -> None:
-        """No turns of `name` will follow: they are forgotten once nobody wants them."""
+        """Expect no more turns of `name`, and remove all of them once `wanted(name)` is False."""
         self._ended.add(name)
         self._forget_unwanted()
 
     async def sweep(self) -> None:
-        """Forget what nobody wants of all that is stored: what hosts that were killed, or an
-        earlier attempt of the run, could not. Returns when that is done."""
+        """Remove all stored turns of names that aren't `wanted`, also those that killed hosts and
+        earlier attempts of the run left. Returns when that is done."""
 
         def unwanted() -> list[str]:
             return [name for name in self.store.behind.names() if not self._wanted(name)]
@@ -220,7 +221,9 @@ class Engine:
         try:
             for name in await asyncio.to_thread(unwanted):
                 order = {"do": "forget", "name": name, "keep": 0, "upto": None}
-                self._order_tidy(order | {"unless_wanted": True})  # it may begin meanwhile
+                self._order_tidy(
+                    order | {"unless_wanted": True}
+                )  # checked again when the order's turn comes
         except OSError as error:
             self.say(f"old checkpoints of sandboxes stay: {error}")
         if self._tidying is not None:
@@ -231,7 +234,7 @@ class Engine:
             self.forget(name)
 
     def forget(self, name: str) -> None:
-        """Remove all turns of `name`, those on their way, too."""
+        """Remove all turns of `name`, queued ones included."""
         self._ended.discard(name)
         for stage in ("save", "copy"):
             for ticket in [t for t in self._waiting[stage] if t.name == name]:
@@ -240,7 +243,7 @@ class Engine:
         self._order_tidy({"do": "forget", "name": name, "keep": 0, "upto": None})
 
     def stop(self, words: str) -> None:
-        """No checkpoints from now on; said once."""
+        """Stop checkpointing for good, and log `words` once."""
         if self.stopped:
             return
         self.stopped = f"checkpoints of sandboxes stop here: {words}"
@@ -251,8 +254,8 @@ class Engine:
                 self._fail(ticket, stage, self.stopped)
 
     def refused(self, words: str, shared: bool = False) -> bool:
-        """Whether `words`, those of an error of a local or the `shared` folder, tell of a disk that
-        takes no more; that ends checkpointing."""
+        """Return whether the error `words` means that the local or the `shared` folder takes no
+        more writes (`REMEDIES`); then stop checkpointing."""
         number = next((n for n in REMEDIES if os.strerror(n) in words), None)
         if number is not None:
             where = self._shared if shared else self._home
@@ -260,7 +263,7 @@ class Engine:
         return number is not None
 
     async def close(self, wait_s: float = 60.0) -> None:
-        """Store what is on its way, for `wait_s` seconds at most; the local folder is removed."""
+        """Store what is queued, for `wait_s` seconds at most, and remove the local folder."""
         until = time.monotonic() + wait_s
         with suppress(TimeoutError):
             await asyncio.wait_for(self.sweep(), wait_s)
@@ -291,7 +294,8 @@ class Engine:
                 free = [t for name, t in firsts.items() if name not in busy]
                 if not free:
                     break
-                urgent = {t.name for t in waiting if t.urgent}  # those before it are in its way
+                # Earlier turns of a sandbox with an urgent one are urgent, too.
+                urgent = {t.name for t in waiting if t.urgent}
                 chosen = min(free, key=lambda t: (t.name not in urgent, t.taken))
                 waiting.remove(chosen)
                 at_work.append(chosen)
@@ -323,8 +327,8 @@ class Engine:
         self._dispatch()
 
     async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
-        """The packer's answer; None if it died. One that doesn't answer is ended; whoever else
-        waited for it asks the next one."""
+        """Return the packer's answer, None if it died. A packer that doesn't answer is killed; its
+        other callers ask the next one."""
         while True:
             try:
                 packer = await self._alive()
@@ -399,8 +403,8 @@ class Engine:
                 self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
 
     def _in_the_way(self, order: dict[str, Any]) -> list[Ticket]:
-        """What is on its way that refers to turns which may be removed; or, when all of `name`
-        are to be, is one of them."""
+        """Return the queued captures that must be stored before `order` removes turns of `name`:
+        those that refer to such turns and, if all turns of `name` go, its own."""
         name, whole = order["name"], order["upto"] is None
         return [
             ticket

@@ -1,8 +1,8 @@
-"""The backend `gvisor`: runsc, a kernel in user space, where a stronger wall is wanted.
+"""The backend `gvisor`: runsc, a kernel in user space, for stronger isolation.
 
-As root or, within a user namespace, without. The session is the container's first process on three
-pipes, which a checkpoint of runsc can take; one begun by `runsc exec` could not be restored
-(measured). What a session wrote is lost when it has to be begun anew.
+It runs as root, or without root in a user namespace. The session is the container's first process,
+on three pipes, because a session that `runsc exec` started could not be restored from a checkpoint
+of runsc (measured). Files that a session wrote are lost when it has to be restarted.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def config(spec: Spec, folder: Path) -> dict[str, Any]:
     capabilities = [f"CAP_{name}" for name in KEPT]
     mounts = [(each.source, each.target) for each in spec.mounts]
     if spec.image is None:
-        # of merged systems some are links, which an agent could replace if they were so inside
+        # On merged-usr systems some are links. The mounts aren't, so an agent can't replace them.
         mounts += [(os.path.realpath(p), p) for p in SYSTEM if os.path.isdir(p)]
     tmpfs = {"type": "tmpfs", "source": "tmpfs"}
     limits = spec.limits
@@ -114,5 +114,5 @@ def config(spec: Spec, folder: Path) -> dict[str, Any]:
 
 
 async def begin(spec: Spec, images: Path | None = None) -> Piped:
-    """`images`: of a capture, with which to begin. Raises `SandboxError`."""
+    """Start a sandbox, from the `images` of a capture if given. Raises `SandboxError`."""
     return await Piped(Runsc, spec).begin(images)

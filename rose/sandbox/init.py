@@ -1,9 +1,9 @@
-"""Process 1 of a sandbox: builds its root, begins its session, opens files, reaps.
+"""Process 1 of a sandbox: builds the root, starts the session, opens files, reaps processes.
 
-It is forked by the keeper (keeper.py), talks to the host by one socket, and holds capabilities in
-the sandbox's user namespace that nothing else inside has: so no program of the agent can trace it,
-read its memory or open its files. The session's process is a child, not this one: a checkpoint
-takes the session and leaves process 1, and a restored session finds a new one.
+The keeper (keeper.py) forks it. It exchanges messages with the host over one socket. It holds
+capabilities in the sandbox's user namespace that no other process inside has, so no program of the
+agent can trace it, read its memory or open its files. The session is a child of process 1, because
+a checkpoint contains the session without process 1. A restored session gets a new process 1.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rose.sandbox import kernel, layer, unread
 from rose.sandbox.backend import GUARDED, MIB, SESSION
 from rose.sandbox.watch import OWN_PIPES, READ_CALL, Watch
 
-MESSAGE_BYTES = 128 * 1024
-WORK = "work"  # below the keeper's own file system; each sandbox mounts its own tmpfs there
+MESSAGE_BYTES = 128 * 1024  # most bytes of a message
+WORK = "work"  # folder in the keeper's file system; each sandbox mounts its own tmpfs there
 SESSION_FILES = "/run/rose"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-KILL_ROUNDS = 200  # of 5 ms: a fork bomb takes some until its last process is gone
+KILL_ROUNDS = 200  # most rounds of 5 ms each; a fork bomb takes several
 LOW_NUMBERS = 300  # RESERVED_PIDS of the kernel
-# Open files of a program of the agent's: below half of what process 1 and the host may have, as
-# the kernel refuses to pass descriptors on (SCM_RIGHTS) where the user has more in flight than the
-# sender may have open.
+# Most open files of a program of the agent. The kernel refuses to pass descriptors (SCM_RIGHTS) if
+# the user has more of them in flight than the sender may have open. So this is less than half of
+# what process 1 and the host may have open.
 MOST_FILES = 16_384
-BEGAN_FIELD = 19  # of /proc/PID/stat, counted after the name: clock ticks since boot
+BEGAN_FIELD = 19  # start in clock ticks since boot: index in /proc/PID/stat after the name
 
 
 def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Raises OSError."""
+    """Send a message with file descriptors. Raises OSError."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     data = json.dumps(message).encode()
     if len(data) > MESSAGE_BYTES:
@@ -48,7 +48,7 @@ def send(to: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) 
 
 
 def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """One message and its file descriptors; None at the other side's end."""
+    """Return a message and its file descriptors; None if the other side has closed."""
     data, fds, _, _ = socket.recv_fds(source, MESSAGE_BYTES, 8)
     return (json.loads(data) if data else None), list(fds)
 
@@ -56,8 +56,8 @@ def receive(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 def run(
     spec: dict[str, Any], base: str, lower: str, control: socket.socket, saved: list[int]
 ) -> NoReturn:
-    """Build the sandbox and serve the host until it closes `control`; the other processes of the
-    namespace end with this one."""
+    """Build the sandbox and serve the host until it closes `control`. The other processes of the
+    PID namespace end with this one."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal without a handler
         upper = build(spec, base, lower, saved)
@@ -76,8 +76,8 @@ def run(
 
 
 def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
-    """An overlay over `lower`, whose upper layer is a tmpfs of bounded size, becomes the root; that
-    layer begins as `saved` says. Returns a file descriptor of it."""
+    """Make an overlay over `lower` the root. Its upper layer is a bounded tmpfs with the files of
+    `saved` (file descriptors of a listing and its contents). Return a descriptor of that layer."""
     limits, work = spec["limits"], f"{base}/{WORK}"
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
     kernel.mount("tmpfs", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
@@ -104,7 +104,7 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
         kernel.bind(each["source"], root + each["target"], read_only=True)
     for name in ("dev", "proc", "run", "tmp", "root"):
         if name in ("dev", "proc", "run") and os.path.islink(f"{root}/{name}"):
-            os.unlink(f"{root}/{name}")  # where something is mounted no link of an agent's leads on
+            os.unlink(f"{root}/{name}")  # an agent's link would move the mount elsewhere
         if not os.path.lexists(f"{root}/{name}"):
             os.mkdir(f"{root}/{name}")
     if not saved:
@@ -122,13 +122,14 @@ def build(spec: dict[str, Any], base: str, lower: str, saved: list[int]) -> int:
     socket.sethostname("sandbox")
     upper = os.open(f"{work}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.change_root(root)
-    os.makedirs(spec["workdir"], exist_ok=True)  # not before: an image's link may lead outside
+    # In the new root only, because a link of an image may lead outside of it.
+    os.makedirs(spec["workdir"], exist_ok=True)
     return upper
 
 
 def guard(folder: str) -> None:
-    """An empty mount, read-only: a folder that lies in the overlay the agent could remove, and with
-    it, in every mount namespace, what is mounted there."""
+    """Mount an empty, read-only file system on `folder`. The agent could remove a plain folder of
+    the overlay, and with it what is mounted there in every mount namespace."""
     if os.path.islink(folder) or os.path.isfile(folder):
         os.unlink(folder)
     os.makedirs(folder, exist_ok=True)
@@ -137,7 +138,7 @@ def guard(folder: str) -> None:
 
 
 def devices(folder: str) -> None:
-    """Read-only but for /dev/shm, so that all that an agent can write is seen and captured."""
+    """Mount /dev, read-only except /dev/shm, so that captures see all that an agent can write."""
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k")
     for name in DEVICES:
         with open(f"{folder}/{name}", "w", encoding="utf-8"):
@@ -156,8 +157,8 @@ def devices(folder: str) -> None:
 
 
 def session_files(folder: str) -> None:
-    """Pipes with names, so that the session has no file descriptor that reaches outside, which no
-    checkpoint could take; on a file system that the agent can't change."""
+    """Create named pipes for the session, on a file system that the agent can't change. A
+    checkpoint can't contain file descriptors that reach outside of the sandbox."""
     if os.path.islink(folder):
         os.unlink(folder)
     os.makedirs(folder, exist_ok=True)
@@ -175,8 +176,8 @@ def session_files(folder: str) -> None:
 class Init:
     def __init__(self, spec: dict[str, Any], control: socket.socket, upper: int) -> None:
         self.spec, self.control, self.upper = spec, control, upper
-        self.watch: Watch | None = None  # from the first look on
-        self.session = 0  # process ids, of this namespace
+        self.watch: Watch | None = None  # None before the first look
+        self.session = 0  # process id of its bash in this namespace, 0 for none
         self.opening: set[int] = set()  # children that open files for the host
         names = ("commands", "output", "codes")
         self.pipes = tuple(os.open(f"{SESSION_FILES}/{n}", os.O_RDWR) for n in names)
@@ -212,7 +213,7 @@ class Init:
         """Carry out an order and send its answer, which may be an error."""
         if order["do"] == "open":
             self.open(order["path"], order["write"])
-            return  # The child answers.
+            return  # answered by the child
         fds = (self.upper,) if order["do"] == "upper" else ()
         try:
             answer = self.obey(order)
@@ -246,14 +247,14 @@ class Init:
             case "resume":
                 if self.watch is not None:
                     self.watch.resume()
-            case "adopt":  # a session that was captured; process 1 is its new parent
+            case "adopt":  # a restored session, whose parent is now process 1
                 os.kill(order["pid"], 0)
                 self.session = order["pid"]
                 leave_low_numbers()
             case "number":
                 leave_low_numbers(order["last"])
             case "upper":
-                pass  # The answer's descriptor is all that is asked for.
+                pass  # the answer is a descriptor (see `handle`)
             case other:
                 raise ValueError(f"process 1 of a sandbox has no use for {other}")
         return {}
@@ -268,8 +269,8 @@ class Init:
                 return
             if pid in self.opening:
                 self.opening.discard(pid)
-                # A status other than 0: the child was killed before it answered, as by the kernel
-                # where the sandbox's memory was full.
+                # A status other than 0 means that the child was killed before it answered, for
+                # example by the kernel because the sandbox's memory was full.
                 if status:
                     words = os.strerror(errno.ENOMEM)
                     send(self.control, {"answer": {"error": errno.ENOMEM, "words": words}})
@@ -279,19 +280,20 @@ class Init:
                 send(self.control, {"ended": code})
 
     def child(self) -> int:
-        """fork; in the child signals are a new process's."""
+        """Fork, and reset signal handlers in the child."""
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # its /proc files are the host's root's as long as it is, like process 1, not dumpable
+            # While a process isn't dumpable, as process 1 is not, its /proc files belong to the
+            # host's root, and it can't write them.
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             with (
                 contextlib.suppress(OSError),
                 open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file,
             ):
                 file.write("500")
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # until it becomes a program
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program's execve sets it again
         return pid
 
     def begin_session(self, cwd: str | None) -> int:
@@ -300,7 +302,7 @@ class Init:
         if pid:
             return pid
         try:
-            # what its programs leave to themselves stays below it, where a capture finds it
+            # Orphans of its programs become its children, so that a capture finds them.
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             for fd, pipe in enumerate(self.pipes):
                 os.dup2(pipe, fd)
@@ -313,7 +315,7 @@ class Init:
             os._exit(127)
 
     def open(self, path: str, write: bool) -> None:
-        """By a child that may do what the session may, and no more."""
+        """Open a file for the host in a child that has no more rights than the session."""
         if pid := self.child():
             self.opening.add(pid)
             return
@@ -331,7 +333,7 @@ class Init:
                 raise OSError(22, f"not a regular file: {path!r}")
             send(self.control, {"answer": {}}, (fd,))
             answered = True
-        except Exception as error:  # as RecursionError, of a path with a thousand folders
+        except Exception as error:  # such as RecursionError, for a path of a thousand folders
             code = getattr(error, "errno", None) or 22
             words = getattr(error, "strerror", None) or str(error)
             send(self.control, {"answer": {"error": code, "words": words}})
@@ -341,9 +343,9 @@ class Init:
 
 
 def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
-    """The next process gets a number above `last`, unless they do already. Linux gives the
-    low ones once only: so they are free for what brings captured processes back, which must have
-    the numbers that they had."""
+    """Give new processes ids above `last`. Linux gives the low ids only once. So those of the
+    processes that restore a capture don't collide with the ids in it, which captured processes must
+    get again."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,
@@ -354,10 +356,10 @@ def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
 
 
 def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
-    """This process becomes `argv`, with the limits, without what only process 1 may have."""
-    # Python ignores some, and who began the host others (nohup, a script's &); programs must not
+    """Execute `argv` in this process, with the sandbox's limits and without process 1's rights."""
+    # Python ignores some signals, and nohup or a script's & others; the program must ignore none.
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):  # the C library's own
+        with contextlib.suppress(OSError, ValueError):  # signals that the C library reserves
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.setsid()
@@ -372,7 +374,7 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
     processes = spec["limits"]["processes"]
     resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if "memory" in spec["lacking"]:  # no bound for all of them, so one for each
+    if "memory" in spec["lacking"]:  # a bound for each process instead of the sandbox
         data = spec["limits"]["memory_mib"] * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
     kernel.confine(True)
@@ -380,9 +382,9 @@ def begin_program(argv: list[str], spec: dict[str, Any], cwd: str) -> NoReturn:
 
 
 def idle(session: int, unread_bytes: int) -> bool:
-    """Return whether the session's bash waits for its next command although one was written.
+    """Return whether the session's bash has read all commands and waits for the next one.
 
-    `unread_bytes`: of commands, counted before this call. Raises OSError."""
+    `unread_bytes`: bytes in the pipe of commands, counted before this call. Raises OSError."""
     if unread_bytes or os.readlink(f"/proc/{session}/fd/0") != f"{OWN_PIPES}commands":
         return False
     with open(f"/proc/{session}/syscall", encoding="utf-8") as file:
@@ -391,7 +393,7 @@ def idle(session: int, unread_bytes: int) -> bool:
 
 def end_others(since: int, spare: tuple[int, ...] = ()) -> None:
     """Kill every process of the namespace that was started at `since` (clock ticks after boot) or
-    later, but for this one and `spare`; returns when they are gone, or after `KILL_ROUNDS`."""
+    later, except this one and `spare`. Returns when they are gone, or after `KILL_ROUNDS`."""
     for _ in range(KILL_ROUNDS):
         if since == 0 and not spare:
             with contextlib.suppress(ProcessLookupError):
@@ -406,7 +408,7 @@ def end_others(since: int, spare: tuple[int, ...] = ()) -> None:
 
 
 def started() -> list[tuple[int, int]]:
-    """(process, clock ticks after boot at its start) of each living one but this."""
+    """Return (process id, start in clock ticks after boot) of each living process but this one."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":

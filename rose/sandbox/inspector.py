@@ -1,16 +1,16 @@
-"""What a turn did to its sandbox: nothing, files, or more that only a whole process image keeps.
+"""Classify what a turn changed in its sandbox: nothing, files, or state that needs process images.
 
     inspector = Inspector(box)
     change = await inspector.look()         # after each turn, when the shell waits for the next one
 
 Three quarters of an agent's turns change nothing that a checkpoint would have to keep (Crab, arXiv
-2604.28138). Compared with the last look are the shell's state, which the session itself tells
-(`backend.SESSION`), and what its process 1 sees of files, processes and open files (`watch`). What
-can't be seen counts as changed. A program of the agent's can deceive its own sandbox's inspector
-only, and so lose its own state.
+2604.28138). Each inspection compares two things with those of the last one: the shell's state, as
+the session prints it (`backend.SESSION`), and what process 1 sees of files, processes and open
+files (`watch`). What can't be seen counts as changed. A program of the agent can deceive only its
+own sandbox's inspector, and so lose its own state.
 
-Not seen: the seed of RANDOM, that such a variable was unset, bash's hash table and `$0`, the place
-of getopts within one argument, on which cores and with what I/O priority a process may run, and
+These changes are not noticed: the seed of RANDOM, unsetting such a variable, bash's hash table and
+`$0`, the place of getopts within one argument, a process's allowed cores and I/O priority, and
 writes through memory into a nameless file (a memfd) that another process has open.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from rose.sandbox.sandbox import Sandbox
 
 NONE, FILES, PROCESS = "none", "files", "process"
-# Variables of bash whose value is another one at each command, or in each child
+# Variables of bash whose values differ at each command or in each subshell
 VOLATILE = re.compile(
     rb"declare -\S+ (BASHPID|BASH_ARG[CV]|BASH_COMMAND|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL|"
     rb"DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|FUNCNAME|LINENO|PIPESTATUS|RANDOM|SECONDS|SRANDOM|_)(=|$)"
@@ -34,18 +34,19 @@ CLOCK = re.compile(rb"\x01clock\n(-?\d+)\n")
 
 @dataclass(frozen=True)
 class Change:
-    """`kind`: the least that a checkpoint of it takes; `why`: in words, what changed first;
-    `unsure`: paths in the overlay's upper layer of files to copy even if their inode, size and
-    times are those of an earlier copy: they may have been written through memory (None: all)."""
+    """The result of an inspection. `kind`: the least kind of capture that keeps the change. `why`:
+    the first change found. `unsure`: paths, in the overlay's upper layer, of files that may have
+    been written through memory; a capture copies them even if their inode, size and times are those
+    of an earlier copy (None: all files)."""
 
     kind: str
     why: str
     unsure: tuple[str, ...] | None = ()
-    seconds: float = 0.0  # that the look took
+    seconds: float = 0.0  # duration of the inspection
 
 
 class Inspector:
-    """Of one running sandbox. The first look finds everything new, and so `process`."""
+    """Inspects one running sandbox. The first inspection finds all new: its kind is `process`."""
 
     def __init__(self, box: Sandbox) -> None:
         self.box = box
@@ -53,7 +54,7 @@ class Inspector:
         self._clock = 0
 
     async def look(self) -> Change:
-        """What was done since the last look. Raises `SandboxError`."""
+        """Return what changed since the last call. Raises `SandboxError`."""
         began = time.monotonic()
         kind, why, unsure = await self._look()
         return Change(kind, why, unsure, time.monotonic() - began)
@@ -88,13 +89,13 @@ class Inspector:
         return NONE, "", unsure
 
     async def resume(self) -> None:
-        """To be called when a checkpoint of the processes is taken and they go on: who saves a
-        process makes it run, which is not the agent's doing. Raises `SandboxError`."""
+        """Ignore that a capture of the processes made them run, which is no change by the agent.
+        Call it after each such capture. Raises `SandboxError`."""
         await self.box.shell.resume()
 
 
 def parts(said: bytes | None) -> dict[bytes, bytes]:
-    """The hash of each part of a shell's state by its name; without the volatile variables."""
+    """Return the hash of each part of a shell's state by name, without the volatile variables."""
     found = {}
     for part in (said or b"").split(b"\1")[1:]:
         name, _, text = part.partition(b"\n")
@@ -107,6 +108,6 @@ def parts(said: bytes | None) -> dict[bytes, bytes]:
 
 
 def _clock(said: bytes | None) -> int:
-    """When the shell's SECONDS were 0, in seconds since 1970; one off near the turn of a second."""
+    """Return when the shell's SECONDS were 0, in seconds since 1970. It may be off by one."""
     found = CLOCK.search(said or b"")
     return int(found[1]) if found else 0

@@ -1,13 +1,13 @@
-"""The process that makes an environment host's sandboxes and tidies up after them.
+"""The process that creates an environment host's sandboxes and cleans up after them.
 
     python -m rose.sandbox.keeper SOCKET        a file descriptor; `namespaces.Keeper` starts it
 
-It is small and has one thread, so that it can fork each sandbox in a millisecond. All mounts are
-made in its own and the sandboxes' mount namespaces: they vanish with the processes, whatever kills
-them. When the host is gone, its socket ends, and so do the sandboxes; when the keeper is killed,
-so are they, by the parent-death signal. What could stay behind, control groups, the next keeper
-removes. With root, a sandbox's users are mapped to a range of host users that no other sandbox has
-(users.py); without, its only user is this one, in a user namespace of the keeper's.
+It is small and has one thread, so that it can fork a sandbox in a millisecond. All mounts are in
+mount namespaces of the keeper and the sandboxes, so they vanish with these processes, whatever
+kills them. When the host ends, its socket closes, and the keeper ends the sandboxes. When the
+keeper is killed, the parent-death signal kills them. Only control groups can remain, and the next
+keeper removes those. With root, a sandbox's users are mapped to host users that no other sandbox
+has (users.py). Without root, its only user is this one, in a user namespace of the keeper.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rose.sandbox.backend import HOST_FOLDERS, Limits
 from rose.sandbox.cgroups import Groups, began
 from rose.sandbox.init import WORK, receive, run, send
 
-PLACES = ("/media", "/mnt", "/srv", "/opt")  # the first empty one gets a tmpfs, seen here only
+PLACES = ("/media", "/mnt", "/srv", "/opt")  # candidates for a private tmpfs: the first empty one
 NEW = (
     kernel.NEWUSER
     | kernel.NEWNS
@@ -39,7 +39,7 @@ NEW = (
     | kernel.NEWIPC
     | kernel.NEWCGROUP
 )
-# Of the host's /etc: what programs need, and nothing that tells of the site.
+# Entries of the host's /etc that programs need, and none that describes the site.
 ETC = [
     "alternatives",
     "bash.bashrc",
@@ -88,14 +88,14 @@ class Keeper:
         self.base = self._own_files()
         self.name = f"rose-{os.getpid()}-{began(os.getpid())}"
         self.made = 0
-        # by the host's number of process 1: the sandbox's number, its namespaces (file
-        # descriptors), its spec, and its root as a host user
+        # Process 1's id on the host -> the sandbox's number, its namespaces (file descriptors), its
+        # spec, and the host user of its root (0 without root).
         self.sandboxes: dict[int, tuple[int, list[int], dict[str, Any], int]] = {}
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
     def _own_namespaces(self) -> bool:
-        """Mounts of its own, by root's rights or in a user namespace; whether each sandbox can have
-        a range of users."""
+        """Enter a mount namespace of its own, with root's rights or in a user namespace. Return
+        whether each sandbox can have a range of users."""
         try:
             kernel.unshare(kernel.NEWNS)
             root = users.has_ranges()
@@ -108,20 +108,20 @@ class Keeper:
         return root
 
     def _own_files(self) -> str:
-        """A tmpfs with the lower layer of sandboxes without an image, seen by nobody else."""
+        """Mount a private tmpfs for the lower layer of sandboxes without image. Return its path."""
         place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
         kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
         for name in (WORK, "image", "criu", "host", "host/etc"):
             os.mkdir(f"{place}/{name}", 0o755)
         host = f"{place}/host"
         for name in HOST_FOLDERS:
-            if os.path.isdir(f"/{name}"):  # of a merged system links, which an agent could replace
+            if os.path.isdir(f"/{name}"):  # a folder even for a link, which an agent could replace
                 os.mkdir(f"{host}/{name}")
                 os.mkdir(f"{host}/{name}/.rose-bound")
         for pattern in ETC:
             for path in glob.glob(f"/etc/{pattern}"):
                 target = f"{host}{path}"
-                with contextlib.suppress(OSError, shutil.Error):  # what this user may not read
+                with contextlib.suppress(OSError, shutil.Error):  # files this user may not read
                     if os.path.isdir(path):
                         shutil.copytree(path, target, symlinks=True, ignore=_private)
                     else:
@@ -172,7 +172,7 @@ class Keeper:
                     self.ranges.release(user)
                 hint = switched_off() if "unshare" in str(error) else ""
                 said = {"failed": f"{error}{hint}"}
-            with contextlib.suppress(OSError):  # the host has given it up already
+            with contextlib.suppress(OSError):  # the host may have closed its end
                 send(control, said)
             control.close()
         for fd in fds:
@@ -181,9 +181,9 @@ class Keeper:
     def begin(
         self, spec: dict[str, Any], control: socket.socket, saved: list[int], user: int
     ) -> int:
-        """A sandbox's process 1, which waits until its group and its new parent are in place.
-        `saved`: the listing and the contents of the files that it begins with, if any; `user`: the
-        first of its range of host users, 0 without root."""
+        """Fork a sandbox's process 1, which waits until its group and its new parent are in place,
+        and return its id. `saved`: file descriptors of the listing and the contents of its first
+        files, if any; `user`: the first of its range of host users, 0 without root."""
         lower = self.lower(spec["image"], user)
         go, mapped = os.pipe(), os.pipe()
         ours, said = socket.socketpair()
@@ -191,13 +191,13 @@ class Keeper:
         if first == 0:
             try:
                 new_child()
-                if user:  # the kernel counts what a namespace's users have for its maker, too
+                if user:  # the kernel charges a namespace's creator for what its users have
                     kernel.become(user)
                 kernel.unshare(NEW)
                 spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
                 socket.send_fds(said, [b"u"], spaces)
                 os.read(mapped[0], 1)
-                with contextlib.suppress(PermissionError):  # without root they stay, unmapped
+                with contextlib.suppress(PermissionError):  # kept, but unmapped, without root
                     os.setgroups([])
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
@@ -223,7 +223,8 @@ class Keeper:
                 os.write(mapped[1], b"m")
                 words = ours.recv(4096)
             os.close(mapped[1])
-            os.waitpid(first, 0)  # process 1 dies with its parent, which is this one from here on
+            # Process 1 dies with its parent, which is now this process.
+            os.waitpid(first, 0)
             if not words.isdigit():
                 raise OSError(words.decode() or "its first process ended")
             return self.admit(int(words), spaces, spec, go[1], user)
@@ -235,7 +236,7 @@ class Keeper:
             ours.close()
             for fd in (*go, mapped[0]):
                 os.close(fd)
-            if user and spec["image"] is not None:  # the sandbox has a copy of this mount
+            if user and spec["image"] is not None:  # a copy is in the sandbox's mount namespace
                 kernel.unmount(lower)
 
     def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int, user: int) -> int:
@@ -251,13 +252,13 @@ class Keeper:
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
         ):
-            file.write("-900")  # the agent's processes go first; rootless may not lower it
+            file.write("-900")  # kill the agent's processes first; not allowed without root
         self.sandboxes[pid] = (self.made, spaces, spec, user)
         os.write(go, b"g")
         return pid
 
     def lower(self, image: str | None, user: int) -> str:
-        """The lower layer: with root, an image's files seem to be owned by the sandbox's users."""
+        """Return the lower layer. With root, the sandbox's users seem to own an image's files."""
         if image is None:
             return f"{self.base}/host"
         if not user:
@@ -266,7 +267,7 @@ class Keeper:
         return f"{self.base}/image"
 
     def criu_cache(self, user: int) -> str:
-        """A folder for what CRIU finds out about this kernel, which each range's CRIU must own."""
+        """Return a folder for CRIU's cache of kernel features. CRIU of each range must own its."""
         own, known = f"{self.base}/criu/{user}", glob.glob(f"{self.base}/criu/*/*")
         if not os.path.isdir(own):
             os.mkdir(own, 0o700)
@@ -276,8 +277,8 @@ class Keeper:
         return own
 
     def begin_beside(self, order: dict[str, Any], fds: list[int]) -> None:
-        """A check, a capture or a revival in a sandbox, by a child; its words go to the last of
-        `fds`."""
+        """Run a check, a capture or a restore in a sandbox, in a child that writes its result to
+        the last of `fds`."""
         number, spaces, spec, user = self.sandboxes.get(order["sandbox"], (0, [], {}, 0))
         if number == 0:
             with contextlib.suppress(OSError):
@@ -300,7 +301,7 @@ class Keeper:
             finally:
                 os._exit(1)
         try:
-            if order["do"] != "capture":  # which may need more memory than the sandbox has left
+            if order["do"] != "capture":  # a capture may need more memory than the sandbox has left
                 self.groups.join(f"{self.name}-{number}", pid)
             os.write(go, b"g")
         except OSError as error:  # the sandbox ended just now
@@ -333,20 +334,20 @@ def new_child() -> None:
 
 
 def close_but(*kept: int) -> None:
-    """Close what a child inherited: another sandbox's namespaces would live as long as it does."""
+    """Close inherited descriptors, so that other sandboxes' namespaces don't outlive them here."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
 
 
 def _private(folder: str, names: list[str]) -> list[str]:
-    """What must not be copied from /etc/ssl and the like."""
+    """Return the entries of a folder in /etc that must not be copied, such as private keys."""
     return [n for n in names if n == "private" or not os.access(f"{folder}/{n}", os.R_OK)]
 
 
 def switched_off() -> str:
-    """The setting of this machine that keeps users from user namespaces, if there is one."""
+    """Name the setting of this machine that forbids user namespaces, "" if there is none."""
     for path, value in SWITCHES.items():
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             if file.read().strip() == value:
@@ -358,7 +359,7 @@ def switched_off() -> str:
 def main() -> None:
     host = socket.socket(fileno=int(sys.argv[1]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each sandbox takes eight
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # eight per sandbox
     try:
         keeper = Keeper(host)
     except OSError as error:

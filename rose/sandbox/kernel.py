@@ -1,8 +1,8 @@
 """System calls of Linux that Python's library lacks: namespaces, mounts, capabilities, seccomp.
 
-Numbers are those of x86-64 and arm64, which share them from 424 on (asm-generic/unistd.h). Every
-function raises `OSError` with the call's name. seccomp's filter is made by libseccomp, which
-systemd brings to every distribution; nothing else is needed. Left out: other systems.
+The numbers are those of x86-64 and arm64, which share them from 424 on (asm-generic/unistd.h).
+Other machines are not supported. Every function raises `OSError` with the call's name. libseccomp,
+which systemd brings to every distribution, builds seccomp's filter; nothing else is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 
-LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: after fork() nothing should be looked up
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork()
 try:
     SECCOMP = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     SECCOMP.seccomp_init.restype = ctypes.c_void_p
@@ -42,28 +42,29 @@ PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER = 28, 36
 SECBIT_NO_SETUID_FIXUP = 4
 CAP_LAST = 63
 CAP_VERSION_3 = 0x20080522
-# CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT: what installing
-# and running programs takes; they count inside of the sandbox's user namespace only
+# CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID NET_BIND_SERVICE SYS_CHROOT. Installing and
+# running programs needs them. They are valid only in the sandbox's user namespace.
 KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10, 18)
 
 IN_MODIFY, IN_ATTRIB, IN_CLOSE_WRITE = 0x2, 0x4, 0x8
 IN_Q_OVERFLOW, IN_IGNORED, IN_ONLYDIR = 0x4000, 0x8000, 0x01000000
-EVENTS_BYTES = 64 * 1024  # of one read
-Event = tuple[int, int, str]  # a folder's number, what was done, the file's name
+EVENTS_BYTES = 64 * 1024  # most bytes of one read
+Event = tuple[int, int, str]  # the folder's watch number, an IN_ mask, the file's name
 
-# (limit in a user namespace, limit of the machine's for each user)
+# (limit of a user namespace, the machine's limit for each user)
 SHARED = (
     ("max_inotify_instances", "inotify/max_user_instances"),
     ("max_inotify_watches", "inotify/max_user_watches"),
     ("max_fanotify_groups", "fanotify/max_user_groups"),
     ("max_fanotify_marks", "fanotify/max_user_marks"),
 )
-SHARE = 8  # sandboxes that together use up a user's limit; without root all are one user's
+SHARE = 8  # each sandbox gets 1 / SHARE of its user's limits; without root all have one user
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
-# What an agent's programs have no use for and kernels have had holes in: the lists of Docker and
-# Flatpak. They get EPERM; clone3 gets ENOSYS, so that libc uses clone, whose flags can be filtered.
+# System calls that an agent's programs don't need and where kernels have had holes: the lists of
+# Docker and Flatpak. They return EPERM. clone3 returns ENOSYS, so that libc uses clone, whose flags
+# a filter can see.
 REFUSED = [
     "acct",
     "add_key",
@@ -95,9 +96,9 @@ REFUSED = [
     "open_by_handle_at",
     "open_tree",
     "perf_event_open",
-    "pidfd_getfd",  # changes what a process that has slept has open, which no look would see
+    "pidfd_getfd",  # shares what a process that has slept has open, which no inspection would see
     "pivot_root",
-    "process_vm_writev",  # changes a process that has slept, which no look would see
+    "process_vm_writev",  # changes a process that has slept, which no inspection would see
     "quotactl",
     "reboot",
     "request_key",
@@ -114,8 +115,8 @@ REFUSED = [
 ]
 ACT_ALLOW, ACT_ERRNO = 0x7FFF0000, 0x00050000
 CMP_EQ, CMP_GT, CMP_MASKED_EQ = 4, 6, 7
-# Families of sockets that a network namespace holds in, and no others: AF_VSOCK leads from a
-# virtual machine to its hypervisor, AF_ALG and the like are seldom used parts of the kernel.
+# Families of sockets that a network namespace confines; all others are refused. AF_VSOCK leads from
+# a virtual machine to its hypervisor; AF_ALG and the like are seldom used parts of the kernel.
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put keys into a terminal's input
 
@@ -132,7 +133,7 @@ def unshare(flags: int) -> None:
 
 
 def join(namespace: int) -> None:
-    """Into a namespace, of which this is a file descriptor."""
+    """Join the namespace of a file descriptor."""
     _check(LIBC.setns(namespace, 0), "setns")
 
 
@@ -152,7 +153,7 @@ def unmount(target: str) -> None:
 
 
 def bind(source: str, target: str, read_only: bool = False) -> None:
-    """A recursive bind mount; `read_only` with all that is mounted below it (Linux 5.12)."""
+    """Bind-mount recursively. `read_only` applies to all mounts below, too (Linux 5.12)."""
     mount(source, target, "", MS_BIND | MS_REC)
     if read_only:
         set_attributes(AT_FDCWD, target, ATTR_RDONLY | ATTR_NOSUID, recursive=True)
@@ -170,8 +171,8 @@ def set_attributes(
 
 
 def mount_shifted(source: str, target: str, user_namespace: int) -> None:
-    """`source` on `target`, read-only, its files' owners shifted as that user namespace (a file
-    descriptor) maps them: an idmapped mount, Linux 5.12."""
+    """Mount `source` on `target` read-only, with the files' owners mapped by that user namespace (a
+    file descriptor): an idmapped mount, Linux 5.12."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC
     tree = LIBC.syscall(ctypes.c_long(OPEN_TREE), AT_FDCWD, source.encode(), flags)
     _check(tree, f"open_tree({source})")
@@ -187,7 +188,7 @@ def mount_shifted(source: str, target: str, user_namespace: int) -> None:
 
 
 def change_root(folder: str) -> None:
-    """`folder`, a mount point, becomes the root; what was mounted before is gone from here."""
+    """Make the mount point `folder` the root, and detach the old root from this mount namespace."""
     os.chdir(folder)
     _check(LIBC.syscall(ctypes.c_long(PIVOT_ROOT), b".", b"."), f"pivot_root({folder})")
     unmount(".")
@@ -195,7 +196,7 @@ def change_root(folder: str) -> None:
 
 
 def become(user: int) -> None:
-    """Change this process's user and group to `user`, without a loss of capabilities."""
+    """Change this process's user and group to `user`, and keep its capabilities."""
     prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP)
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -207,25 +208,25 @@ def prctl(option: int, value: int) -> None:
 
 
 def event_queue() -> int:
-    """A file descriptor of inotify(7) that never blocks."""
+    """Return a non-blocking file descriptor of inotify(7)."""
     return _check(LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify_init1")
 
 
 def watch_folder(queue: int, path: str) -> int:
-    """Queue what is done to the content and the attributes of the files in the folder `path`; the
-    number by which `events` names it, the same one for the same folder."""
+    """Queue changes of content and attributes of the files in the folder `path`. Return the number
+    by which `events` names the folder; it is always the same for one folder."""
     mask = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR
     return _check(LIBC.inotify_add_watch(queue, os.fsencode(path), mask), f"watch {path!r}")
 
 
 def unwatch(queue: int, number: int) -> None:
-    """End what `watch_folder` began; that it had ended by itself is no error."""
+    """End a watch of `watch_folder`. It is no error if it has ended by itself."""
     LIBC.inotify_rm_watch(queue, number)
 
 
 def borrowed(pid: int, number: int) -> int:
-    """A descriptor of what another process has open as `number`: the very same, so that closing it
-    closes nothing."""
+    """Return a duplicate of descriptor `number` of another process, which stays open when the
+    duplicate is closed."""
     process = os.pidfd_open(pid)
     try:
         return _check(LIBC.syscall(PIDFD_GETFD, process, number, 0), "pidfd_getfd")
@@ -234,7 +235,7 @@ def borrowed(pid: int, number: int) -> int:
 
 
 def events(queue: int) -> list[Event]:
-    """(number of a folder, what was done, name of the file) of all that waits in the queue."""
+    """Take all events from the queue: (number of a folder, IN_ mask, name of the file)."""
     found = []
     while True:
         try:
@@ -250,11 +251,11 @@ def events(queue: int) -> list[Event]:
 
 
 def share(proc: str) -> None:
-    """Bound what users of this user namespace take of the notifications that the kernel gives the
-    host's user, by `SHARED`; `proc`: where a proc file system is mounted."""
+    """Limit this user namespace to 1 / `SHARE` of the host user's limits of inotify and fanotify
+    (`SHARED`). `proc`: where a proc file system is mounted."""
     for bound, machine in SHARED:
         with (
-            contextlib.suppress(OSError, ValueError),  # a kernel without it
+            contextlib.suppress(OSError, ValueError),  # a kernel without this limit
             open(f"{proc}/sys/fs/{machine}", encoding="utf-8") as file,
             open(f"{proc}/sys/user/{bound}", "w", encoding="utf-8") as mine,
         ):
@@ -270,11 +271,11 @@ def raise_loopback() -> None:
 
 
 def confine(filter_calls: bool) -> None:
-    """This process and its children lose all capabilities but `KEPT_CAPABILITIES`, gain none by
-    any program, and with `filter_calls` are refused the system calls in `REFUSED`. For good."""
+    """Drop all capabilities but `KEPT_CAPABILITIES` for good, in this process and its children. No
+    program gains any. `filter_calls` also refuses the system calls in `REFUSED`."""
     for capability in range(CAP_LAST):
         if capability not in KEPT_CAPABILITIES and LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-            break  # beyond the last one that this kernel knows
+            break  # no further capability in this kernel
     kept = sum(1 << capability for capability in KEPT_CAPABILITIES)
     header = struct.pack("Ii", CAP_VERSION_3, 0)
     low, high = kept & 0xFFFFFFFF, kept >> 32
@@ -289,7 +290,7 @@ def confine(filter_calls: bool) -> None:
 
 
 def filter_program() -> bytes:
-    """What `confine` loads: instructions (`sock_filter` of linux/filter.h, 8 bytes each)."""
+    """Return the filter that `confine` loads, `sock_filter`s (linux/filter.h) of 8 bytes each."""
     with _filter() as context, tempfile.TemporaryFile() as file:
         done = SECCOMP.seccomp_export_bpf(context, file.fileno())
         if done < 0:
@@ -315,7 +316,7 @@ def _filter() -> Iterator[ctypes.c_void_p]:
 
     def refuse(name: str, code: int = errno.EPERM, *compare: tuple[int, int, int]) -> None:
         number = SECCOMP.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this machine has no such call
+        if number < 0:  # no such call on this machine
             return
         rules = (_Compare * len(compare))(
             *(_Compare(arg, how, value, value) for arg, how, value in compare)

@@ -1,14 +1,14 @@
-"""A sandbox's changed files as a listing and their contents, and the layer made of them again.
+"""Record a sandbox's changed files as a listing and contents, and fill a new layer with them.
 
-`record` walks the overlay's upper layer (and /dev/shm, which lies on no overlay); `fill` writes
-an empty layer. Both run in the sandbox's user namespace, where owners are those that the agent sees
-and where root may read each file. Entries of a listing, parents before what they hold:
+`record` walks the overlay's upper layer, and /dev/shm, which lies on no overlay. `fill` fills an
+empty layer. Both run in the sandbox's user namespace, where owners are those that the agent sees
+and where root may read each file. Entries of a listing, a folder before its contents:
 
-    path        from the root, "." is the root's own; bytes beyond UTF-8 as os.fsdecode has them
+    path        from the root, "." for the root; bytes beyond UTF-8 as os.fsdecode has them
     kind        file, dir, link, whiteout (removed from the lower layer), fifo or socket
     mode, uid, gid, size, mtime_ns, ctime_ns, ino, xattrs (values as latin-1), target (of a link)
     same        path of an earlier entry that is the same file (a hard link)
-    data        "data/N", or null for a file whose content is that of the listing before
+    data        "data/N", or null for a file whose content is that in the listing `since`
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import time
 from typing import Any
 
 SHARED = "dev/shm"
-# A file written within one tick of the kernel's clock after it was read keeps its times; 10 ms is
-# the longest tick (CONFIG_HZ=100), doubled.
+# A write within one tick of the kernel's clock after a file was read leaves its times as they were.
+# So a younger ctime is recorded as 0, which counts as changed. This is twice the longest tick,
+# 10 ms (CONFIG_HZ=100).
 TICK_NS = 20_000_000
 KINDS = {
     stat.S_IFREG: "file",
@@ -32,7 +33,7 @@ KINDS = {
     stat.S_IFLNK: "link",
     stat.S_IFIFO: "fifo",
     stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "whiteout",  # an overlay's, 0:0; a sandbox can make no other device
+    stat.S_IFCHR: "whiteout",  # device 0:0 of an overlay; a sandbox can make no other device
 }
 MODES = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "whiteout": stat.S_IFCHR}
 KEYS = {"path", "kind", "mode", "uid", "gid", "mtime_ns", "xattrs"}
@@ -42,18 +43,18 @@ Entry = dict[str, Any]
 
 
 class Recorder:
-    """`into`: a folder for contents; `since`: the entries of an earlier listing by path; `mapped`:
-    inodes that a process may have written to without a trace in their times."""
+    """Records folders. `into`: descriptor of a folder for contents. `since`: path -> entry of an
+    earlier listing. `mapped`: inodes that processes may have written without changing times."""
 
     def __init__(self, into: int, since: dict[str, Entry], mapped: frozenset[int]) -> None:
         self.into, self.since, self.mapped = into, since, mapped
         self.entries: list[Entry] = []
-        self.bytes = 0  # of contents that were copied
-        self._first: dict[tuple[int, int], str] = {}  # inode -> path
+        self.bytes = 0  # size of the contents that were copied
+        self._first: dict[tuple[int, int], str] = {}  # (device, inode) -> path of the first entry
         self._copied = 0
 
     def record(self, root: int, prefix: str) -> None:
-        """The folder `root` (a file descriptor), as `prefix`; becomes the working directory."""
+        """Record `root` (a file descriptor) as `prefix`. It becomes the working directory."""
         os.fchdir(root)
         self._entry(prefix, ".")
         self._folder(prefix, ".")
@@ -123,7 +124,7 @@ class Recorder:
 
 
 def copy(source: int, target: int) -> int:
-    """A regular file with its holes; the bytes that are none. Raises OSError."""
+    """Copy a regular file with its holes, and return the bytes of its data. Raises OSError."""
     size, at, copied = os.fstat(source).st_size, 0, 0
     os.ftruncate(target, size)
     while at < size:
@@ -145,8 +146,8 @@ def copy(source: int, target: int) -> int:
 
 
 class Filler:
-    """Writes layers as a listing says; contents are in the folder `data` (file descriptors).
-    Raises ValueError for a listing that `record` can't have made, OSError."""
+    """Fills layers from a listing and the folder `data` with contents (file descriptors). Raises
+    ValueError for a listing that `record` can't have made, and OSError."""
 
     def __init__(self, listing: int, data: int) -> None:
         self.data = data
@@ -164,7 +165,7 @@ class Filler:
             self.entries[SHARED if inside else "."].append(entry)
 
     def fill(self, root: str, prefix: str) -> None:
-        """The empty folder `root`, which becomes the working directory meanwhile."""
+        """Fill the empty folder `root`, which is the working directory meanwhile."""
         back = os.open(".", os.O_RDONLY)
         os.chdir(root)
         try:
@@ -172,7 +173,7 @@ class Filler:
             entries = [(self._inside(e["path"], prefix), e) for e in self.entries[prefix]]
             for path, entry in entries:
                 self._make(path, entry, made, prefix)
-            for path, entry in reversed(entries):  # a folder's time is that of its last change
+            for path, entry in reversed(entries):  # last, as each change sets a folder's time
                 os.utime(path, ns=(entry["mtime_ns"],) * 2, follow_symlinks=False)
         finally:
             os.fchdir(back)
@@ -185,7 +186,7 @@ class Filler:
         return str(path) if prefix == "." else str(path).removeprefix(f"{prefix}/")
 
     def _make(self, path: str, entry: Entry, made: dict[str, str], prefix: str) -> None:
-        """Below folders that were made here only: no link on the way leads elsewhere."""
+        """Create an entry, only below folders that were created here: no link leads elsewhere."""
         kind, name = entry["kind"], os.path.basename(path)
         if path != "." and (made.get(os.path.dirname(path) or ".") != "dir" or path in made):
             raise ValueError(f"{path!r}: not below a folder of the listing, or twice in it")
@@ -237,7 +238,7 @@ class Filler:
 
 
 def mapped() -> frozenset[int]:
-    """Inodes of files that processes may write to in memory, which changes no time of theirs."""
+    """Return inodes of files that processes may write through memory, which changes no times."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,10 +1,10 @@
-"""The folders of environment hosts on a node's disk, and what those that died have left there.
+"""The folders of environment hosts on a node's disk, and the takeover of those of dead hosts.
 
     HOME/host-*/lock      held by the host as long as it lives
     HOME/host-*/shared    the path of its run's shared store
-    HOME/host-*/store     what it has packed (`store`)
+    HOME/host-*/store     the turns that it has packed (`store`)
 
-Whoever calls this holds HOME's lock.
+Callers hold HOME's lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rose.sandbox.store import Store
 
 SHARED = "shared"
 PREFIX = "host-"
-OLD_S = 86_400.0  # after which what a dead host of another run left is nobody's
+OLD_S = 86_400.0  # seconds after which a dead host's folder of another run is removed
 
 
 def new_folder(home: Path) -> tuple[Path, IO]:
-    """A host's own, and its lock. Raises OSError."""
+    """Create a host's folder, and return it with its lock. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=home))
     lock = (folder / "lock").open("w", encoding="utf-8")
     lock_now(lock)
@@ -35,9 +35,9 @@ def new_folder(home: Path) -> tuple[Path, IO]:
 
 
 def take_over(home: Path, shared: Path, say: Callable[[str], None]) -> None:
-    """Remove the folders of hosts that are gone: of those of the run whose store is `shared` when
-    what they had packed is stored there, of those of other runs when they are old. Raises
-    OSError."""
+    """Remove the folders of hosts that have ended. If they belong to the run whose store is
+    `shared`, first store there what they had packed. Folders of other runs are removed when they
+    are old. Raises OSError."""
     for folder in home.glob(f"{PREFIX}*"):
         with (
             contextlib.suppress(BlockingIOError),
@@ -62,6 +62,6 @@ def _rescue(store: Store, to: Store, say: Callable[[str], None]) -> None:
 
 
 def _used(folder: Path) -> float:
-    """When its host last changed something there, seconds since 1970."""
+    """Return when the host last changed something in its folder, in seconds since 1970."""
     found = [folder, folder / "raw", folder / "store/packs", folder / "store/turns"]
     return max(path.stat().st_mtime for path in found if path.exists())

@@ -1,4 +1,4 @@
-"""The backend `namespaces`, on the host's side: its keeper, and the sandboxes that it made."""
+"""The host's side of the backend `namespaces`: the keeper process and its sandboxes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rose.sandbox.backend import GUARDED, Fresh, SandboxError, Spec
 from rose.sandbox.init import receive, send
 
 NAME = "namespaces"
-START_S = 30.0  # of the keeper and of a sandbox, on a busy machine
-CHECK_FLOOD_BYTES = 16 << 20  # a check that prints more is stopped
-ANSWER_BYTES = 64 << 20
-# Open files of this process. Each sandbox takes four, and the limit must be above that of agents'
-# programs (init.MOST_FILES).
+START_S = 30.0  # seconds for the keeper or a sandbox to start on a busy machine
+CHECK_FLOOD_BYTES = 16 << 20  # most output of a check before it is stopped
+ANSWER_BYTES = 64 << 20  # most bytes of a result
+# Most open files of this process. Each sandbox takes four, and the limit must be above that of
+# agents' programs (init.MOST_FILES).
 MOST_FILES = 65_536
-# Errors of opening and writing a file that say something about it, its path or its disk. Any other
+# Errors of opening or writing a file that are about the file, its path or its disk. Any other error
 # is the sandbox's own failure, which must not count as the agent's.
 OF_FILES = {
     errno.EACCES, errno.EBUSY, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR,
@@ -38,7 +38,7 @@ OF_FILES = {
     errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.EROFS, errno.ETXTBSY,
 }  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
-ORDER_S = 30.0  # what process 1 does takes milliseconds
+ORDER_S = 30.0  # seconds for an answer of process 1, which takes milliseconds
 IDLE_S = 1.0  # seconds for an answer that only saves time
 KILLED_S = 10.0  # seconds that killed processes have to end
 KILLED_POLL_S = 0.05  # seconds between two attempts to begin a check meanwhile
@@ -46,7 +46,8 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class _Line:
-    """One side of a socket to a keeper or a process 1: answers come in the order of the orders."""
+    """The host's end of a sandbox's socket, where the keeper and process 1 send messages. Answers
+    come in the order of the orders."""
 
     def __init__(self, end: socket.socket, on_event: Callable[[dict[str, Any] | None], None]):
         end.setblocking(False)
@@ -78,12 +79,12 @@ class _Line:
             self._on_event(message | ({"fds": fds} if fds else {}))
 
     def order(self, message: dict[str, Any]) -> asyncio.Future:
-        """(answer, file descriptors)"""
+        """Send an order. The future's result is (answer, file descriptors)."""
         future = self._loop.create_future()
         if not self.open:
             future.set_exception(SandboxError("the sandbox's first process has ended"))
             return future
-        send(self.end, message)  # first: an order that was not sent gets no answer
+        send(self.end, message)  # raises first: an order that was not sent gets no answer
         self._waiting.append(future)
         return future
 
@@ -104,7 +105,7 @@ def _close(fds: list[int]) -> None:
 
 
 class Keeper:
-    """One for a process; `close` ends it with all of its sandboxes."""
+    """A keeper process, one for each host process. `close` ends it with all of its sandboxes."""
 
     def __init__(self, process: subprocess.Popen, end: socket.socket, found: dict[str, Any]):
         self.process, self.end = process, end
@@ -113,9 +114,9 @@ class Keeper:
 
     @classmethod
     def start(cls) -> Keeper:
-        """Raises `SandboxError` with what this machine refuses."""
+        """Start a keeper. Raises `SandboxError` with what this machine refuses."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # no site packages: the standard library is all that it needs, and starts twice as fast
+        # -S: a keeper needs no site packages, and starts twice as fast without them.
         argv = [sys.executable, "-S", "-m", "rose.sandbox.keeper", str(theirs.fileno())]
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
         process = subprocess.Popen(
@@ -153,8 +154,8 @@ class Keeper:
         return self.process.poll() is None
 
     async def begin(self, spec: Spec, saved: tuple[int, int] | None = None) -> Namespaces:
-        """With a session, unless it is to begin with the files that are `saved`: file descriptors
-        of a listing and of the folder with contents (layer.py). Raises `SandboxError`."""
+        """Start a sandbox. With `saved`, file descriptors of a listing and its folder of contents
+        (layer.py), it has these files and no session. Raises `SandboxError`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = asdict(spec) | {"variables": spec.variables()}
         made = Namespaces(self, ours)
@@ -187,7 +188,7 @@ class Keeper:
 
 
 class Namespaces:
-    """A sandbox: what is said to its process 1, and the pipes of its session (`backend.Shell`)."""
+    """A sandbox: orders to its process 1, and the pipes of its session (`backend.Shell`)."""
 
     keeps_files = True
 
@@ -196,9 +197,9 @@ class Namespaces:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self._on_end: Callable[[str], None] = lambda words: None
-        self.pid = 0  # of process 1, as the host sees it
-        self.user = 0  # the host's number of the sandbox's root, with root only
-        self.session = 0  # its bash, as the sandbox sees it
+        self.pid = 0  # id of process 1 on the host
+        self.user = 0  # host user of the sandbox's root, 0 without root
+        self.session = 0  # id of the session's bash in the sandbox
         self.commands = self.output = self.codes = -1
         self.line = _Line(control, self._event)
 
@@ -244,7 +245,7 @@ class Namespaces:
     async def restart(self, cwd: str | None) -> None:
         try:
             await self._order(do="end")
-            for fd in (self.commands, self.output, self.codes):  # nobody is left to fill them
+            for fd in (self.commands, self.output, self.codes):  # no process is left that writes
                 with contextlib.suppress(BlockingIOError):
                     while os.read(fd, 1 << 16):
                         pass
@@ -278,9 +279,9 @@ class Namespaces:
         await self._order(do="resume")
 
     async def _open(self, path: str, write: bool) -> int:
-        """A file descriptor. Where the sandbox can't open it, for want of what the agent's
-        processes may have used up, they are ended first. Raises OSError, of the file, and
-        `SandboxError`."""
+        """Open a file. If the sandbox lacks something that the agent's processes may have used up,
+        kill them and try again. Raises OSError for errors of the file, `SandboxError` for
+        others."""
         for last in (False, True):
             try:
                 return (await self._order(do="open", path=_path(path), write=write))[1][0]
@@ -313,8 +314,8 @@ class Namespaces:
         answer, output = await self._check(order, files, wait_s)
         until = time.monotonic() + KILLED_S
         while answer.get("full") and time.monotonic() < until:
-            # The agent's processes have used up what it takes to begin a check. They are killed,
-            # and the kernel needs a moment to end them.
+            # The agent's processes have used up something that a check needs. Kill them, and give
+            # the kernel a moment to end them.
             await self.stop_since(0)
             await asyncio.sleep(KILLED_POLL_S)
             answer, output = await self._check(order, files, wait_s)
@@ -326,7 +327,7 @@ class Namespaces:
     async def _check(
         self, order: dict[str, Any], files: bytes, wait_s: float
     ) -> tuple[dict[str, Any], bytes]:
-        """A check's answer, with `code` None if it was stopped, and what it printed."""
+        """Run a check. Return its answer, with `code` None if it was stopped, and its output."""
         printed, theirs = os.pipe()
         with tempfile.TemporaryFile() as packed:
             packed.write(files)
@@ -346,21 +347,21 @@ class Namespaces:
         )
         try:
             async with asyncio.timeout(wait_s):
-                if await shown:  # else it printed too much
+                if await shown:  # False if it printed too much
                     await done
         except TimeoutError:
             pass
         finally:
             done.cancel()
             shown.cancel()
-            await asyncio.wait({done, shown})  # they close their pipes, which ends the check
+            await asyncio.wait({done, shown})  # closed pipes end the check
         if done.cancelled():
             return {"code": None, "files": {}}, bytes(output)
         return json.loads(said or b'{"failed": "what ran the check was ended"}'), bytes(output)
 
     def _send_beside(self, do: str, order: dict[str, Any], *fds: int) -> int:
-        """Have a child of the keeper do something in this sandbox: where its answer arrives, as
-        JSON. Raises `SandboxError`."""
+        """Have a child of the keeper run `do` in this sandbox. Return the pipe on which its answer
+        arrives as JSON. Raises `SandboxError`."""
         result, end = os.pipe()
         try:
             send(self.keeper.end, order | {"do": do, "sandbox": self.pid}, (*fds, end))
@@ -372,7 +373,7 @@ class Namespaces:
         return result
 
     async def beside(self, do: str, order: dict[str, Any], *fds: int, wait_s: float) -> Any:
-        """The same, and its answer. Raises `SandboxError`."""
+        """Run `do` in this sandbox and return its answer. Raises `SandboxError`."""
         result, said = self._send_beside(do, order, *fds), bytearray()
         try:
             async with asyncio.timeout(wait_s):
@@ -392,11 +393,11 @@ class Namespaces:
         return {"files": "", "process": ""}
 
     async def upper(self) -> int:
-        """A file descriptor of the layer with what was changed. Raises `SandboxError`, OSError."""
+        """Open the overlay's upper layer (a file descriptor). Raises `SandboxError`, OSError."""
         return (await self._order(do="upper"))[1][0]
 
     async def adopt(self, session: int) -> None:
-        """Take a revived process for the session. Raises `SandboxError`."""
+        """Make a restored process the session. Raises `SandboxError`."""
         try:
             await self._order(do="adopt", pid=session)
         except OSError as error:
@@ -404,11 +405,11 @@ class Namespaces:
         self.session = session
 
     async def number_after(self, last_pid: int) -> None:
-        """Give the next process a number above `last_pid`."""
+        """Give new processes ids above `last_pid`."""
         await self._order(do="number", last=last_pid)
 
     async def close(self) -> None:
-        """Process 1 ends when its line does, and every other process with it."""
+        """Close the socket, which ends process 1 and with it all processes of the sandbox."""
         self.line.close()
         _close([fd for fd in (self.commands, self.output, self.codes) if fd >= 0])
         self.commands = self.output = self.codes = -1
@@ -421,8 +422,8 @@ def _path(path: str) -> str:
 
 
 async def _until_end(fd: int, into: bytearray, keep: int, most: int) -> bool:
-    """Read a pipe to its end, or `most` bytes of it (then False), and close it; the first `keep`
-    bytes go `into`."""
+    """Read a pipe to its end and close it. The first `keep` bytes go `into`. After more than `most`
+    bytes, stop and return False."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     count = 0
 

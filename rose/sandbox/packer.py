@@ -1,10 +1,10 @@
-"""The process that stores an environment host's checkpoints, so that hashing and compressing take
-nothing of the host's event loop.
+"""The process that stores an environment host's checkpoints. It hashes and compresses, so that the
+host's event loop isn't blocked.
 
     python -m rose.sandbox.packer LOCAL SHARED BYTES_PER_S THREADS       `engine` starts it
 
-Orders come as JSON lines on standard input, answers go to standard output as they are done, with
-the order's number. It ends with its host. BYTES_PER_S bounds what goes to SHARED, 0 for no bound.
+Orders are JSON lines on standard input. Answers go to standard output in the order of completion,
+with the order's number. It ends with its host. BYTES_PER_S bounds writes to SHARED (0: no bound).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 from rose.sandbox.packs import StoreDamaged
 from rose.sandbox.store import Store
 
-START_S = 60.0
+START_S = 60.0  # seconds for a packer to start
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-NICE = 10  # beside engines and agents that share the machine
+NICE = 10  # niceness, as engines and agents share the machine
 
 
 class Pace:
@@ -38,7 +38,7 @@ class Pace:
         self._free = time.monotonic()
 
     def __call__(self, count: int) -> None:
-        """Returns when `count` bytes more may be written."""
+        """Wait until `count` more bytes may be written."""
         if not self.bytes_per_s:
             return
         with self._lock:
@@ -84,15 +84,15 @@ class PackerProcess:
         self._process = process
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
-        self.ended = ""  # how, once it has
-        self.killed = False  # by its host
+        self.ended = ""  # exit code in words, "" while it runs
+        self.killed = False  # True after its host killed it
         self._reading: asyncio.Task | None = None
 
     @classmethod
     async def start(
         cls, local: Path, shared: Path, bytes_per_s: float, threads: int
     ) -> PackerProcess:
-        """Raises OSError with what the packer found wrong."""
+        """Start a packer. Raises OSError with what it found wrong."""
         argv = ["-m", "rose.sandbox.packer", str(local), str(shared)]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -102,7 +102,7 @@ class PackerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
-            start_new_session=True,  # a terminal's interrupt is the host's business
+            start_new_session=True,  # the terminal's interrupt goes to the host only
         )
         made = cls(process)
         try:
@@ -130,7 +130,7 @@ class PackerProcess:
         self._asked.clear()
 
     async def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Raises `ConnectionError` if the packer ends before it answers."""
+        """Return the answer to `order`. Raises `ConnectionError` if the packer ends before."""
         if self.ended:
             raise ConnectionResetError(self.ended)
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -175,7 +175,7 @@ def main() -> None:
     pool = ThreadPoolExecutor(int(threads))
     for line in sys.stdin:
         pool.submit(answer, json.loads(line))
-    os._exit(0)  # the host is gone: what is half-written is a dead writer's
+    os._exit(0)  # the host has ended; `Store.collect` removes half-written parts
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
     index     per block: offset, bytes, chunks, hash; per chunk: hash, bytes
     12 bytes  offset and length of the index
 
-A pack's name is its index's hash, and the index has the blocks' hashes: any damaged byte that a
-reader needs is found. Hashes are SHA-256 cut to 128 bits, which with the CPU's own instructions is
-faster than BLAKE2b. A pack never changes; one is written per capture, as parallel file systems take
-few large files better than many small ones.
+A pack's name is its index's hash, and the index has the blocks' hashes. So a reader detects any
+damaged byte that it needs. Hashes are SHA-256 cut to 128 bits, which is faster than BLAKE2b with
+the CPU's SHA instructions. A pack never changes. Each capture writes one pack, because parallel
+file systems handle few large files better than many small ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import BinaryIO
 
 MAGIC = b"ROSEPK1\n"
 HASH_BYTES = 16
-BLOCK_BYTES = 1 << 18  # uncompressed; a lone page read again costs the decompression of a block
-LEVEL = 3
+BLOCK_BYTES = 1 << 18  # uncompressed size; to read one page, a whole block is decompressed
+LEVEL = 3  # zstd's default
 END = struct.Struct("<QI")
 COUNTS = struct.Struct("<II")
 BLOCK = struct.Struct(f"<QII{HASH_BYTES}s")
@@ -36,7 +36,7 @@ CHUNK = struct.Struct(f"<{HASH_BYTES}sI")
 
 
 class StoreDamaged(Exception):
-    """Something stored is not what was written, or is gone; the message names the file."""
+    """A stored file is damaged or gone. The message names it."""
 
 
 def digest(data: bytes) -> bytes:
@@ -44,8 +44,8 @@ def digest(data: bytes) -> bytes:
 
 
 class PackWriter:
-    """Writes `path`, which it holds a lock of, so that others see whether its writer lives. Every
-    method raises OSError when the disk takes no more."""
+    """Writes `path` and holds a lock on it, so that others see whether the writer is alive. Every
+    method raises OSError when the disk is full."""
 
     def __init__(self, path: Path) -> None:
         import zstandard
@@ -61,7 +61,7 @@ class PackWriter:
         self._offset = self._file.write(MAGIC)
 
     def add(self, hashed: bytes, data: bytes) -> int:
-        """The chunk's number in this pack."""
+        """Add a chunk, and return its number in this pack."""
         self._chunks.append(CHUNK.pack(hashed, len(data)))
         self._buffer.append(data)
         self._buffered += len(data)
@@ -79,7 +79,7 @@ class PackWriter:
         self._buffer, self._buffered = [], 0
 
     def copy(self, source: BinaryIO, step: int, pace: Callable[[int], None], sync: bool) -> int:
-        """Write what is in `source` instead: bytes written."""
+        """Write the content of `source` instead, and return the bytes written."""
         self._file.seek(0)
         self._file.truncate()
         written = 0
@@ -92,7 +92,7 @@ class PackWriter:
         return written
 
     def finish(self, sync: bool) -> tuple[str, int]:
-        """(name, bytes written); with `sync` they are on the disk."""
+        """Write the index. Return (name, bytes written); with `sync` they are on the disk."""
         self._flush()
         counts = COUNTS.pack(len(self._blocks), len(self._chunks))
         index = b"".join((counts, *self._blocks, *self._chunks))
@@ -103,15 +103,15 @@ class PackWriter:
         return digest(index).hex(), self._offset + len(index) + END.size
 
     def close(self) -> None:
-        """Give up the lock, and remove what was not renamed."""
+        """Release the lock, and remove the file unless it was renamed."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # a buffer that a full disk doesn't take
+        with suppress(OSError):  # no room for the buffer on a full disk
             self._file.close()
 
 
 class Pack:
-    """A pack that is read. Raises `StoreDamaged`; close it."""
+    """A pack for reading. Methods raise `StoreDamaged`. Close it after use."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -148,7 +148,7 @@ class Pack:
         try:
             return os.pread(self._file.fileno(), length, offset)
         except OSError as error:
-            if error.errno == errno.EINVAL:  # an offset out of a damaged end
+            if error.errno == errno.EINVAL:  # an offset from a damaged end
                 return b""
             raise StoreDamaged(f"{self.path}: {error.strerror}") from None
 
@@ -165,7 +165,7 @@ class Pack:
         return self._last[1]
 
     def read(self, first: int, count: int) -> Iterator[tuple[int, bytes]]:
-        """The chunks from number `first` on: (how many, their bytes), one or several at a time."""
+        """Yield `count` chunks from number `first` on, as (number of chunks, their bytes)."""
         if first < 0 or first + count > len(self.hashes):
             raise StoreDamaged(f"{self.path}: has no chunks {first} to {first + count}")
         while count:

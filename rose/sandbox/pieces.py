@@ -1,4 +1,4 @@
-"""From the files of a capture to pieces in packs, and which pieces make which file."""
+"""Split a capture's files into chunks in packs, and list which chunks make which file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import BinaryIO
 
 from rose.sandbox.packs import Pack, PackWriter, StoreDamaged, digest
 
-PAGE_BYTES = 4096  # of memory images
-CHUNK_BYTES = 1 << 16  # of other files
-INDEX_CHUNKS = 1 << 18  # known at most, about 60 MB; the packs that came first are forgotten
+PAGE_BYTES = 4096  # chunk size of memory images: a page
+CHUNK_BYTES = 1 << 16  # chunk size of other files
+INDEX_CHUNKS = 1 << 18  # most known chunks, about 60 MB; the oldest packs are forgotten
 LISTING, ABOUT, IMAGE = "listing.json", "about.json", "image/"
 
-# Of chunks that follow each other: pack's place in `packs`, first, n; or (HOLE, 0, bytes)
+# Consecutive chunks of a pack: (its index in `packs`, first chunk, count); or (HOLE, 0, bytes)
 Extent = tuple[int, int, int]
 HOLE = -1
 ZEROS = bytes(PAGE_BYTES)
@@ -26,9 +26,9 @@ ZEROS = bytes(PAGE_BYTES)
 
 @dataclass
 class Manifest:
-    """`files`: by path in the capture's folder, (bytes, extents). `raw`: bytes of the capture as it
-    was given, holes aside; `written`: those that it took here. `image_turn`: the one that `image/`
-    is of. `life`: of the sandbox, of several with one name; later ones have greater numbers."""
+    """A stored turn. `files`: path in the capture's folder -> (bytes, extents). `raw`: bytes of the
+    capture without holes; `written`: bytes that it took in this store. `image_turn`: the turn that
+    `image/` is of. `life`: number of the sandbox among those of its name, the last is greatest."""
 
     name: str
     turn: int
@@ -43,7 +43,7 @@ class Manifest:
 
 
 class Index:
-    """Where each chunk lies: (pack, number). Of several threads."""
+    """Known chunks: hash -> (pack, number in it). Several threads may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,17 +80,17 @@ class Index:
 
 
 class Put:
-    """Files on their way into one manifest and its pack."""
+    """Adds files to one manifest and its pack."""
 
     def __init__(self, made: Manifest, index: Index, writer: PackWriter) -> None:
         self.made, self.index, self.writer = made, index, writer
-        self.name = ""  # of the new pack, once it is finished
+        self.name = ""  # name of the new pack, "" until it is finished
         self.hashes: list[bytes] = []
         self._new: dict[bytes, int] = {}
-        self._places: dict[str, int] = {"": 0}  # packs as the manifest counts them; "": the new one
+        self._places: dict[str, int] = {"": 0}  # pack -> index; "": the new one
 
     def file(self, where: str, pieces: Iterable[bytes | int]) -> None:
-        """`pieces`: as `read_pieces` gives them."""
+        """Add a file, whose content is that of `pieces` (see `read_pieces`)."""
         size, extents = 0, []
         for data in pieces:
             if isinstance(data, int):
@@ -108,7 +108,7 @@ class Put:
         self.made.files[where] = (size, extents)
 
     def known(self, where: str, old: str, before: Manifest) -> None:
-        """A file that `before` has as `old`."""
+        """Add a file that `before` has as `old`."""
         size, extents = before.files[old]
         places = {i: self._place(pack) for i, pack in enumerate(before.packs)} | {HOLE: HOLE}
         self.made.files[where] = (size, [(places[pack], first, n) for pack, first, n in extents])
@@ -124,7 +124,7 @@ class Put:
             extents.append((pack, number, count))
 
     def finish(self, sync: bool) -> Put:
-        """Name the packs that files lie in, and no others."""
+        """Finish the pack, and name in the manifest the packs that its files use."""
         if self.hashes:
             self.name, self.made.written = self.writer.finish(sync)
         used = sorted({e[0] for _, extents in self.made.files.values() for e in extents} - {HOLE})
@@ -138,8 +138,8 @@ class Put:
 
 
 class Reading:
-    """Packs that are open while a turn is read, each from the first of `places`, folders, where it
-    is whole."""
+    """Context that opens packs while a turn is read. Each is read from the first of the folders
+    `places` where it is whole."""
 
     def __init__(self, places: list[Path]) -> None:
         self._places = places
@@ -153,7 +153,7 @@ class Reading:
             pack.close()
 
     def pieces(self, made: Manifest, extents: list[Extent]) -> Iterator[bytes | int]:
-        """What the extents say, piece by piece; of a hole its bytes' number. Raises
+        """Yield the content of the extents: data, or the number of a hole's bytes. Raises
         `StoreDamaged`."""
         for number, first, count in extents:
             if number == HOLE:
@@ -181,8 +181,8 @@ def step(where: str) -> int:
 
 
 def read_pieces(file: BinaryIO, step: int) -> Iterator[bytes | int]:
-    """What is in `file`, `step` bytes at a time; of those that lie in a hole their number only.
-    Raises OSError."""
+    """Yield the content of `file` in steps of `step` bytes, or the number of a hole's bytes. Raises
+    OSError."""
     fd, at = file.fileno(), 0
     size = os.fstat(fd).st_size
     while at < size:
@@ -205,7 +205,7 @@ def read_pieces(file: BinaryIO, step: int) -> Iterator[bytes | int]:
 
 
 def write_piece(file: BinaryIO, piece: bytes | int) -> None:
-    """At the place where the new `file` is; what is zero becomes a hole."""
+    """Write at the position of a new `file`. Pages of zeros become holes."""
     if isinstance(piece, int):
         file.seek(piece, os.SEEK_CUR)
         return

@@ -1,8 +1,8 @@
-"""Sandboxes of other programs (gvisor.py, apptainer.py): a session on three pipes, and each file or
-check by a program beside it.
+"""Sandboxes that another program runs (gvisor.py, apptainer.py): a session on three pipes, and a
+program beside it for each file access and each check.
 
-Weaker than `namespaces` in two things: a late command takes its shell with it, and a check runs
-where the agent's processes could see it, so these are ended first.
+They are weaker than `namespaces` in two ways. A command that misses its deadline takes its shell
+with it. A check runs where the agent's processes could see it, so these are killed first.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rose import processes
 from rose.sandbox import check
 from rose.sandbox.backend import Fresh, SandboxError, Spec
 
-START_S = 60.0
-FILE_S = 30.0
-END_S = 10.0
+START_S = 60.0  # seconds for a session to start, or for a capture
+FILE_S = 30.0  # seconds to read or write a file
+END_S = 10.0  # seconds for a command of `Program.end`
 BEGUN = "rose: the check begins"
-FIRST_BYTES = 64 << 10  # of what a program says before its shell answers; more is no answer
+FIRST_BYTES = 64 << 10  # most bytes that a program prints before its shell's first answer
 
 
 class Program(Protocol):
-    """The commands of one sandbox, whose files are in `folder`."""
+    """The commands that run one sandbox, whose files are in `folder`."""
 
     NAME: str
     PROGRAM: str
-    keeps_files: bool  # when its session is begun anew
-    captures: dict[str, str]  # as `backend.Shell` has it
+    keeps_files: bool  # True if files survive a restart of the session
+    captures: dict[str, str]  # value of `backend.Shell.captures`
 
     @staticmethod
     def prepare(spec: Spec, folder: Path) -> None: ...
 
     @staticmethod
     def begin(spec: Spec, folder: Path) -> list[list[str]]:
-        """Commands before the session, each to its end."""
+        """Return commands that run before the session, one after the other."""
 
     @staticmethod
     def session(spec: Spec, folder: Path) -> list[str]: ...
@@ -55,14 +55,15 @@ class Program(Protocol):
 
     @staticmethod
     def checkpoint(folder: Path, images: Path) -> list[str]:
-        """Only of a program that captures; so is `again`: `session` from such images."""
+        """Return the command for a capture. Only programs that capture have it, and `again`, which
+        starts a session from such images."""
 
     @staticmethod
     def again(folder: Path, images: Path) -> list[str]: ...
 
 
 class Piped:
-    """One running sandbox (`backend.Shell`)."""
+    """A running sandbox of a `Program` (`backend.Shell`)."""
 
     def __init__(self, program: type[Program], spec: Spec) -> None:
         self.program, self.spec, self.keeps_files = program, spec, program.keeps_files
@@ -75,7 +76,7 @@ class Piped:
         self._on_end = callback
 
     async def begin(self, images: Path | None = None) -> Piped:
-        """`images`: of a captured session, with which to begin. Raises `SandboxError`."""
+        """Start the session, from the `images` of a capture if given. Raises `SandboxError`."""
         if shutil.which(self.program.PROGRAM) is None:
             await self.close()
             raise SandboxError(f"{self.program.PROGRAM} is not installed")
@@ -110,7 +111,7 @@ class Piped:
         self.commands, self.output, self.codes = ours[0][1], ours[1][0], ours[2][0]
         for fd in (self.commands, self.output, self.codes):
             os.set_blocking(fd, False)
-        with contextlib.suppress(BrokenPipeError):  # it ended at once, and said why
+        with contextlib.suppress(BrokenPipeError):  # ended at once; its error is read below
             os.write(self.commands, b":\0")
         words = bytearray()
         try:
@@ -126,7 +127,7 @@ class Piped:
         )
 
     async def _run(self, argv: list[str], data: bytes, wait_s: float) -> tuple[int, bytes, str]:
-        """Exit code, standard output and standard error. Raises `TimeoutError`."""
+        """Return exit code, standard output and standard error. Raises `TimeoutError`."""
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -146,10 +147,10 @@ class Piped:
         await self._begin_session()
 
     async def stop_since(self, ticks: int) -> bool:
-        return False  # a container's programs are not seen from here by their start
+        return False  # no view from here of the start of a container's processes
 
     async def idle(self) -> bool:
-        return False  # nor is what its shell waits for
+        return False  # no view from here of what the shell waits for
 
     async def cwd(self) -> str | None:
         return None
@@ -188,7 +189,7 @@ class Piped:
     async def fresh(
         self, argv: list[str], files: bytes, at: str, collect: list[str], limit: int, wait_s: float
     ) -> Fresh:
-        """Raises `SandboxError`."""
+        """Kill the agent's processes and run a check. Raises `SandboxError`."""
         folders = " ".join(shlex.quote(os.path.dirname(path)) for path in collect)
         script = (
             f"for p in /proc/[0-9]*; do p=${{p#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -9 $p; "
@@ -214,12 +215,12 @@ class Piped:
         return self.program.captures
 
     async def capture(self, images: Path) -> None:
-        """Files and processes at one moment. Raises `SandboxError`."""
+        """Capture files and processes at one moment. Raises `SandboxError`."""
         argv = self.program.checkpoint(self.folder, images)
         await self._expect(argv, f"{self.program.PROGRAM}: no capture within {START_S:g} s")
 
     async def _expect(self, argv: list[str], late: str) -> None:
-        """Raises `SandboxError`, with `late` if it isn't done in time."""
+        """Run a command that must succeed. Raises `SandboxError`, with `late` if it is late."""
         try:
             code, _, words = await self._run(argv, b"", START_S)
         except TimeoutError:
@@ -238,7 +239,8 @@ class Piped:
         loop = asyncio.get_running_loop()
         for fd in (self.commands, self.output, self.codes):
             if fd >= 0:
-                loop.remove_reader(fd)  # a command's, which would shadow those of the next session
+                # A command's reader would shadow that of the next session with this number.
+                loop.remove_reader(fd)
                 loop.remove_writer(fd)
                 os.close(fd)
         self.commands = self.output = self.codes = -1
@@ -249,7 +251,7 @@ class Piped:
 
 
 async def _until_nul(fd: int, words: bytearray) -> None:
-    """Read `words` of a pipe up to a NUL, `FIRST_BYTES` or its end."""
+    """Read a pipe into `words` up to a NUL, `FIRST_BYTES` or the pipe's end."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def read() -> None:
@@ -267,8 +269,8 @@ async def _until_nul(fd: int, words: bytearray) -> None:
 
 
 def _remove_settings(image: str | None) -> str:
-    """Return the command that removes an agent's `check.SETTINGS` from `/`, and not the image's own
-    files and folders. Of an image that is one file no names are known here: its folders stay."""
+    """Return the command that removes an agent's `check.SETTINGS` from `/`, but not the image's own
+    files and folders. If the image is one file, its names are unknown here, so folders stay."""
     whole = image is None or os.path.isdir(image)
     names = os.listdir(image) if image is not None and whole else []
     kept = "|".join(["''", *(shlex.quote(name) for name in names if check.is_setting(name))])

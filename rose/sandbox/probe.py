@@ -1,4 +1,4 @@
-"""Which backends work here: found by starting a sandbox of each, once in a process."""
+"""Find which backends work here, by starting a sandbox of each."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rose.sandbox.backend import SandboxError, Shell, Spec
 from rose.sandbox.kernel import SECCOMP
 from rose.sandbox.namespaces import NAME, Keeper, Namespaces
 
-BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # auto: the first that works
+BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # the order in which `auto` tries them
 AUTO = "auto"
 SECCOMP_MISSING = (
     "libseccomp.so.2 is not installed (Debian: libseccomp2, Red Hat: libseccomp): no filter of "
     "system calls"
 )
 
-_keepers: dict[int, Keeper] = {}  # by process: a forked one must not use its parent's
+_keepers: dict[int, Keeper] = {}  # process id -> keeper, as a forked process needs its own
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a backend is here: `problem` says why it doesn't work ("" if it does), `lacking` what is
-    missing from its wall or its limits."""
+    """A backend on this machine. `problem`: why it doesn't work, "" if it does. `lacking`: what is
+    missing from its isolation or its limits here."""
 
     backend: str
     words: str
@@ -37,13 +37,13 @@ class Found:
 
     @property
     def account(self) -> str:
-        """Of one that works, for a run's report."""
+        """A line for a run's report about a backend that works."""
         lost = f"; not here: {'; '.join(self.lacking)}" if self.lacking else ""
         return f"sandboxes: {self.backend}, {self.words}{lost}"
 
 
 def keeper() -> Keeper:
-    """This process's. Raises `SandboxError`."""
+    """Return this process's keeper, and start it if necessary. Raises `SandboxError`."""
     found = _keepers.get(os.getpid())
     if found is None or not found.alive:
         found = _keepers[os.getpid()] = Keeper.start()
@@ -64,7 +64,7 @@ def _kind(found: Keeper) -> str:
 
 
 async def begin(spec: Spec, backend: str) -> tuple[Shell, str]:
-    """A running shell and its backend's name. Raises `SandboxError`."""
+    """Start a sandbox. Return its shell and its backend's name. Raises `SandboxError`."""
     problems = []
     for name in BACKENDS if backend == AUTO else (backend,):
         try:
@@ -83,7 +83,7 @@ async def begin(spec: Spec, backend: str) -> tuple[Shell, str]:
 
 @functools.cache
 def announce(name: str) -> None:
-    """Name the backend and what it lacks in the log, once in a process."""
+    """Log the backend and what it lacks, once in a process."""
     lines = [f"sandboxes: backend {name}"]
     if name == NAME:
         lines[0] += f", {_kind(keeper())}"
@@ -97,8 +97,8 @@ def _lacking(found: Keeper) -> list[str]:
 
 
 def describe() -> list[Found]:
-    """Every backend; each is tried by a sandbox that runs one command. For a thread without an
-    event loop."""
+    """Try every backend by starting a sandbox of it. Call this in a thread without an event
+    loop."""
     return [asyncio.run(_describe(name)) for name in BACKENDS]
 
 
@@ -132,9 +132,9 @@ def name_of_program(name: str) -> str:
 
 
 def choose(backend: str = AUTO) -> Found:
-    """`backend`, or the one that `auto` takes here, tried by a sandbox that runs one command; to
-    what it lacks belong those that `auto` would rather take. For a thread without an event loop.
-    Raises `SandboxError`."""
+    """Try `backend`, or find the one that `auto` takes here, by starting a sandbox of it. `lacking`
+    of the result includes why backends that `auto` prefers don't work. Call this in a thread
+    without an event loop. Raises `SandboxError`."""
     problems = []
     for name in BACKENDS if backend == AUTO else (backend,):
         found = asyncio.run(_describe(name))

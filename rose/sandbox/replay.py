@@ -1,6 +1,6 @@
-"""The state of a bash session as a script that makes it again in another one: working directory,
-umask, arguments, functions, variables, aliases, options and traps. It can't bring back background
-processes, jobs, open files or what bash counts (`$!`, `SECONDS`, history).
+"""Turn the state of a bash session into a script that restores it in another one: the working
+directory, umask, arguments, functions, variables, aliases, options and traps. The script can't
+restore background processes, jobs, open files or what bash counts (`$!`, `SECONDS`, history).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMES = (
     "options",
     "end",
 )
-# the account of a session whose state doesn't matter
+# Answer to `ACCOUNT` of a session whose state doesn't matter
 NOTHING = "".join(f"\1{name}\n" for name in NAMES).encode()
-# of an account; a function may have the byte 1, too
+# Start of a part. Only these names count, because a function may contain the byte 1, too.
 PART = re.compile(rf"\x01({'|'.join((*NAMES, 'jobs', 'limits', 'folders', 'history'))})(?:\n|\Z)")
-FIXED = re.compile(  # bash sets these, or refuses them
+FIXED = re.compile(  # variables that bash sets itself, or refuses to set
     r"declare -\S+ (BASH(?!_ENV|_XTRACEFD|_COMPAT)\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID"
     r"|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS|UID|_|__rose)(=|$)"
 )
@@ -33,9 +33,9 @@ RECORD = re.compile(r"^(?=declare -)", re.MULTILINE)
 
 
 def script(said: bytes) -> str:
-    """Of a session's account of itself (`backend.SESSION`). Each part is evaluated by itself, as
-    one that bash can't read again must not cost the others; what failed is printed, then the end
-    (`lost`). Raises ValueError."""
+    """Return the script for a session's answer to `ACCOUNT` (`backend.SESSION`). It evaluates each
+    part by itself, so that one that bash can't read doesn't cost the others. It prints the parts
+    that failed, then "end" (see `lost`). Raises ValueError."""
     text = said.decode(errors="surrogateescape")
     found = PART.split(text)[1:]
     parts = dict(zip(found[::2], found[1::2], strict=True))
@@ -44,7 +44,8 @@ def script(said: bytes) -> str:
     count, _, arguments = parts["arguments"].partition(" ")
     disabled = "".join(f"{x}\n" for x in parts["builtins"].split("\n") if x[:9] == "enable -n")
     folder, _, umask = parts["folder and umask"].partition("\n")
-    made = {  # the folder first, as cd sets OLDPWD; options such as errexit count from then on
+    # The folder is first, because cd sets OLDPWD; options are last, because they apply at once.
+    made = {
         "working directory": f"{folder or ':'} &&",
         "umask": umask,
         "arguments": "" if count == "0" else f"set -- {arguments}",
@@ -53,16 +54,16 @@ def script(said: bytes) -> str:
         "aliases": parts["aliases"],
         "options and traps": parts["options"] + parts["traps"] + disabled,
     }
-    # functions may have patterns that bash reads with extglob only; the options set it back
+    # Functions may have patterns that bash reads only with extglob. "options" sets it back.
     lines = ["builtin shopt -s extglob"]
     for name, text in made.items():
-        # read as a whole, so that no alias counts; its last command is reached if that went well
+        # bash reads a group as a whole, so no alias applies. If that fails, the part is printed.
         whole = shlex.quote(f"{{\n{text}\nbuiltin :\n}}")
         lines.append(f"builtin eval {whole} >/dev/null 2>&1 || {SAY.format(name)}")
     return "\n".join(["{", *lines, SAY.format("end"), "}\n"])
 
 
 def lost(printed: bytes) -> list[str]:
-    """What `script` could not bring back, by what it printed."""
+    """Return the parts that `script` could not restore, from what it printed."""
     found = re.findall(r"\x01([a-z ]+)\n", printed.decode(errors="replace"))
     return found[:-1] if found[-1:] == ["end"] else [*found, "what comes after that"]

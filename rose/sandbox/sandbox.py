@@ -1,10 +1,10 @@
-"""One isolated bash session: commands with deadlines and output limits, files, and a check.
+"""An isolated bash session: commands with deadlines and output limits, files, and a check.
 
     async with await Sandbox.start(Spec()) as box:
         result = await box.run("ls; cd /tmp", wait_s=10)
 
-Whatever a command does to its sandbox, `run` returns a `Result` that says so in words;
-`SandboxError` means that the sandbox itself is gone. Of an event loop; not for two tasks at once.
+Whatever a command does to its sandbox, `run` returns a `Result` that describes it. `SandboxError`
+means that the sandbox itself is gone. A sandbox belongs to one event loop and one task at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from rose.sandbox.probe import announce, begin, keeper
 from rose.sandbox.replay import LOST, lost
 
 OUTPUT_BYTES = 16 * 1024
-FLOOD_BYTES = 64 << 20  # a command that prints more is stopped before its deadline
+FLOOD_BYTES = 64 << 20  # output after which a command is stopped before its deadline
 READ_BYTES = 1 << 16
-CODE_BYTES = 4  # and more is no exit code
-ACCOUNT_BYTES = 4 << 20  # of a shell's state; one with more is not compared
-# to tell or take it: bash tries for 15 s to fork where there are too many processes
+CODE_BYTES = 4  # most bytes of an exit code with its NUL
+ACCOUNT_BYTES = 4 << 20  # most bytes of a shell's state that is captured or compared
+# Seconds for a shell to print or take a state. If there are too many processes, bash retries a fork
+# for 15 s.
 ACCOUNT_S = 30.0
-GRACE_S = 1.0  # for the shell to notice that what it ran is gone
-STOP_EVERY_S = 0.1
-# Seconds between two questions whether a session waits for a command without an exit code.
+GRACE_S = 1.0  # seconds for the shell to notice that its command was killed
+STOP_EVERY_S = 0.1  # seconds between two attempts to kill a command
+# Seconds between two checks whether the session waits for a command but sent no exit code.
 IDLE_EVERY_S = 1.0
 NO_CODE = "its shell went on without an exit code"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -39,8 +40,8 @@ RESTARTED = "a new one was begun: variables and background processes are lost, f
 
 
 class Sandbox:
-    """`on_turn`, if set, is awaited after each command, when the shell waits for the next one: the
-    time at which a checkpoint is consistent."""
+    """A running sandbox. `on_turn`, if set, is awaited after each command, when the shell waits
+    for the next one: at that time a checkpoint is consistent."""
 
     def __init__(self, shell: Shell, spec: Spec, backend: str) -> None:
         self.shell, self.spec, self.backend = shell, spec, backend
@@ -48,18 +49,18 @@ class Sandbox:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.on_end(self._end)
         self._closed = False
-        self.lost = ""  # of a restored one: what was not brought back, in words
+        self.lost = ""  # parts that a restore did not bring back, in words
 
     @property
     def capture_kinds(self) -> tuple[str, ...]:
-        """Of `capture`, what works here."""
+        """Kinds of `capture` that work here."""
         return tuple(kind for kind, problem in self.shell.captures().items() if not problem)
 
     @classmethod
     async def restore(cls, folder: Path, backend: str = "auto", kind: str | None = None) -> Sandbox:
-        """A sandbox that goes on from a capture; several may from one. `kind`: "files" to bring
-        back no processes of a capture that has them; `lost` then says which are missing. Raises
-        `SandboxError` with what can't be restored."""
+        """Restore a sandbox from a capture, which can serve several times. `kind`: "files" to leave
+        out the processes of a capture that has them; `lost` then names those. Raises `SandboxError`
+        with what can't be restored."""
         saved = capturing.read(Path(folder), kind)
         if backend not in ("auto", saved.backend):
             raise SandboxError(f"backend={backend!r}: {folder} was captured with {saved.backend!r}")
@@ -84,10 +85,10 @@ class Sandbox:
     async def capture(
         self, kind: str, folder: Path, since: capturing.Listing | None = None
     ) -> capturing.Capture:
-        """The present state into `folder`, which must not be there: "files", or "process" with the
+        """Capture the present state in the new folder `folder`: "files", or "process" with the
         processes, too. `since`: the listing of an earlier capture of this sandbox; contents of
-        files that are unchanged since are left out. Not while a command runs. Raises
-        `SandboxError`; then the folder is gone and the sandbox goes on."""
+        files that have not changed since are left out. Don't call this while a command runs. Raises
+        `SandboxError`; then the folder is removed, and the sandbox goes on."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         kinds = self.shell.captures()
@@ -104,7 +105,7 @@ class Sandbox:
             await self.shell.resume()
 
     async def _replay(self, script: str) -> list[str]:
-        """Have the session take a state: what of it could not be. Raises `SandboxError`."""
+        """Restore a state with `script`. Return what could not be. Raises `SandboxError`."""
         turn = _Turn(self.shell, OUTPUT_BYTES)
         turn.begin(script.encode(errors="surrogateescape") + b"\0")
         try:
@@ -118,7 +119,7 @@ class Sandbox:
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
-        """Raises `SandboxError`, with what each backend lacks here."""
+        """Start a sandbox. Raises `SandboxError`, with what each backend lacks here."""
         shell, name = await begin(spec, backend)
         announce(name)
         return cls(shell, spec, name)
@@ -130,14 +131,14 @@ class Sandbox:
         await self.close()
 
     async def close(self) -> None:
-        """End everything in it; its files are gone. Safe when called twice."""
+        """End all processes and drop the sandbox's files. Safe to call twice."""
         if not self._closed:
             self._closed = True
             await self.shell.close()
 
     async def run(self, command: str, wait_s: float, limit: int = OUTPUT_BYTES) -> Result:
-        """Run `command` in the session, for `wait_s` seconds at most; `limit`: bytes of output that
-        are kept. Raises `SandboxError`."""
+        """Run `command` in the session, for `wait_s` seconds at most. `limit`: most bytes of output
+        that are returned. Raises `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         data = command.encode(errors="replace")
@@ -169,8 +170,8 @@ class Sandbox:
         return result
 
     async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
-        """The session's state in its own words (`backend.SESSION`); None if the shell doesn't give
-        it in time, and had to be stopped or even ended, or if it is endless. Raises
+        """Return the session's answer to `ACCOUNT` (`backend.SESSION`). None if it is too long, or
+        if the shell did not print it in time and had to be stopped or restarted. Raises
         `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
@@ -197,8 +198,8 @@ class Sandbox:
                 return
 
     async def _settle(self, turn: _Turn, ticks: int, wait_s: float) -> tuple[str, bool]:
-        """Bring the session back to where it takes a command: what was done in words, and whether
-        it is a new one."""
+        """Bring the session back to where it takes a command. Return what was done, in words, and
+        whether the session is a new one."""
         if turn.done.done() and turn.stopped is None:
             return "", False
         if self._ended.done():
@@ -227,7 +228,7 @@ class Sandbox:
         old, self._ended = self._ended, asyncio.get_running_loop().create_future()
         await self.shell.restart(cwd)
         if not old.done():
-            # the end of the session that was replaced arrives before the answer of `restart`
+            # The end of the old session arrived during `restart` and resolved the new future.
             self._ended = asyncio.get_running_loop().create_future()
 
     def _end(self, words: str) -> None:
@@ -235,11 +236,11 @@ class Sandbox:
             self._ended.set_result(words)
 
     async def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
-        """The first `limit` bytes. Raises OSError, as a program of the agent would get it."""
+        """Return the first `limit` bytes. Raises OSError, as a program of the agent would get."""
         return await self.shell.read(path, limit)
 
     async def write_file(self, path: str, data: bytes) -> None:
-        """Whole; folders on the way are made. Raises OSError."""
+        """Write a whole file, and create missing folders. Raises OSError."""
         await self.shell.write(path, data)
 
     async def check(
@@ -252,23 +253,25 @@ class Sandbox:
         limit: int = OUTPUT_BYTES,
     ) -> Fresh:
         """Run `argv` (a path first) on the sandbox's present state, with a copy of the host's
-        `folder` at `at`; the agent's processes can touch neither. `collect`: files to bring back,
-        each in a folder that only the check sees. Raises `SandboxError`."""
+        `folder` at `at`. The agent's processes can touch neither. `collect`: files to return, each
+        in a folder that only the check sees. Raises `SandboxError`."""
         tar = await asyncio.to_thread(pack, folder)
         return await self.shell.fresh(argv, tar, at, list(collect), limit, wait_s)
 
 
 class _Turn:
-    """One command on its way: reads what it prints and its exit code."""
+    """A command in progress. Reads its output and its exit code."""
 
     def __init__(self, shell: Shell, limit: int) -> None:
         self.shell, self.limit = shell, limit
         self.loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = self.loop.create_future()  # ended, or to be stopped
+        self.done: asyncio.Future[None] = (
+            self.loop.create_future()
+        )  # the command ended or must stop
         self.coded: asyncio.Future[None] = self.loop.create_future()
         self.output, self.dropped = bytearray(), 0
         self.code: int | None = None
-        self.stopped: str | None = None  # why
+        self.stopped: str | None = None  # why the command must be stopped, None if it needn't
         self._codes = b""
 
     def begin(self, data: bytes) -> None:
@@ -291,7 +294,7 @@ class _Turn:
             self.loop.remove_writer(self._fds[0])
 
     def _read(self) -> bool:
-        """Whether there may be more."""
+        """Read output once. Return whether there may be more."""
         try:
             data = os.read(self._fds[1], READ_BYTES)
         except BlockingIOError:
@@ -310,16 +313,16 @@ class _Turn:
     def _read_code(self) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._fds[2], READ_BYTES)
-            self._codes = self._codes[-CODE_BYTES:] + data  # a flood of the agent's is not kept
+            self._codes = self._codes[-CODE_BYTES:] + data  # a bound, as the agent may write there
             if not data:
                 self.loop.remove_reader(self._fds[2])
         code, end, _ = self._codes.partition(b"\0")
         if not end or self.code is not None:
             return
-        # a program of the agent's may have written there; then the number is of its own making
+        # A program of the agent may have written to this pipe; then the code can be anything.
         self.code = int(code) if code.isdigit() and len(code) < 4 else 255
         budget = FLOOD_BYTES
-        while budget > 0 and self._read():  # what was printed before the end is in the pipe
+        while budget > 0 and self._read():  # earlier output is already in the pipe
             budget -= READ_BYTES
         self.coded.set_result(None)
         if not self.done.done():
@@ -332,8 +335,8 @@ class _Turn:
 
 
 class _Account(_Turn):
-    """The session's state on its way: it comes where exit codes come, up to a NUL, as programs in
-    the background may print where output comes."""
+    """A request for the session's state. It arrives where exit codes do, up to a NUL, because
+    programs in the background may print where output arrives."""
 
     def begin(self, data: bytes) -> None:
         self._left = data
@@ -358,7 +361,7 @@ class _Account(_Turn):
                 self.coded.set_result(None)
                 if not self.done.done():
                     self.done.set_result(None)
-            elif self.code is None:  # an exit code that a program of the agent's has left there
+            elif self.code is None:  # an exit code that a program of the agent wrote
                 self.output.clear()
         self._take(left)
 

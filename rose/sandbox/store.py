@@ -1,14 +1,14 @@
-"""The store of checkpoints: raw captures of sandboxes, by name and turn, each piece kept once.
+"""The store of checkpoints: raw captures of sandboxes by name and turn, each chunk kept once.
 
-    FOLDER/packs/ID              pieces of files (`packs`)
-    FOLDER/turns/NAME/TURN       manifest: which pieces make which file of the capture
-    FOLDER/parts/                what is being written, locked by its writer
-    FOLDER/lock                  shared by who commits a manifest, held alone by who removes packs
+    FOLDER/packs/ID              chunks of files (`packs`)
+    FOLDER/turns/NAME/TURN       manifest: which chunks make which file of the capture
+    FOLDER/parts/                files that are being written, locked by their writers
+    FOLDER/lock                  shared lock to commit a manifest, exclusive lock to remove packs
 
-A manifest is written last, whole, with its own hash, and names all of its packs: a turn needs no
-other turn. Several processes, of several machines, may use one folder, if its file system has
-flock. Left out: compaction of packs of which only a part is still named, and defence against a
-writer of the folder who means harm.
+A manifest is written last, with its own hash, and names all of its packs: a turn needs no other
+turn. Several processes on several machines may use one folder if its file system has flock. The
+store doesn't compact packs that are named only in part, and doesn't defend itself against a
+malicious writer of the folder.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from rose.sandbox.pieces import (
     write_piece,
 )
 
-LOCK_S = 60.0
-PAUSE_S = 0.02
-COPY_BYTES = 1 << 20
+LOCK_S = 60.0  # seconds to wait for the lock
+PAUSE_S = 0.02  # seconds between two attempts to lock
+COPY_BYTES = 1 << 20  # bytes of a read when a pack is copied
 
 
 class Store:
-    """`behind`: a store that is asked for what this one lacks. `sync`: what is committed is on the
-    disk, not only with the kernel. Methods raise OSError when the disk refuses, with nothing
-    half-written, and block: an event loop calls them in a thread."""
+    """A folder of checkpoints. `behind`: a store that is read for what this one lacks. `sync`: what
+    is committed is on the disk, not only in the kernel. Methods raise OSError if the disk refuses,
+    and leave nothing half-written. They block, so an event loop calls them in a thread."""
 
     def __init__(self, folder: Path, behind: Store | None = None, sync: bool = False) -> None:
         self.folder, self.behind, self.sync = Path(folder), behind, sync
         for name in ("packs", "turns", "parts"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        with self._locked(fcntl.LOCK_SH):  # now rather than at the first checkpoint
+        with self._locked(fcntl.LOCK_SH):  # fails now rather than at the first checkpoint
             pass
         self._index = Index()
-        self._named: dict[tuple[str, int, int], list[str]] = {}  # packs, by a manifest's file
+        self._named: dict[tuple[str, int, int], list[str]] = {}  # a manifest's file -> its packs
         self._parts = itertools.count()
 
     # ---------------------------------------------------------------------- writing
@@ -75,11 +75,11 @@ class Store:
         life: int = 0,
     ) -> Manifest:
         """Store the raw capture in `capture`. Files that its listing calls unchanged (data null)
-        have the content that they have in `parent`; `keep_image`: the memory image, too. Raises
-        `StoreDamaged` when `parent` can't give them."""
+        get their content from `parent`; with `keep_image`, so does the memory image. Raises
+        `StoreDamaged` if `parent` lacks them."""
         try:
             return self._save(Manifest(name, turn, parent, life=life), Path(capture), keep_image)
-        except _Vanished:  # another process removed packs that looked worth referring to
+        except _Vanished:  # another process removed packs that the manifest names
             self._index.clear()
             return self._save(Manifest(name, turn, parent, life=life), Path(capture), keep_image)
 
@@ -114,8 +114,8 @@ class Store:
         return made
 
     def _whole_listing(self, capture: Path, before: Manifest | None) -> tuple[bytes, dict]:
-        """The listing with data for every regular file, and (name here, name in `before`) of those
-        that the capture left out."""
+        """Return the listing with data for every regular file, and name here -> name in `before` of
+        the files that the capture left out."""
         raw = (capture / LISTING).read_bytes()
         entries = json.loads(raw)
         missing = [
@@ -141,7 +141,7 @@ class Store:
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[PackWriter]:
-        with self._locked(fcntl.LOCK_SH):  # so that nobody takes it for a dead writer's
+        with self._locked(fcntl.LOCK_SH):  # `collect` must not see it unlocked
             writer = PackWriter(self._new_part())
         try:
             yield writer
@@ -149,7 +149,7 @@ class Store:
             writer.close()
 
     def _own(self, made: Manifest, new: str) -> None:
-        """Have here what only the store behind has: it may be removed there at any time."""
+        """Copy packs here that only the store behind has, as they may be removed there any time."""
         for pack in made.packs:
             if pack != new and self.behind is not None and not self._pack_path(pack).exists():
                 try:
@@ -169,7 +169,7 @@ class Store:
             self._index.add(put.name, put.hashes)
 
     def _write_manifest(self, made: Manifest) -> int:
-        """With the lock held: its bytes."""
+        """Write a manifest, with the lock held. Return its size in bytes."""
         import zstandard
 
         path, part = self._turn_path(made.name, made.turn), self._new_part()
@@ -190,9 +190,9 @@ class Store:
         return HASH_BYTES + len(body)
 
     def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int | None:
-        """Store the turn in `to`, too; `pace(n)` is called before each `n` bytes are written.
-        Returns how many there were, None where `to` has this turn of a later life and keeps it.
-        Raises `StoreDamaged`."""
+        """Store the turn in `to`, too. `pace(n)` is called before `n` bytes are written. Return
+        the bytes written, None if `to` has this turn of a later life, which it keeps. Raises
+        `StoreDamaged`."""
         made, written = self.manifest(name, turn), 0
         if to._later(made):
             return None
@@ -203,7 +203,7 @@ class Store:
             gone = [pack for pack in made.packs if not to._has(pack)]
             if not gone:
                 written += to._write_manifest(made)
-        if gone:  # removed meanwhile, as nobody named them
+        if gone:  # removed meanwhile, as no manifest named them
             return written + (self.copy(name, turn, to, pace) or 0)
         return written
 
@@ -227,7 +227,7 @@ class Store:
     # ---------------------------------------------------------------------- reading
 
     def turns(self, name: str) -> list[int]:
-        """Those that were stored, whether or not they can be read."""
+        """Return the stored turns of `name`, whether or not they can be read."""
         found = set(self.behind.turns(name)) if self.behind else set()
         with contextlib.suppress(FileNotFoundError):
             found |= {int(n) for n in os.listdir(self._name_path(name)) if n.isdigit()}
@@ -237,7 +237,7 @@ class Store:
         return sorted(unquote(name) for name in os.listdir(self.folder / "turns"))
 
     def manifest(self, name: str, turn: int) -> Manifest:
-        """Raises `StoreDamaged`, of a turn that isn't there, too."""
+        """Return a turn's manifest. Raises `StoreDamaged`, also if there is no such turn."""
         path = self._turn_path(name, turn)
         try:
             made = self._read_manifest(path)
@@ -275,15 +275,15 @@ class Store:
         return max(found)
 
     def has(self, name: str, turn: int, life: int) -> bool:
-        """Whether this turn of this life was stored, whether or not all of it can be read."""
+        """Return whether this turn of this life was stored, even if parts of it can't be read."""
         try:
             return self.manifest(name, turn).life == life
         except StoreDamaged:
             return False
 
     def load(self, name: str, turn: int, into: Path, life: int | None = None) -> Path:
-        """The whole raw capture, as the folder `into`, which is made. Raises `StoreDamaged`, also
-        if it is of another life than `life`."""
+        """Write the whole raw capture to the new folder `into`. Raises `StoreDamaged`, also if the
+        turn is of another life than `life`."""
         into = Path(into)
         made = self.manifest(name, turn)
         if life not in (None, made.life):
@@ -308,8 +308,8 @@ class Store:
         return into
 
     def load_newest(self, name: str, turn: int, into: Path) -> tuple[int, list[str]]:
-        """`load` of the newest turn up to `turn` that can be read: which it is, and what was wrong
-        with later ones. Raises `StoreDamaged` if there is none."""
+        """Load the newest turn up to `turn` that can be read. Return it, and what was wrong with
+        later ones. Raises `StoreDamaged` if there is none."""
         wrong: list[str] = []
         for each in reversed([t for t in self.turns(name) if t <= turn]):
             try:
@@ -328,20 +328,20 @@ class Store:
     # ---------------------------------------------------------------------- removing
 
     def forget(self, name: str, keep: int = 0, upto: int | None = None) -> None:
-        """The manifests of `name`, or of its turns up to `upto`, but for the newest `keep`;
-        `collect` removes what only they named."""
+        """Remove the manifests of `name`, or of its turns up to `upto`, except the newest `keep`.
+        `collect` then removes the packs that only they named."""
         own = self._name_path(name)
         with self._locked(fcntl.LOCK_SH), contextlib.suppress(FileNotFoundError):
             numbers = sorted(int(n) for n in os.listdir(own) if n.isdigit())
             numbers = [n for n in numbers if upto is None or n <= upto]
             for turn in numbers[: max(0, len(numbers) - keep)]:
                 self._turn_path(name, turn).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others are there
+            with contextlib.suppress(OSError):  # not empty
                 own.rmdir()
 
     def collect(self) -> int:
-        """Remove packs that no manifest names, and what dead writers left: bytes that are free now.
-        A damaged manifest keeps nothing; one that can't be read now ends this with OSError."""
+        """Remove packs that no manifest names, and parts of dead writers. Return the bytes freed. A
+        damaged manifest keeps no packs. Raises OSError if a manifest can't be read now."""
         with self._locked(fcntl.LOCK_EX):
             named = self._all_named()
             freed = sum(_remove_dead(part) for part in (self.folder / "parts").iterdir())
@@ -376,7 +376,7 @@ class Store:
         return self.folder / "packs" / pack
 
     def _new_part(self) -> Path:
-        """A name that no other machine, process, thread or part has."""
+        """Return a path that no other machine, process, thread or part has."""
         unique = f"{os.uname().nodename}-{os.getpid()}-{time.monotonic_ns()}-{next(self._parts)}"
         return self.folder / "parts" / f"{unique}-{id(self)}"
 
@@ -386,11 +386,11 @@ class Store:
         )
 
     def _places(self) -> list[Path]:
-        """Folders of packs, the first one first."""
+        """Return the folders of packs, this store's first."""
         return [self.folder / "packs", *(self.behind._places() if self.behind else ())]
 
     def _learn(self, pack: str) -> None:
-        """Know the chunks of a pack that another process, or an earlier one, has written."""
+        """Index the chunks of a pack that this process did not write."""
         if pack in self._index:
             return
         for place in self._places():
@@ -430,7 +430,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_dead(part: Path) -> int:
-    """A part whose writer no longer holds its lock."""
+    """Remove a part whose writer no longer holds its lock. Return the bytes freed."""
     with contextlib.suppress(OSError), part.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(file.fileno()).st_size

@@ -1,10 +1,10 @@
-"""ptrace(2) and seccomp's notifications: what a capture does to processes beside CRIU.
+"""Stop processes for a capture, and answer CRIU's questions about filters of system calls.
 
-`Stopped` holds the agent's processes while their files are copied. `notify` and `answer` let this
-process answer some of a child's ptrace calls in the kernel's place: reading a filter of system
-calls takes rights on the host (CAP_SYS_ADMIN in the first user namespace), which a process in a
-sandbox's user namespace never has, but the filter is the one that `kernel.confine` loaded, so it is
-known without asking.
+`Stopped` holds the agent's processes with ptrace(2) while their files are copied. `notify` and
+`answer` use seccomp's notifications: this process answers some ptrace calls of a child in the
+kernel's place. To read a filter of system calls takes rights on the host (CAP_SYS_ADMIN in the
+first user namespace), which a process in a sandbox's user namespace never has. But the filter is
+the one that `kernel.confine` loaded, so it is known.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rose.sandbox.kernel import LIBC
 SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
 SETOPTIONS, GET_FILTER, GET_METADATA = 0x4200, 0x420C, 0x420D
 SUSPEND_SECCOMP = 1 << 21
-WALL = 0x40000000  # of waitpid: threads, too
-STOP_S = 0.5  # it takes a millisecond
-POLL_S = 0.0005
-PAUSE_S = 0.02  # for a child of vfork to become a program
-TRIES = 20
+WALL = 0x40000000  # flag of waitpid: threads, too
+STOP_S = 0.5  # seconds for all threads to stop, which takes a millisecond
+POLL_S = 0.0005  # seconds between two polls of threads
+PAUSE_S = 0.02  # seconds for a child of vfork to execute its program
+TRIES = 20  # most attempts to stop all threads
 
 MACHINE = os.uname().machine
 CALL_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(MACHINE, -1)
@@ -37,14 +37,14 @@ RET_NOTIFY, RET_ALLOW = 0x7FC00000, 0x7FFF0000
 RECEIVE, SEND = 0xC0502100, 0xC0182101  # ioctl numbers of linux/seccomp.h
 NOTICE = struct.Struct("QIIiIQ6Q")  # struct seccomp_notif
 REPLY = struct.Struct("QqiI")  # struct seccomp_notif_resp
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # opcodes of classic BPF
 ARGUMENTS = 16  # offset of the arguments in struct seccomp_data, 8 bytes each
 
 LIBC.ptrace.restype = ctypes.c_long
 
 
 def ptrace(request: int, task: int, data: int = 0) -> None:
-    """Raises OSError."""
+    """Call ptrace(2). Raises OSError."""
     done = LIBC.ptrace(request, task, ctypes.c_void_p(0), ctypes.c_void_p(data))
     if done < 0:
         code = ctypes.get_errno()
@@ -52,7 +52,7 @@ def ptrace(request: int, task: int, data: int = 0) -> None:
 
 
 def tasks(spare: set[int]) -> set[int]:
-    """Threads of all processes that /proc shows, but of those in `spare` and of dead ones."""
+    """Return the threads of all processes in /proc, except `spare` and dead ones."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in spare:
@@ -62,9 +62,9 @@ def tasks(spare: set[int]) -> set[int]:
 
 
 class Stopped:
-    """Context: no process but `spare` runs. Unlike SIGSTOP it is not seen by their parents, and
-    whatever ends this process lets them go on. Who waits for a child of its vfork(2) can't be
-    stopped while that child is; then all go on for a moment, and it is tried again."""
+    """Context in which no process but `spare` runs. Unlike with SIGSTOP, parents don't notice it,
+    and they run on if this process is killed. A process that waits for its child of vfork(2) can't
+    stop while the child is stopped. Then all run on until a retry."""
 
     def __init__(self, spare: set[int]) -> None:
         self.spare = spare | {os.getpid()}
@@ -92,7 +92,7 @@ class Stopped:
                     ptrace(SEIZE, task)
                     ptrace(INTERRUPT, task)
                     self._asked.add(task)
-                except OSError:  # it has ended, or a debugger of the agent's holds it
+                except OSError:  # ended, or held by a debugger of the agent
                     refused.add(task)
             for task in tuple(self._asked):
                 self._wait(task)
@@ -112,14 +112,14 @@ class Stopped:
 
     def __exit__(self, *_: object) -> None:
         for task, signal in self.held.items():
-            with contextlib.suppress(OSError):  # killed by another meanwhile
+            with contextlib.suppress(OSError):  # killed meanwhile
                 ptrace(DETACH, task, signal)
         self.held.clear()
 
 
 def notify() -> int:
-    """From here on this process's ptrace calls about filters wait for `answer` by who reads the
-    file descriptor that is returned. Raises OSError."""
+    """Make this process's later ptrace calls about filters wait for `answer`, in the process that
+    reads the returned file descriptor. Raises OSError."""
     steps = [
         (LOAD, 0, 0, 0),  # the call's number
         (EQUAL, 0, 7, CALL_PTRACE),
@@ -145,8 +145,8 @@ def notify() -> int:
 
 
 def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> None:
-    """One call of the child's: each thread has the one filter `program`. `on_foreign(thread)`: it
-    has others, too, so that it can't be captured."""
+    """Answer a call of the child: each thread has the one filter `program`. If a thread has others,
+    too, `on_foreign(thread)` is called, because it can't be captured."""
     notice = bytearray(NOTICE.size)
     try:
         fcntl.ioctl(listener, RECEIVE, notice)
@@ -155,7 +155,7 @@ def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> 
     key, caller, _, _, _, _, request, task, index, data, *_ = NOTICE.unpack(notice)
     value, error = 0, 0
     if request == GET_METADATA:
-        error = errno.EIO  # as a kernel without it answers
+        error = errno.EIO  # the answer of a kernel without this request
     elif request == GET_FILTER and index > 0:
         error = errno.ENOENT
     elif request == GET_FILTER:
@@ -172,7 +172,7 @@ def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> 
 
 
 def _filters(task: int) -> int:
-    """How many a thread has; 1 where the kernel, before 5.9, doesn't say."""
+    """Return how many filters a thread has; 1 if the kernel (before 5.9) doesn't report it."""
     with contextlib.suppress(OSError), open(f"/proc/{task}/status", "rb") as file:
         for line in file:
             if line.startswith(b"Seccomp_filters:"):

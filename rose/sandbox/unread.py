@@ -1,7 +1,7 @@
-"""What lies unread in pipes, terminals and sockets of a sandbox, as its process 1 sees it.
+"""Find unread data in the pipes, terminals and sockets of a sandbox, from its process 1.
 
-It belongs to no file and to no process's memory, so that only a process image keeps it. Sockets of
-other families than unix, TCP and UDP can't be made in a sandbox or hold nothing.
+Such data belongs to no file and to no process's memory, so only a process image keeps it. Sockets
+other than unix, TCP and UDP can't be made in a sandbox, or hold no data.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import termios
 from rose.sandbox import kernel
 
 NETLINK_SOCK_DIAG, BY_FAMILY, REQUEST, DUMP = 4, 20, 1, 0x300
-SHOW_QUEUES, QUEUES = 0x10, 4  # of linux/unix_diag.h
+SHOW_QUEUES, QUEUES = 0x10, 4  # linux/unix_diag.h
 DONE, ERROR = 3, 2
-WAIT_S = 1.0
-# CRIU writes what a terminal has unread to its other end, and waits for ever where that is full: a
-# terminal holds 4096 bytes, to which it adds their echo.
+WAIT_S = 1.0  # seconds for the kernel's answer
+# Most unread bytes of a terminal that can be captured. CRIU writes them to the other end, and waits
+# for ever if that is full. A terminal holds 4096 bytes, and adds the echo of what is written.
 TERMINAL_BYTES = 1024
 TERMINALS = ("/dev/pts/", "/dev/ptmx")
 TIOCGPTN = 0x80045430  # number of a master's terminal
@@ -30,8 +30,8 @@ INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
 def waiting(pid: int, number: int) -> int:
-    """Bytes in the pipe or terminal that a process has open as `number`, which is not opened anew:
-    whoever waits for that would wake. Raises OSError."""
+    """Return the unread bytes in the pipe or terminal that a process has open as `number`. It isn't
+    opened again, because that would wake processes that wait for it. Raises OSError."""
     fd = kernel.borrowed(pid, number)
     try:
         return bytes_in(fd)
@@ -61,14 +61,14 @@ def not_captured() -> list[str]:
     found = []
     for path in SYSTEM_V:
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
-            if len(file.readlines()) > 1:  # below the titles
+            if len(file.readlines()) > 1:  # more than the line of titles
                 found = ["System V's shared memory, semaphores and queues"]
     found += ["datagrams that nobody had read"] * bool(_internet(("udp", "udp6")))
     return found + ["unread output of a closed terminal"] * _hung_up()
 
 
 def _hung_up() -> bool:
-    """Return whether a terminal has something unread that only its master has open."""
+    """Return whether a terminal that only its master has open has something unread."""
     masters, others = [], set()
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -89,8 +89,8 @@ def _hung_up() -> bool:
 
 
 def sockets() -> set[int]:
-    """Inodes of those with something unread, or with connections that nobody has accepted. Raises
-    OSError where the kernel does not tell."""
+    """Return inodes of sockets with something unread or with connections that wait to be accepted.
+    Raises OSError if the kernel doesn't report them."""
     return _unix() | _internet(INTERNET)
 
 
@@ -110,7 +110,7 @@ def _internet(kinds: tuple[str, ...]) -> set[int]:
 
 
 def _unix() -> set[int]:
-    """sock_diag(7) of all unix sockets of this network namespace."""
+    """Return the same for unix sockets of this network namespace, from sock_diag(7)."""
     everything = 0xFFFFFFFF
     with socket.socket(
         socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG

@@ -15,8 +15,8 @@ import socket
 from rose.sandbox import kernel
 
 FIRST = 1_593_835_520  # systemd leaves the users 524288 to 1879048191 to containers
-COUNT = 65_536
-RANGES = 4_352  # up to 1879048191
+COUNT = 65_536  # users in a range
+RANGES = 4_352  # ranges up to user 1879048191
 
 
 class Ranges:
@@ -56,12 +56,12 @@ class Ranges:
 
 
 def mapping(first: int) -> str:
-    """The line of uid_map and gid_map of a sandbox with this range."""
+    """Return the line of uid_map and gid_map of a sandbox with this range."""
     return f"0 {first} {COUNT}"
 
 
 def has_ranges() -> bool:
-    """Return whether this user namespace has the users of all ranges: a container's may not."""
+    """Return whether this user namespace has the users of all ranges; a container's may not."""
     with open("/proc/self/uid_map", encoding="utf-8") as file:
         maps = [tuple(map(int, line.split())) for line in file]
     last = FIRST + RANGES * COUNT
@@ -78,7 +78,7 @@ def write_maps(process: str, users: str, groups_map: str, groups: bool) -> None:
 
 
 def user_namespace(users: str) -> int:
-    """A file descriptor of a user namespace that maps as `users` says; no process is left in it."""
+    """Return a file descriptor of a user namespace with the map `users` and no process in it."""
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,17 +1,17 @@
-"""What has changed in a sandbox since the last look, as its process 1 sees it.
+"""Find what has changed in a sandbox since the last look, from its process 1.
 
-Files: the overlay's upper layer lies in memory, where a change of content, attributes or links sets
-the inode's ctime, which no program can choose, and one of names that of its folder. A folder is
-read again if its own ctime moved or inotify has told of one of its files; so a look costs as much
-as there are folders and changes, not files. One thing changes no time at all: a write through a
-memory map to a page that was read before (measured, Linux 6.18: a tmpfs gives such pages writable).
-inotify tells that a file which was open for writing was closed; such files, and those that living
-processes have mapped, are `unsure`: a copy of their content may be stale although their times are
-not. Without inotify every look reads everything and can't say that nothing changed.
+Files: the overlay's upper layer lies in memory. A change of content, attributes or links sets the
+inode's ctime, which no program can choose. A change of names sets the folder's ctime. So a folder
+is read again if its own ctime moved or inotify reported one of its files, and the cost of a look
+grows with folders and changes, not with files. Only a write through a memory map to a page that was
+read before changes no time (measured, Linux 6.18: a tmpfs maps such pages writable). But inotify
+reports when a file that was open for writing is closed. Such files, and those that living processes
+have mapped, are `unsure`: a copy of their content may be stale although their times are the same.
+Without inotify every look reads everything and can't say that nothing changed.
 
-Processes: one that was neither begun nor switched in by the scheduler has done nothing itself. What
-others can do to it is looked for: to its priority and limits, to files without a name that it has
-open, and to its pipes, terminals and sockets, where anything unread counts as changed.
+Processes: a process that was neither started nor scheduled has done nothing itself. Others can
+change its priority and limits, nameless files that it has open, and its pipes, terminals and
+sockets. All of these are compared, and anything unread counts as a change.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rose.sandbox.unread import SYSTEM_V, TERMINALS
 from rose.sandbox.written import Written
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NOATIME | os.O_CLOEXEC
-UNSURE_BYTES = 32 << 10  # of paths as JSON, and more are all: an answer of process 1 is bounded
-SETTLE_S = 2.0  # for the session's bash to wait for its next command: it does within a millisecond
-READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")
-# Of /proc/PID/status: what else a shell takes along when it is begun anew
+UNSURE_BYTES = 32 << 10  # most bytes of `unsure` in a bounded answer; beyond, all are unsure
+SETTLE_S = 2.0  # seconds for bash to wait for its next command, which takes a millisecond
+READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "?")  # number of read(2)
+# Lines of /proc/PID/status that are state of the session
 ATTRIBUTES = ("Umask", "Uid", "Gid", "Groups", "SigIgn", "SigCgt", "Cpus_allowed:", "Mems_allowed:")
-OWN_PIPES = "/run/rose/"  # the session's, by which commands come and output goes
+OWN_PIPES = "/run/rose/"  # folder of the session's pipes of commands, output and exit codes
 PENDING = ("SigPnd", "ShdPnd")
 
 
@@ -45,8 +45,8 @@ PENDING = ("SigPnd", "ShdPnd")
 
 @dataclass
 class Folder:
-    """One of the upper layer: `own` is its inode, mode and owners with its extended attributes,
-    `files` the inode, mode and ctime of each file by its name, `folders` those in it."""
+    """A folder of the upper layer. `own`: its inode, mode, owners and extended attributes. `files`:
+    name -> inode, mode and ctime of a file in it. `folders`: names of the folders in it."""
 
     own: tuple
     times: tuple[int, int, int]  # ctime, mtime, atime in ns
@@ -54,14 +54,15 @@ class Folder:
     folders: frozenset[str]
 
     def difference(self, new: Folder) -> str | None:
-        """The name of something that differs, "" for the folder itself, None if nothing does: a
-        file that came and went leaves its folder as it was."""
+        """Return the name of something that differs, "" for the folder itself, None if nothing
+        does. A file that was created and removed again makes no difference."""
         for name in (self.files.items() ^ new.files.items()) | {
             (name, None) for name in self.folders ^ new.folders
         }:
             return name[0]
         changed, modified, accessed = new.times
-        # names that come and go set both times; an mtime of its own was chosen by a program
+        # A change of names sets ctime and mtime alike. If the mtime is another one, or the atime is
+        # the same as both, a program has set it.
         chosen = modified not in (self.times[1], changed) or (
             accessed == modified == changed and accessed != self.times[2]
         )
@@ -69,14 +70,14 @@ class Folder:
 
 
 class Layer:
-    """What an agent can write below `at` in the sandbox ("": its root), where it lies in the folder
-    `root` (a file descriptor). `queue`: inotify's, which all layers of a sandbox share, as a user
-    has few; or why there is none."""
+    """The files that an agent can write below `at` in the sandbox ("": its root). They lie in the
+    folder `root` (a file descriptor). `queue`: inotify's queue, which all layers of a sandbox share
+    because a user has few, or the error why there is none."""
 
     def __init__(self, root: int, at: str, queue: int | OSError) -> None:
         self.root, self.at = root, f"/{at}".rstrip("/")
-        self.known: dict[str, Folder] = {}  # path from the root of the layer -> what it was
-        self.watched: dict[int, str] = {}  # number of inotify's -> path
+        self.known: dict[str, Folder] = {}  # path from the layer's root -> folder at the last look
+        self.watched: dict[int, str] = {}  # watch number of inotify -> path
         self.blind = ""  # why changes through memory maps can't be seen
         self.device = os.stat(f"/{at}").st_dev
         self.queue = queue
@@ -88,8 +89,8 @@ class Layer:
         self.blind = f"no inotify ({error}): {remedy}"
 
     def look(self, events: list[kernel.Event]) -> tuple[str | None, list[str] | None]:
-        """A path that changed (None: none did), and the files whose content may have changed
-        although their times have not (None: any). `events`: the queue's."""
+        """Return a path that changed (None: none did), and the files whose content may have changed
+        although their times have not (None: any file). `events`: those of the queue."""
         told, closed, lost = self._events(events)
         changed: str | None = None
         seen, left = set(), [""]
@@ -110,7 +111,7 @@ class Layer:
         return changed, sorted(filter(self._is_there, closed))
 
     def _folder(self, path: str, told: bool) -> tuple[Folder, str | None]:
-        """The folder as it is, read only if it may have changed, and what differs in it."""
+        """Return the folder, and what differs in it. It is read only if it may have changed."""
         status = os.stat(path or ".", dir_fd=self.root, follow_symlinks=False)
         old = self.known.get(path)
         same = old is not None and old.own[0] == status.st_ino
@@ -144,7 +145,7 @@ class Layer:
         return Folder(itself, times, files, frozenset(folders))
 
     def _watch(self, path: str) -> None:
-        """What programs do they do in the overlay: the layer's own files tell of nothing."""
+        """Watch the folder as programs see it, in the overlay: the layer itself has no events."""
         if self.blind:
             return
         try:
@@ -152,13 +153,13 @@ class Layer:
             if os.stat(shown, follow_symlinks=False).st_dev == self.device:
                 self.watched[kernel.watch_folder(self.queue, shown)] = path
         except (FileNotFoundError, NotADirectoryError):
-            pass  # it was removed just now
+            pass  # removed just now
         except OSError as error:
             self._give_up(error)
 
     def _events(self, events: list[kernel.Event]) -> tuple[set[str], set[str], bool]:
-        """The folders of whose files inotify tells, the files that were open for writing, and
-        whether it has lost some, because there were too many."""
+        """Return the folders of files with events, the files that were closed after writing, and
+        whether inotify has lost events because there were too many."""
         told, closed, lost = set(), set(), False
         for folder, mask, name in events:
             lost = lost or bool(mask & kernel.IN_Q_OVERFLOW)
@@ -181,12 +182,12 @@ class Layer:
 
 @dataclass
 class Running:
-    """A living process: what it is, how often it was switched in, and what it has open."""
+    """A living process: its name, how often it was scheduled, and what it has open."""
 
     name: str
     switches: tuple
-    limits: tuple[str, ...] = ()  # priority, scheduling, and signals that wait for it
-    nameless: dict[str, tuple] = field(default_factory=dict)  # files without a name, as `open`
+    limits: tuple[str, ...] = ()  # priority, scheduling, limits and pending signals
+    nameless: dict[str, tuple] = field(default_factory=dict)  # open files without a name
     open: dict[str, tuple] = field(default_factory=dict)  # file -> its inode and ctime
     mapped: tuple[str, ...] = ()  # files that it may write through memory
 
@@ -198,13 +199,14 @@ class Processes:
     def look(
         self, spare: tuple[int, ...], changed: bool, queues: Queues
     ) -> tuple[str | None, set[str]]:
-        """What one of them did in words (None: nothing), and the files that some may write through
-        memory. `changed`: whether files did: then one that is open in a process which has slept
-        matters, as its image would not fit. `queues` gets theirs."""
+        """Return what a process did, in words (None: nothing), and the files that processes may
+        write through memory. `changed`: whether files changed. Then files that a sleeping process
+        has open are compared, too, because its image must fit them. `queues` collects pipes,
+        terminals and sockets."""
         found: dict[tuple[str, str], Running] = {}
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) not in spare:
-                with contextlib.suppress(OSError):  # it has ended just now
+                with contextlib.suppress(OSError):  # ended just now
                     key, running = _process(name)
                     if key is not None:
                         found[key] = running
@@ -236,7 +238,7 @@ class Processes:
         return words, mapped
 
     def resume(self) -> None:
-        """Take the switches anew: who saves a process makes it run."""
+        """Read the numbers of switches again, because a capture made the processes run."""
         for key, running in self.known.items():
             with contextlib.suppress(OSError):
                 again, now = _process(key[0])
@@ -250,7 +252,7 @@ def _read(path: str, errors: str = "replace") -> str:
 
 
 def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
-    """Its number and start, None if only its exit code is left. Raises OSError."""
+    """Return (id, start) of a process, None if only its exit code is left. Raises OSError."""
     before, _, after = _read(f"/proc/{pid}/stat").rpartition(")")
     values = after.split()
     running = Running(before.partition("(")[2], ())
@@ -271,8 +273,8 @@ def _process(pid: str) -> tuple[tuple[str, str] | None, Running]:
 
 
 def _open_files(pid: str) -> tuple[dict[str, tuple], tuple[str, ...]]:
-    """The regular files that a process has open or mapped, with inode and ctime, but for those that
-    it can only append to; and those that it may write through memory. Raises OSError."""
+    """Return the regular files that a process has open or mapped, with inode and ctime, except ones
+    that it can only append to, and the files that it may write through memory. Raises OSError."""
     found = {}
     for fd in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{fd}"
@@ -294,16 +296,16 @@ def _open_files(pid: str) -> tuple[dict[str, tuple], tuple[str, ...]]:
 
 
 class Queues:
-    """Pipes, terminals and sockets that processes have open, of one look."""
+    """Pipes, terminals and sockets that processes have open at one look."""
 
     def __init__(self) -> None:
-        # device and inode, or what a terminal's either end is -> process and descriptor
+        # (device, inode) of a pipe, or the name of a terminal's end -> (process, descriptor)
         self.ends: dict[tuple, tuple[int, int]] = {}
         self.sockets: set[int] = set()
 
     def hold(self, pid: str) -> dict[str, tuple]:
-        """Take those of a process along; its open files without a name, with inode, size and ctime:
-        nothing else keeps them. Raises OSError."""
+        """Add those of a process. Return its open files without a name, with inode, size and ctime,
+        because nothing else keeps them. Raises OSError."""
         found = {}
         for fd in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{fd}"
@@ -313,7 +315,7 @@ class Queues:
                     self.sockets.add(status.st_ino)
                 elif stat.S_ISFIFO(status.st_mode) and not link.startswith(OWN_PIPES):
                     self.ends[status.st_dev, status.st_ino] = int(pid), int(fd)
-                elif link.startswith(TERMINALS):  # of several masters each is one of its own
+                elif link.startswith(TERMINALS):  # all masters have one name
                     which = (pid, fd) if link.endswith("ptmx") else ()
                     self.ends[link, *which] = int(pid), int(fd)
                 elif stat.S_ISREG(status.st_mode) and link.endswith(" (deleted)"):
@@ -321,7 +323,7 @@ class Queues:
         return found
 
     def full(self) -> str | None:
-        """A word for one that has something unread, or may have."""
+        """Return "a socket" or the like if one has something unread, None if none has."""
         for pid, fd in self.ends.values():
             with contextlib.suppress(ProcessLookupError):
                 if unread.waiting(pid, fd):
@@ -330,7 +332,7 @@ class Queues:
 
 
 def _descriptor(pid: str, fd: str) -> dict[str, str]:
-    """Of /proc/PID/fdinfo: `pos`, `flags` (octal) and, where there is one, the last `lock`."""
+    """Read /proc/PID/fdinfo/FD: `pos`, `flags` (octal) and the last `lock`, if there is one."""
     lines = _read(f"/proc/{pid}/fdinfo/{fd}").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
@@ -344,8 +346,8 @@ def _appends(descriptor: dict[str, str]) -> bool:
 
 
 def waits(session: int) -> bool:
-    """Whether the session's bash waits for its next command, within `SETTLE_S`: only then has it
-    put its file descriptors back."""
+    """Return whether the session's bash waits for its next command within `SETTLE_S`. Only then has
+    it put its file descriptors back."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
         if _read(f"/proc/{session}/syscall").startswith(f"{READ_CALL} 0x0 "):
@@ -355,7 +357,7 @@ def waits(session: int) -> bool:
 
 
 def session_state(session: int) -> dict[str, str]:
-    """What the kernel holds of the session, in parts with names. Raises OSError."""
+    """Return the session's state in the kernel, in parts with names. Raises OSError."""
     values = _read(f"/proc/{session}/stat").rpartition(")")[2].split()
     status = _read(f"/proc/{session}/status").splitlines()
     parts = {
@@ -377,7 +379,7 @@ def session_state(session: int) -> dict[str, str]:
 
 
 class Watch:
-    """What process 1 remembers between two looks. `upper`: the root of the overlay's upper layer (a
+    """Compares the sandbox with the last look. `upper`: the root of the overlay's upper layer (a
     file descriptor)."""
 
     def __init__(self, upper: int) -> None:
@@ -398,14 +400,14 @@ class Watch:
         return self.events + new
 
     def resume(self) -> None:
-        """Count what a capture did to processes as no change of the agent's."""
+        """Ignore what a capture did to processes."""
         self.processes.resume()
         self.events = self.written.others(self._events())
 
     def look(self, session: int, spare: tuple[int, ...]) -> dict[str, Any]:
-        """`session`: the process of the session's bash; `spare`: others that are not the agent's.
-        `files` and `processes` say in words what changed since the last look (null: nothing did),
-        `unsure` as `Layer.look`, `blind` why a change of files may not be seen. Raises OSError."""
+        """Return what changed since the last look: `files` and `processes` (words; null: nothing),
+        `unsure` as `Layer.look`, `blind` why a change of files may not be seen. `session`: the
+        process of the session's bash; `spare`: others that are not the agent's. Raises OSError."""
         if session == 0 or not waits(session):
             raise OSError(errno.EAGAIN, "the shell does not wait for a command")
         changed: str | None = None

@@ -1,8 +1,8 @@
-"""What the keeper's children do within a sandbox's namespaces, but for its process 1: the frame of
-a check (check.py), of a capture and of what brings captured processes back.
+"""Work of the keeper's children in a sandbox's namespaces: the frame of a check (check.py), a
+capture, and a restore of captured processes.
 
-A child joins the namespaces and forks one that works in them; what that one has to say goes as JSON
-into a pipe of the host's. When the host closes its end, both are ended: a deadline.
+A child joins the namespaces and forks a second one, which works in them and writes its result as
+JSON to a pipe of the host. When the host closes its end, as at a deadline, both are killed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from rose.sandbox.criu import Criu, CriuError, Opened, open_program
 from rose.sandbox.trace import Stopped
 
 FULL = (errno.EAGAIN, errno.ENOMEM)
-GRACE_S = 20.0  # a CRIU that is killed while it writes a process may leave it broken (measured)
-FAILURE_BYTES = 4000  # of a message: less than a pipe holds
+# Seconds for a capture to end after its deadline. A CRIU that is killed while it writes a process
+# may leave that process broken (measured).
+GRACE_S = 20.0
+FAILURE_BYTES = 4000  # most bytes of an error, less than a pipe holds
 
 
 def enter(
     spaces: list[int], new: int, to: int, work: Callable[[], None], grace_s: float = 0.0
 ) -> NoReturn:
-    """In a child of the keeper: `work` in another one, in the namespaces `spaces` (file
-    descriptors, the user namespace first) and in `new` ones. Errors go to `to`. `grace_s`: how long
-    it may go on when the host has given up."""
+    """Run `work` in a child of this child of the keeper, in the namespaces `spaces` (file
+    descriptors, the user namespace first) and in `new` ones. Errors go to `to`. `grace_s`: seconds
+    that the work may go on after the host has given up."""
     try:
         for space in spaces:
             kernel.join(space)
@@ -45,10 +47,10 @@ def enter(
                 work()
             finally:
                 os._exit(0)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # changing users has unset it
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # unset by the change of users
         ended, poll = os.pidfd_open(inner), select.poll()
         poll.register(ended, select.POLLIN)
-        poll.register(to, 0)  # an error once the host has given up and closed its end
+        poll.register(to, 0)  # an error after the host has closed its end
         poll.poll()
         select.select([ended], [], [], grace_s)
         os.kill(inner, signal.SIGKILL)
@@ -60,8 +62,8 @@ def enter(
 
 
 def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:
-    """`fds`: the upper layer, folders for contents and for CRIU's images, files for the listing
-    and of an earlier one, and where the result goes."""
+    """Capture a sandbox. `fds`: the upper layer, folders for contents and for CRIU's images, files
+    for the listing and with an earlier one, and the pipe for the result."""
     upper, data, images, listing, since, to = fds
     opened = _program(order, cache, to)
 
@@ -95,7 +97,7 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
 
 
 def revive(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:
-    """`fds`: the folder of CRIU's images, and where the result goes."""
+    """Restore captured processes. `fds`: folder of CRIU's images, and pipe for the result."""
     images, to = fds
     opened = _program(order, cache, to)
 
@@ -115,7 +117,7 @@ def _program(order: dict[str, Any], cache: str, to: int) -> Opened | None:
 
 
 def _names(but: set[int]) -> list[str]:
-    """The programs that run, but for these processes."""
+    """Return the names of the processes that run, except those in `but`."""
     found = []
     for pid in os.listdir("/proc"):
         if pid.isdigit() and int(pid) not in but:
@@ -130,12 +132,12 @@ def _names(but: set[int]) -> list[str]:
 def _telling(to: int, work: Callable[[], None]) -> None:
     try:
         work()
-    except Exception as error:  # whatever it is, the host must learn of it
+    except Exception as error:  # any failure is reported to the host
         _say(to, failed(error))
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """`full`: whether it is for want of what the agent may have used up."""
+    """Return the result for an error. `full`: the agent may have used up what was missing."""
     full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
     words = str(error) if isinstance(error, CriuError) else f"{type(error).__name__}: {error}"
     return {"failed": words[:FAILURE_BYTES], "full": full}

@@ -1,7 +1,7 @@
-"""Writes into processes from outside, by the files in /proc/PID: `mem` and the settings beside it.
+"""Find writes into processes through the files in /proc/PID: `mem` and the settings beside it.
 
-Such a write changes the memory of a process that sleeps on, and no time of any file. inotify sees
-it in the process's folder. Where there is no inotify, or its watches are used up, it isn't seen.
+Such a write changes a process that doesn't run, and no time of any file. inotify reports it for the
+process's folder. Without inotify, or when its watches are used up, it isn't seen.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ Key = tuple[str, str]  # process, clock ticks after boot at its start
 
 
 class Written:
-    """Watches processes by an inotify queue, which others use, too."""
+    """Watches processes with an inotify queue that it shares with `watch.Layer`."""
 
     def __init__(self, queue: int | OSError) -> None:
         self.queue = queue
-        # Process -> folder -> its number, and a descriptor: the kernel may forget a folder of /proc
-        # that nobody has open, and with it what is watched there.
+        # Process -> folder -> (watch number, open descriptor). The kernel may drop a /proc folder
+        # that no process has open, and with it the watch.
         self.watched: dict[Key, dict[str, tuple[int, int]]] = {}
         self._names: dict[int, str] = {}  # number -> name of the process
 
     def seen(self, events: list[kernel.Event]) -> str | None:
-        """Say in words what was written into one of the processes, None if nothing was."""
+        """Return what was written into one of the processes, in words; None if nothing was."""
         for folder, mask, file in events:
             if mask & kernel.IN_MODIFY and folder in self._names:
                 return f"{file} of process {self._names[folder]} was written"
         return None
 
     def others(self, events: list[kernel.Event]) -> list[kernel.Event]:
-        """Return the events that are none of these processes'."""
+        """Return the events that don't belong to these processes."""
         return [event for event in events if event[0] not in self._names]
 
     def watch(self, names: dict[Key, str]) -> None:
