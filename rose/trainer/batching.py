@@ -4,8 +4,7 @@ The coordinator plans and the trainer ranks follow, so this file imports no torc
 collectives need the same number of micro-batches on every rank, so a rank may get empty ones, for
 which it computes a padding row of weight 0. A micro-batch is either rows padded to the longest, or
 one prefix tree (rose/trainer/prefix_tree.py). `plan_batch` chooses what is cheaper for the whole
-batch.
-"""
+batch."""
 
 from __future__ import annotations
 
@@ -188,8 +187,7 @@ def plan_micro_batches(
 
 
 def _snake(place: int, updates: int) -> int:
-    """Deal places to updates as 0 1 2 2 1 0 0 1 2 ...: no update gets the longest row of every
-    round."""
+    """Deal places to updates as 0 1 2 2 1 0 0 1 2 ...: none gets the longest row of each round."""
     turn, step = divmod(place, updates)
     return step if turn % 2 == 0 else updates - 1 - step
 

@@ -54,8 +54,7 @@ def marks(folder: Path) -> list[re.Match]:
 
 
 def saved(folder: Path) -> int:
-    """Count the ranks that saved their part. Raises `SaveFailed` with the error of one that
-    failed."""
+    """Count the ranks that saved their part. Raises `SaveFailed` with the error of a failed one."""
     there = marks(folder)
     for found in there:
         if found[1] == FAILED:

@@ -76,8 +76,7 @@ class CheckpointWriter(CheckpointEngine):
 
     def finish(self, folder: Path, error: str = "") -> None:
         """Start a thread that writes the copied files and marks this rank's part as saved or
-        failed. With an `error` (a file that the rank writes itself failed), only mark the part as
-        failed."""
+        failed. With an `error`, of a file that the rank itself wrote, mark it as failed at once."""
         files, written = self._files, self._written
         self._files, self._written = [], []
         if error:
@@ -115,8 +114,7 @@ class CheckpointWriter(CheckpointEngine):
 
 
 def host_copy(state: Any) -> Any:
-    """Copy a structure with all its tensors to host memory. The copy shares nothing with
-    `state`."""
+    """Copy a structure and its tensors to host memory. The copy shares nothing with `state`."""
     if isinstance(state, torch.nn.Parameter):
         return torch.nn.Parameter(state.detach().to("cpu", copy=True), state.requires_grad)
     if isinstance(state, torch.Tensor):
@@ -147,8 +145,7 @@ def available_bytes() -> int:
 
 
 def _left(group: Path, limit: str, usage: str) -> float:
-    """Bytes until the group's limit. Cached files count as free: the kernel drops them on
-    demand."""
+    """Bytes until the group's limit. Cached files count as free: the kernel drops them."""
     try:
         most = (group / limit).read_text(encoding="utf-8").strip()
         if most == "max":
