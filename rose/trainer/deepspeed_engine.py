@@ -236,8 +236,7 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Called before each micro-batch's forward pass. `last`: this is the update's last one, on
-        every rank alike."""
+        """Prepare for a micro-batch's forward pass; `last` of the update, on every rank alike."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
@@ -253,16 +252,16 @@ class DeepSpeedEngine(Saving):
         mask: torch.Tensor,
         tree: PrefixTree | None,
     ) -> None:
-        """A forward and a backward pass as those of steps, before the first; no gradient is
+        """Run a forward and a backward pass like a step's, before the first step; no gradient is
         kept."""
-        if self.settings.zero_stage == 3:  # whose hooks want whole passes, of all ranks together
+        if self.settings.zero_stage == 3:  # hooks that need whole passes, of all ranks together
             self.engine.set_gradient_accumulation_boundary(False)
             logprobs, _ = self(inputs, targets, mask, tree)
             self.engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
-            self.engine.optimizer.zero_grad()  # the next is a step's first
+            self.engine.optimizer.zero_grad()  # a step begins without gradients
             return
-        # The gradient of one parameter of the first layer takes every layer's backward pass, and
-        # unlike that of all of them no memory that steps don't need.
+        # The gradient of one parameter of the first layer runs every layer's backward pass. Those
+        # of all parameters would need memory that steps don't.
         below = [*self.policy.hf.base_model.layers[0].parameters(), *self.policy.parameters()]
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         logprobs, _ = self.policy(inputs, targets, mask, tree and tree.to(self.device))

@@ -74,7 +74,7 @@ def mismatch(
     log-probabilities. Returns scalar float32 tensors:
 
     - `kl_k3`: an unbiased estimate of KL(behaviour || proximal) in nats that is never negative
-      (Schulman 2020, "Approximating KL divergence"), in float64, since its terms nearly cancel;
+      (Schulman 2020, "Approximating KL divergence"); summed in float64: its terms nearly cancel;
     - `abs_diff`: absolute differences of log-probabilities;
     - `capped`: the number of tokens whose weight is cut to the cap, or set to 0;
     - `ratio_max`: the largest proximal / behaviour; 0 without tokens. Combine it with max.
