@@ -51,8 +51,8 @@ class CannotCompile(RuntimeError):
 
 
 def share_cores(neighbours: int) -> None:
-    """Let torch compile with this rank's share of the host's cores, of which `neighbours` ranks run
-    there, unless the user has set torch's own variable. Call it before torch compiles anything."""
+    """Limit torch's compilation to a rank's share of the cores of a host with `neighbours` ranks,
+    unless the user has set torch's own variable. Call it before torch compiles anything."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config  # a slow import that few runs need
 
@@ -101,9 +101,9 @@ def _like_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Ten
     """Give the first layer's input a gradient exactly where the other layers' inputs have one.
 
     Below an adapter the embeddings are frozen, so their output has no gradient. With gradient
-    checkpointing transformers adds one, but in passes without a gradient, too. This saves a
-    compiled form. And ZeRO-3 needs it: torch calls a module's backward hooks, in which ZeRO-3 takes
-    a layer's gradients, before these exist if the module's input has no gradient."""
+    checkpointing transformers adds one, but in passes without a gradient, too. Equal inputs save a
+    compiled form. And ZeRO-3 needs them: if a module's input has no gradient, torch calls its
+    backward hooks, in which ZeRO-3 takes a layer's gradients, before these gradients exist."""
     return states.requires_grad_() if torch.is_grad_enabled() else states.detach()
 
 
