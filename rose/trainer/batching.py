@@ -116,8 +116,7 @@ def plan_batch(
     """Return (plan, True if its micro-batches are prefix trees) for rows of tokens (T,) int32.
 
     Without `costs` there are no trees. With `part` the rows are a part of a batch, and may be too
-    few for all ranks. Raises what `plan_micro_batches` raises.
-    """
+    few for all ranks. Raises what `plan_micro_batches` raises."""
     padded = Padded([len(row) for row in rows])
     plain = plan_micro_batches(padded, ranks, micro_batch_tokens, updates, part)
     if costs is None:
@@ -162,8 +161,7 @@ def plan_micro_batches(
     largest micro-batch comes first, so that a lack of memory shows at once.
 
     Raises `ValueError` for a row that is too long and, unless the rows are a `part` of a batch, for
-    fewer rows than ranks x updates.
-    """
+    fewer rows than ranks x updates."""
     for row, length in enumerate(packing.lengths):
         if not 0 < length <= micro_batch_tokens:
             raise ValueError(

@@ -49,8 +49,7 @@ def collate(
     that the rank still takes part in the collectives of forward and backward. With `trees`, two or
     more rows get a prefix tree.
 
-    Raises `ValueError` that names a trajectory whose fields contradict each other or the model.
-    """
+    Raises `ValueError` that names a trajectory whose fields contradict each other or the model."""
     fields = [_fields(trajectories[row], vocabulary) for row in rows]
     width = max([2, *(len(tokens) for tokens, *_ in fields)])
     shape = (max(1, len(rows)), width)

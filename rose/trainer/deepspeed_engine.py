@@ -105,8 +105,7 @@ def join_world(
 
     Returns a group of all ranks for tensors in host memory. NCCL can't serve these: its kernels
     spin on the device until all ranks have arrived, when an engine may already use the device.
-    Raises `RendezvousError`, which names all hosts and addresses.
-    """
+    Raises `RendezvousError`, which names all hosts and addresses."""
     import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
 
     if device.type == "cpu":
@@ -170,8 +169,7 @@ class DeepSpeedEngine(Saving):
     """One rank's share of the model and its optimizer, made after `join_world`.
 
     `folder` is the model's, and `neighbours` counts the trainer ranks on this host. Raises what
-    `rose.trainer.model.load` raises.
-    """
+    `rose.trainer.model.load` raises."""
 
     def __init__(
         self,
@@ -289,8 +287,7 @@ class DeepSpeedEngine(Saving):
         Under ZeRO `stepped` is called once this rank's partition is final, before the ranks gather
         each other's.
 
-        Raises `NonFiniteGradient` on every rank. Nothing is applied then.
-        """
+        Raises `NonFiniteGradient` on every rank. Nothing is applied then."""
         with self._scaled(scale):
             return self._update(stepped)
 

@@ -28,9 +28,8 @@ class Growing:
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
         self.scale = 1.0  # factor that turns the sum of gradients into the batch's so far
-        self._unit: tuple[tuple[int, ...], float] | None = (
-            None  # row with a non-zero weight, its weight in the first round
-        )
+        # a row with a non-zero weight, and its weight in the first round
+        self._unit: tuple[tuple[int, ...], float] | None = None
         self._before: tuple[Tensor, Tensor] | None = None
 
     def extend(self, summary: Summary) -> tuple[Tensor, Tensor]:
@@ -38,8 +37,7 @@ class Growing:
         the groups so far. `summary` has the groups of the last call, and more behind them.
 
         Raises `ValueError` if the numbers of the last call's groups change by more than a common
-        factor.
-        """
+        factor."""
         advantages = self._algorithm.advantages(summary).float()
         weights = self._algorithm.token_weights(summary).float()
         spoke = summary.response_tokens > 0  # rows that have a gradient

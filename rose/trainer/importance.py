@@ -34,8 +34,7 @@ class Bounds:
     Without a `cap` there is no correction: every weight is 1. With a `cap` alone, a larger weight
     is cut to it. With a `floor` too, a weight outside of the two is 0 instead (IcePop; Ling Team
     2025, arXiv:2510.18855). With `level` "sequence" all tokens of a row have one weight, the
-    product of their ratios (TRL's `sequence_truncate` and, with a floor, `sequence_mask`).
-    """
+    product of their ratios (TRL's `sequence_truncate` and, with a floor, `sequence_mask`)."""
 
     cap: float | None = None
     floor: float | None = None
@@ -46,8 +45,7 @@ def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds
     """Return exp(proximal - behaviour), bounded as `Bounds` says: (B, T) float32 without gradient,
     0 where mask is 0.
 
-    `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine.
-    """
+    `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine."""
     if bounds.cap is None:
         return mask.float()
     ratio = _ratios(proximal, behaviour, mask, bounds)

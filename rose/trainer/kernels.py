@@ -76,9 +76,8 @@ def compile_layers(policy: Policy) -> None:
     # TORCH_COMPILE_DISABLE is set for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
-    torch.fx.experimental._config.use_duck_shape = (
-        False  # equal lengths of one call may differ in the next
-    )
+    # Equal lengths of one call may differ in the next.
+    torch.fx.experimental._config.use_duck_shape = False
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
     for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
         layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -244,8 +244,7 @@ def load(
     `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split as they are read.
 
     Raises `ValueError` for a model whose config changes its logits or attention (`UNAPPLIED`), and
-    what `adapter.attach` raises. rose/trainer/probe.py finds what no key of a config shows.
-    """
+    what `adapter.attach` raises. rose/trainer/probe.py finds what no key of a config shows."""
     config = AutoConfig.from_pretrained(str(folder))
     for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):

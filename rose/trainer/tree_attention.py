@@ -148,9 +148,7 @@ def why_not_flex(
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
     for variable in OFF:
-        if (
-            os.environ.get(variable) == "1"
-        ):  # flex attention would run uncompiled, with L x L in float32
+        if os.environ.get(variable) == "1":  # without compilation, L x L in float32
             return f"{variable}=1 is set here, so torch compiles no flex attention"
     form = (heads, kv_heads, head_dim, dtype)
     try:  # at the second length torch compiles once more, for all lengths

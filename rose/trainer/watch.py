@@ -29,9 +29,8 @@ class Watch:
         self, beat_s: float, progress: Callable[[], int], report: Callable[[int | None], None]
     ):
         self._beat_s, self._progress, self._report = beat_s, progress, report
-        self._since: float | None = (
-            None  # time.monotonic() of the last report or the step's begin; None outside
-        )
+        # time.monotonic() of the last report or the step's begin; None outside of steps
+        self._since: float | None = None
         self._lock, self._reporting, self._over = threading.Lock(), threading.Lock(), False
         threading.Thread(target=self._beat, name="watch", daemon=True).start()
 
