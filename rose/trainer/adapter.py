@@ -50,8 +50,7 @@ def stored_name(name: str) -> str:
 
 
 def parameter_name(stored: str) -> str:
-    """Inverse of `stored_name` for the adapter's parameters; any other name is returned as it
-    is."""
+    """Inverse of `stored_name` for the adapter's parameters; returns any other name unchanged."""
     for kind in "AB":
         stored = stored.replace(f".lora_{kind}.weight", f".lora_{kind}.{NAME}.weight")
     return stored

@@ -3,8 +3,8 @@
 The coordinator plans and the trainer ranks follow, so this file imports no torch. ZeRO's
 collectives need the same number of micro-batches on every rank, so a rank may get empty ones, for
 which it computes a padding row of weight 0. A micro-batch is either rows padded to the longest, or
-one prefix tree (rose/trainer/prefix_tree.py). `plan_batch` chooses what is cheaper for the whole
-batch."""
+one prefix tree (rose/trainer/prefix_tree.py). `plan_batch` chooses the cheaper for a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -140,8 +140,7 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 
 def flops(shape: ModelShape, sparse: bool = False) -> Costs:
     """Estimate the costs in FLOPs: 2 for each weight of a layer and token, 4 for each pair of
-    tokens and channel. With `sparse` a tree computes only attended pairs, else all, under a dense
-    mask."""
+    tokens and channel. With `sparse` a tree computes attended pairs only, else all (dense mask)."""
     attention = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.mlp_width + shape.experts)

@@ -109,8 +109,7 @@ def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:
 
 
 def _turns(t: Trajectory) -> np.ndarray:
-    """Return (response_tokens,) int64: the turn that generated each of the policy's tokens; 0 if
-    unknown."""
+    """Return the turn that generated each response token, (response_tokens,) int64; 0: unknown."""
     if not t.turn_tokens and not t.turn_rewards:
         return np.zeros(t.response_tokens, np.int64)
     numbers, counts = np.array(t.turn_tokens, np.int64).reshape(-1, 2).T

@@ -166,7 +166,7 @@ def make_deterministic() -> None:
 
 
 class DeepSpeedEngine(Saving):
-    """One rank's share of the model and its optimizer, made after `join_world`.
+    """The share of the model and its optimizer on one rank, made after `join_world`.
 
     `folder` is the model's, and `neighbours` counts the trainer ranks on this host. Raises what
     `rose.trainer.model.load` raises."""
@@ -239,8 +239,7 @@ class DeepSpeedEngine(Saving):
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of `loss`. An update's gradient is the sum over its micro-batches and
-        all ranks."""
+        """Add the gradient of `loss`. An update sums it over micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def rehearse(
@@ -250,8 +249,7 @@ class DeepSpeedEngine(Saving):
         mask: torch.Tensor,
         tree: PrefixTree | None,
     ) -> None:
-        """Run a forward and a backward pass like a step's, before the first step; no gradient is
-        kept."""
+        """Run a step's forward and backward pass before the first step, and keep no gradient."""
         if self.settings.zero_stage == 3:  # hooks that need whole passes, of all ranks together
             self.engine.set_gradient_accumulation_boundary(False)
             logprobs, _ = self(inputs, targets, mask, tree)
@@ -379,8 +377,7 @@ class DeepSpeedEngine(Saving):
         self.reference = Reference(policy, self.device, split)
 
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Copy a parameter's values, gathered where ZeRO-3 has split them; all ranks call it
-        together."""
+        """Copy a parameter's values, gathered under ZeRO-3. All ranks must call it together."""
         import deepspeed
 
         split = [parameter] if self.settings.zero_stage == 3 else []

@@ -36,8 +36,7 @@ class Growing:
         """Return (advantages, weights in the unit of the first round), each (N,) or (N, turns), of
         the groups so far. `summary` has the groups of the last call, and more behind them.
 
-        Raises `ValueError` if the numbers of the last call's groups change by more than a common
-        factor."""
+        Raises `ValueError` if the last call's numbers change by more than a common factor."""
         advantages = self._algorithm.advantages(summary).float()
         weights = self._algorithm.token_weights(summary).float()
         spoke = summary.response_tokens > 0  # rows that have a gradient

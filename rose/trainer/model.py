@@ -111,8 +111,7 @@ class Policy(nn.Module):
         return self.hf.config.vocab_size
 
     def largest_layer(self) -> int:
-        """Elements of the largest layer, also where ZeRO-3 has split it; 0 if no layers are
-        found."""
+        """Elements of the largest layer, also if ZeRO-3 has split it; 0 if no layers are found."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
         sizes = ([getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers)
         return max(map(sum, sizes), default=0)
@@ -132,8 +131,7 @@ class Policy(nn.Module):
         )
 
     def use_flex(self) -> None:
-        """Use flex attention for trees from now on. Not for models with a
-        `prefix_tree.obstacle`."""
+        """Use flex attention for trees from now on, if the model has no `prefix_tree.obstacle`."""
         if self.shared is None:
             self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True

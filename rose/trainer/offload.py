@@ -84,8 +84,7 @@ class Offload:
     def take(self) -> DeviceMemory:
         """Move everything back to the device. Returns its memory afterwards.
 
-        Raises `RuntimeError`, which says how much is free and needed, when the device has too
-        little."""
+        Raises `RuntimeError`, which says what is free and needed, if the device has too little."""
         if self.away:
             try:
                 for storage, nbytes in self._gone:
@@ -131,8 +130,7 @@ class Offload:
 
     @staticmethod
     def _tensors() -> Iterator[Tensor]:
-        """Yield the process's tensors that Python's garbage collector knows, and their
-        gradients."""
+        """Yield the tensors that Python's garbage collector knows, and their gradients."""
         gc.collect()
         for found in gc.get_objects():
             kind = type(found)  # isinstance would make lazily loaded modules load

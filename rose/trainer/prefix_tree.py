@@ -62,8 +62,7 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
-    """Build a tree of made-up rows: row i has shared[i] tokens in common with all, and own[i]
-    more."""
+    """Build a tree of made-up rows: row i has shared[i] tokens in common with all, own[i] more."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
     for row, (begin, end) in enumerate(zip(shared, lengths, strict=False)):

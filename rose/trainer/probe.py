@@ -134,8 +134,7 @@ def _computed(
 
 @contextmanager
 def _own_forward(policy: Policy) -> Iterator[None]:
-    """Make `policy` compute by the model's own `forward`, in evaluation mode, within this
-    context."""
+    """Make `policy` use the model's own `forward`, in evaluation mode, within this context."""
 
     def forward(
         inputs: Tensor, targets: Tensor, mask: Tensor, tree: None, experts: Tensor | None

@@ -82,8 +82,7 @@ class ReplicaEngine:
         return here.to(self.device)
 
     def try_flex(self) -> None:
-        """Use flex attention if it works here, else a dense mask up to the trainer's token
-        limit."""
+        """Use flex attention if it works here, else a dense mask up to `DENSE_TOKENS`."""
         tokens = self.settings.micro_batch_tokens
         if not (why := self.policy.why_not_flex(self.device)):
             self.policy.use_flex()

@@ -122,8 +122,7 @@ class SavedStates:
 
 
 def _across(ends: list[int], whole: Range) -> Iterator[Range]:
-    """Cut a range, whose `at` is an index over all groups, at their `ends` into parts in one
-    group."""
+    """Cut a range, whose `at` counts over all groups, at the groups' `ends`."""
     start = 0
     shift = whole.at - whole.begin  # index over all groups - index in the parameter
     for group, end in enumerate(ends):

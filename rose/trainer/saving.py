@@ -1,5 +1,4 @@
-"""A mixin of `DeepSpeedEngine` that saves a trainer rank's part of a checkpoint, and continues from
-one."""
+"""A mixin of `DeepSpeedEngine` that saves and loads a trainer rank's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class Saving:
         self.writer.finish(folder, error)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is being written. Raises `TimeoutError` after
-        `SAVE_BEFORE_S`."""
+        """Wait until no checkpoint is being written; `TimeoutError` after `SAVE_BEFORE_S`."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "

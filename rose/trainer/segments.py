@@ -19,8 +19,7 @@ from rose.protocol import Trajectory, pack_tokens
 
 
 def find(trajectories: list[Trajectory]) -> list[list[int]]:
-    """List the segment numbers of each trajectory's turns; [] if no trajectory forked off
-    another."""
+    """List the segment number of each turn of each trajectory; [] if no trajectory forked."""
     if not any(t.inherited for t in trajectories):
         return []
     sharing: dict[Hashable, list[int]] = defaultdict(list)  # turn -> rows that have it

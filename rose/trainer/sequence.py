@@ -27,9 +27,9 @@ NAME = "rose_sequence"  # our name in transformers' registry of attention functi
 
 
 class SequenceGroup:
-    """This rank's group of `size` neighbours, which all ranks make together. They must connect
-    within `MEET_S` seconds. After that, a collective that takes over `timeout_s` seconds fails.
-    Raises `RendezvousError`."""
+    """The group of this rank and its neighbours, `size` in all, which all ranks make together. They
+    must connect within `MEET_S` seconds, else `RendezvousError`. After that, a collective that
+    takes over `timeout_s` seconds fails."""
 
     def __init__(self, size: int, device: torch.device, timeout_s: float):
         rank = torch.distributed.get_rank()

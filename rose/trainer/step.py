@@ -161,8 +161,7 @@ class Step:
                 self.sums[name] += value if self.engine.rank == 0 else 0.0
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
-        """Compute this micro-batch's part of the batch's loss, and add its statistics to the
-        sums."""
+        """Compute this micro-batch's part of the loss, and add its statistics to the sums."""
         logprobs, entropy = self._forward(batch)
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
@@ -221,8 +220,7 @@ class Step:
             ) from None
 
     def _reduced(self) -> dict[str, float]:
-        """Reduce over ranks: sums for each response token (the loss: in all), the slowest's
-        times."""
+        """Reduce over ranks: sums per response token (except the loss), and the slowest's times."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names]).double()
         largest = [float(self.ratio_max), *self.seconds.values()]

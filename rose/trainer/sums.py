@@ -77,8 +77,7 @@ class Sum:
         os.close(self._file)
 
     def add(self, name: str, held: Tensor, begin: int) -> None:
-        """Add the parameter's values from index `begin` on to `held` (n,), a part of its
-        gradient."""
+        """Add the parameter's values from `begin` on to `held` (n,), a part of its gradient."""
         end = begin + len(held)
         if name not in self._index:
             raise OSError(f"{self._path}: it has no {name}, which the trainer has")

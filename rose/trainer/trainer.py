@@ -1,5 +1,5 @@
-"""One trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm by name
-and no MPI.
+"""The work of a trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm
+by name, and no MPI.
 
 A step first computes advantages and weights from the batch's summary, and proximal
 log-probabilities for every update but the first, whose own forward passes give them. Then each
@@ -204,8 +204,8 @@ class Trainer:
             return self._publisher.publish(version, send)
 
     def tidy(self) -> None:
-        """Make the store shorter for late readers, and smaller. Call it while no other rank
-        waits."""
+        """Write a full version if one is due, and remove old ones (`Publisher.tidy`). Call it while
+        no rank waits for this one."""
         with self.recorder.timed("tidy"):
             self._publisher.tidy()
 
@@ -228,8 +228,7 @@ class Trainer:
     def give_device_back(self) -> DeviceMemory:
         """Move all memory of the device that can be moved to the host. Until `take_device` only
         `tidy` is allowed. Returns the device's memory afterwards. On a CPU it first waits for a
-        checkpoint, whose copies are host memory, too, and raises `TimeoutError` if that takes too
-        long."""
+        checkpoint, whose copies are host memory, too; `TimeoutError` if that takes too long."""
         with self.recorder.timed("offload"):
             self.engine.forget_gathered()
             return self._offload.give_back()
@@ -240,8 +239,7 @@ class Trainer:
             return self._offload.take()
 
     def progress(self) -> int:
-        """Count the collectives and micro-batches that this rank has begun. Any thread may call
-        it."""
+        """Count the collectives and micro-batches that this rank has begun, from any thread."""
         return watch.collectives() + self.engine.micro_batches
 
     def close(self) -> None:

@@ -54,8 +54,7 @@ def attended(
 
 
 def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) -> PrefixTree:
-    """Pad the tree to a multiple of tokens, with tokens behind it that attend only to
-    themselves."""
+    """Pad the tree to a multiple of tokens, by tokens behind it that see only themselves."""
     length = len(tree.tokens)
     more = -(-max(smallest, length) // multiple) * multiple - length
     if not more:
@@ -90,8 +89,7 @@ def block_mask(ends: Tensor) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[queries, keys] bool -> count in each row, and column indices with the True ones first;
-    int32."""
+    """[queries, keys] bool -> int32 count in each row, column indices with True ones first."""
     places = chosen.int().argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1, dtype=torch.int32)[None, None], places.int()[None, None]
 
@@ -148,7 +146,7 @@ def why_not_flex(
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
     for variable in OFF:
-        if os.environ.get(variable) == "1":  # without compilation, L x L in float32
+        if os.environ.get(variable) == "1":  # uncompiled: L x L in float32
             return f"{variable}=1 is set here, so torch compiles no flex attention"
     form = (heads, kv_heads, head_dim, dtype)
     try:  # at the second length torch compiles once more, for all lengths

@@ -76,7 +76,6 @@ class Watch:
 
 
 def collectives() -> int:
-    """Count the collectives that this process has begun, in all groups; torch has no public
-    call."""
+    """Count the collectives that this process has begun, in all groups; by a private call."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in list(groups))

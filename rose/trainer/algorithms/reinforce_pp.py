@@ -37,8 +37,7 @@ class ReinforcePP:
 
     def advantages(self, summary: Summary) -> Tensor:
         """Compute (A - mean) / std over the tokens of the batch, which have their trajectory's A.
-        So a trajectory counts once for each response token, as in OpenRLHF. 0 if all A are
-        equal."""
+        So a trajectory counts once for each response token, as in OpenRLHF. 0 if A is constant."""
         rewards = summary.rewards.double()
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
         # (N,): each trajectory's share of the batch's tokens

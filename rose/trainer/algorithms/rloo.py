@@ -42,8 +42,7 @@ class Rloo:
             )
 
     def advantages(self, summary: Summary) -> Tensor:
-        """Compute r_i - mean of the group's others = n / (n - 1) * (r_i - group mean); 0 if n =
-        1."""
+        """Compute r_i - mean of the others = n / (n - 1) * (r_i - group mean); 0 if n = 1."""
         size = group_sizes(summary.groups)
         return (centred(summary.rewards, summary.groups) * size / (size - 1).clamp(min=1)).float()
 

@@ -46,8 +46,7 @@ class TreeGrpo(Grpo):
     trains_segments: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
-        """Compute (N, K) float32, for each turn its segment's advantage; (N,) where nothing
-        forks."""
+        """Compute each turn's advantage, its segment's: (N, K) float32; (N,) without forks."""
         rewards, forest = summary.rewards.double(), _Forest(summary)
         advantages = forest.of_turns(forest.beside_siblings(rewards.tolist()))
         if self.scale_by_std:
@@ -96,8 +95,7 @@ class _Forest:
         return [math.prod(1 / len(self._below[segment]) for segment in path) for path in self.paths]
 
     def of_turns(self, values: dict[int, float]) -> Tensor:
-        """Values of segments -> values of turns, (N, K) or (N,) float64, 0 where there is no
-        turn."""
+        """Values of segments -> of turns, (N, K) or (N,) float64; 0 where there is no turn."""
         table = self._turns.new_zeros(int(self._turns.max()) + 2).double()  # last: 0, for no turn
         for segment, value in values.items():
             if not isinstance(segment, tuple):
