@@ -26,7 +26,7 @@ def attach(hf: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Freeze the model and add new LoRA layers to the modules of `lora.targets`. A is random
     (torch's generator) and B is zero, so the output doesn't change yet. Raises `ValueError` for a
     target that the model doesn't have."""
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+    from peft import LoraConfig, inject_adapter_in_model  # an import of seconds
 
     modules = {name.rpartition(".")[2] for name, _ in hf.named_modules()}
     if absent := sorted(set(lora.targets) - modules):

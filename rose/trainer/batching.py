@@ -151,7 +151,7 @@ def flops(shape: ModelShape, sparse: bool = False) -> Costs:
 def plan_micro_batches(
     packing: Packing, ranks: int, micro_batch_tokens: int, updates: int, part: bool = False
 ) -> Plan:
-    """Plan plan[rank][update][micro-batch] -> rows of the batch. Every row occurs once, and the
+    """Return plan[rank][update][micro-batch] -> rows of the batch. Every row occurs once, and the
     same input gives the same plan.
 
     No micro-batch is larger, by `packing`, than `micro_batch_tokens`. Within an update every rank

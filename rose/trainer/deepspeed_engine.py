@@ -106,12 +106,12 @@ def join_world(
     Returns a group of all ranks for tensors in host memory. NCCL can't serve these: its kernels
     spin on the device until all ranks have arrived, when an engine may already use the device.
     Raises `RendezvousError`, which names all hosts and addresses."""
-    import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
+    import deepspeed  # imported late: it reads DS_ACCELERATOR at import
 
     if device.type == "cpu":
-        # Without this, DeepSpeed would compile its shared-memory allreduce at first use (160 s),
-        # which only speeds up a run on one machine. It is the only operator that DeepSpeed looks
-        # up here, and the look-up would first try the compilers for all of its operators.
+        # Without this line DeepSpeed would compile its shared-memory allreduce at first use (160
+        # s), which only speeds up a run on one machine. It is the only operator that DeepSpeed
+        # looks up here, and the look-up would first try the compilers for all of its operators.
         deepspeed.ops.__compatible_ops__ = {}
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed's source for its device
     backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)

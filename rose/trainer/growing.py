@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Algorithm, Summary
 
-ROUNDING = 1e-5  # relative: float32 sums over a batch in another order differ by less
+ROUNDING = 1e-5  # relative tolerance; float32 sums over a batch in two orders differ by less
 
 
 class Growing:

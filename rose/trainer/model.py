@@ -65,7 +65,7 @@ class Head(nn.Module):
         return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
 
     def _computed(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # torch would compile separately for no rows and for one.
+        # No rows, or one, run uncompiled: torch would compile separately for each.
         return (self.chunk if len(hidden) > 1 else self._chunk)(hidden, targets)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ class Reference:
         if split is None:
             self._forward = policy.to(device)
         else:
-            import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
+            import deepspeed  # imported late: it reads DS_ACCELERATOR at import
 
             self._forward, *_ = deepspeed.initialize(
                 model=policy, dist_init_required=False, config=split

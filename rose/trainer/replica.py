@@ -197,7 +197,7 @@ class Replica:
         if self._receiver is None or self._receiver.where[0] != store:
             if self._receiver is not None:
                 self._receiver.close()
-                self._held = None  # numbers mean nothing in another store
+                self._held = None  # a version's number has no meaning in another store
             self._receiver = Receiver(store, None, t.relay_token_file, whole, self._live)
         threads = t.threads or self.config.rollout.threads or usable_threads()
         dense = int(t.stage_gib * 2**30)

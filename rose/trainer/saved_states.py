@@ -180,7 +180,7 @@ def _states(path: Path) -> dict[str, Any]:
 
 def deepspeed_objects() -> list[Any]:
     """List the classes of which DeepSpeed's files hold objects, for `loaded`."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # takes seconds
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # an import of seconds
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 

@@ -1,9 +1,10 @@
 """The work of a trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm
 by name, and no MPI.
 
-A step first computes advantages and weights from the batch's summary, and proximal
-log-probabilities for every update but the first, whose own forward passes give them. Then each
-update computes the loss of `algorithms.base`, one micro-batch after another. With several updates
+A step first computes advantages and weights from the batch's summary and, if the algorithm needs
+them, proximal log-probabilities for every update but the first, whose own forward passes give them.
+Then each update computes the loss of `algorithms.base`, one micro-batch after another. With several
+updates
 each one's loss is multiplied by their number, so that it is as large as the whole batch's and
 gradient clipping means the same. With `trainer.stream` a step's groups arrive in rounds, of which
 only the last changes weights; rose/trainer/growing.py says why the result is the same.
@@ -204,8 +205,8 @@ class Trainer:
             return self._publisher.publish(version, send)
 
     def tidy(self) -> None:
-        """Write a full version if one is due, and remove old ones (`Publisher.tidy`). Call it while
-        no rank waits for this one."""
+        """Write a full version if one is due, and remove old edges (`Publisher.tidy`). Call it
+        while no rank waits for this one."""
         with self.recorder.timed("tidy"):
             self._publisher.tidy()
 
@@ -244,7 +245,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave torch.distributed. Waits for a checkpoint that is being written, but at most half
-        of cluster.stop_timeout_s, after which the launcher of a stopped job kills the ranks."""
+        of cluster.stop_timeout_s: the launcher of a stopped job kills the ranks after that time."""
         self.engine.writer.wait(self.config.cluster.stop_timeout_s / 2)
         torch.distributed.destroy_process_group()
 
