@@ -23,7 +23,8 @@ from transformers import AttentionInterface
 from rose.comm.address import MEET_S, RendezvousError
 from rose.trainer import tree_attention
 
-NAME = "rose_sequence"  # our name in transformers' registry of attention functions; it gets no mask
+# Our name in transformers' registry of attention functions. Its registry of masks has none for it.
+NAME = "rose_sequence"
 
 
 class SequenceGroup:

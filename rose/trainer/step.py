@@ -59,7 +59,7 @@ class Step:
         self.updates: list[list[MicroBatch]] = []
         self.others: list[protocol.GradientSum] = []  # sums that replicas computed for this step
         zero = torch.zeros((), device=self.device)
-        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # a lambda would make a cycle
+        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle: freed at once
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
 

@@ -4,10 +4,9 @@ by name, and no MPI.
 A step first computes advantages and weights from the batch's summary and, if the algorithm needs
 them, proximal log-probabilities for every update but the first, whose own forward passes give them.
 Then each update computes the loss of `algorithms.base`, one micro-batch after another. With several
-updates
-each one's loss is multiplied by their number, so that it is as large as the whole batch's and
-gradient clipping means the same. With `trainer.stream` a step's groups arrive in rounds, of which
-only the last changes weights; rose/trainer/growing.py says why the result is the same.
+updates each one's loss is multiplied by their number, so that it is as large as the whole batch's
+and gradient clipping means the same. With `trainer.stream` a step's groups arrive in rounds, of
+which only the last changes weights; rose/trainer/growing.py says why the result is the same.
 """
 
 from __future__ import annotations
