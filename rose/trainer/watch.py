@@ -69,7 +69,7 @@ class Watch:
                 return False
             try:
                 self._report(begun)
-            except OSError as error:  # an error of the run's folder, which may be gone at the next
+            except OSError as error:  # the run's folder failed; the next report may succeed
                 print(f"this rank's progress can't be written: {error}", flush=True)
                 return False
             return True
