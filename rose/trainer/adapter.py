@@ -1,7 +1,7 @@
 """The adapter that is trained instead of the model's own weights: PEFT's LoRA layers.
 
-Versions have its matrices as vLLM keeps them: B already multiplied by alpha / rank. Their names are
-those of the matrices beside which they stand, with `lora_A` or `lora_B`.
+A policy version has the adapter's matrices as vLLM keeps them, B already multiplied by alpha /
+rank. A and B are named after the model's matrix that they change, with `lora_A` or `lora_B`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from rose.trainer.shards import patterns_of
 from rose.transfer.base import Base, measure
 from rose.transfer.blocks import Tensor
 
-NAME = "default"  # PEFT's, of the only adapter
+NAME = "default"  # PEFT's name of a model's only adapter
 
 
 def attach(hf: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze the model and put new LoRA layers beside its targets: A random by torch's generator, B
-    zero, so that nothing changes yet. Raises `ValueError` for a target that it doesn't have."""
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+    """Freeze the model and add new LoRA layers to the modules of `lora.targets`. A is random
+    (torch's generator) and B is zero, so the output doesn't change yet. Raises `ValueError` for a
+    target that the model doesn't have."""
+    from peft import LoraConfig, inject_adapter_in_model  # an import of seconds
 
     modules = {name.rpartition(".")[2] for name, _ in hf.named_modules()}
     if absent := sorted(set(lora.targets) - modules):
@@ -43,25 +44,25 @@ def attach(hf: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def stored_name(name: str) -> str:
-    """A parameter's name in a store or the model's folder, from that in the model with PEFT's
-    layers."""
+    """Turn a parameter's name in the model with PEFT's layers into the one that stores of versions
+    and the model's folder use."""
     return name.replace(".base_layer.", ".").replace(f".{NAME}.weight", ".weight")
 
 
 def parameter_name(stored: str) -> str:
-    """Inverse of `stored_name` for the adapter's own."""
+    """Inverse of `stored_name` for the adapter's parameters; returns any other name unchanged."""
     for kind in "AB":
         stored = stored.replace(f".lora_{kind}.weight", f".lora_{kind}.{NAME}.weight")
     return stored
 
 
 def is_scaled(stored: str) -> bool:
-    """Whether a version has this tensor times alpha / rank."""
+    """True for the tensors that a version has multiplied by alpha / rank: every B."""
     return stored.endswith(".lora_B.weight")
 
 
 def scales(lora: Lora, weights: list[tuple[str, nn.Parameter]]) -> dict[str, float]:
-    """By what the values of a version are larger than the parameters."""
+    """Stored name -> the factor, alpha / rank, between the parameter and a version's values."""
     return {name: lora.scale for name, _ in weights if is_scaled(name)}
 
 
@@ -71,8 +72,9 @@ def base_of(
     dtype: torch.dtype,
     cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
 ) -> Base:
-    """The hashes of the weights below the adapter in the engines' `dtype`. `whole(parameter)`: its
-    values, which ranks that share it gather together; `cuts` as of `Trainer.open_store`."""
+    """Hash the frozen weights that the adapter is trained on, in the engines' `dtype`. All ranks
+    call this together: `whole(parameter)` gathers its values where ranks share them. `cuts` is that
+    of `Trainer.open_store`."""
     name = str(dtype).removeprefix("torch.")
 
     def read(parameter: nn.Parameter) -> Callable[[], np.ndarray]:
@@ -85,16 +87,17 @@ def base_of(
 
 
 def keep_own(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    """Hook of `state_dict`: a checkpoint has the adapter alone. DeepSpeed leaves frozen parameters
-    out, but not the second name of one that the head shares."""
+    """Hook of `state_dict`: drop everything but the adapter, for checkpoints. DeepSpeed drops
+    frozen parameters by itself, but keeps the second name of a matrix that embeddings and head
+    share."""
     for name in [name for name in state if ".lora_" not in name]:
         del state[name]
 
 
 @contextmanager
 def left_out(hf: nn.Module) -> Iterator[None]:
-    """The model is the base meanwhile. By a scale of 0, as PEFT's own switch would take the
-    adapter's parameters out of the optimizer's sight."""
+    """Switch the adapter off within this context, by a scale of 0. PEFT's own switch would set
+    requires_grad=False on the adapter's parameters, which the optimizer then no longer sees."""
     layers = [layer for layer in hf.modules() if hasattr(layer, "lora_A")]
     before = [layer.scaling[NAME] for layer in layers]
     for layer in layers:

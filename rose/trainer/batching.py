@@ -1,9 +1,9 @@
-"""Which rows of a batch go into which micro-batch of which trainer rank.
+"""The plan of a batch: which rows go into which micro-batch of which trainer rank.
 
-No torch: the coordinator plans, the trainer ranks follow. ZeRO's collectives need the same number
-of micro-batches on every rank, so a rank may get empty ones (it runs a padding row of weight 0). A
-micro-batch is either rows padded to the longest, or one prefix tree (rose/trainer/prefix_tree.py);
-`plan_batch` takes the cheaper for the whole batch.
+The coordinator plans and the trainer ranks follow, so this file imports no torch. ZeRO's
+collectives need the same number of micro-batches on every rank, so a rank may get empty ones, for
+which it computes a padding row of weight 0. A micro-batch is either rows padded to the longest, or
+one prefix tree (rose/trainer/prefix_tree.py). `plan_batch` chooses the cheaper for a whole batch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,34 @@ from rose import protocol as p
 from rose.config import ModelShape
 from rose.protocol import Costs
 
-# Of one chunk of the head: 128 MiB in float32, where larger was no faster; on GPUs 1 GiB, so that
-# the output matrix is read, and its gradient added to, an eighth as often.
+# Logits that the head computes in one chunk. On a CPU they take 128 MiB in float32; larger chunks
+# were no faster. On a GPU they take 1 GiB, so that the output matrix is read, and its gradient
+# added to, an eighth as often.
 LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
-MASKED = 2.0  # cost of an attention pair under a dense mask, against a causal kernel's, on a CPU
-SPARSE = 1.3  # of flex attention if it isn't measured, and of stretches
-PARTLY = 128  # pairs a token that flex attention computes in vain: it leaves out whole blocks only
+# The cost of a pair of tokens in attention, relative to a pair in a causal kernel. MASKED holds for
+# a dense mask on a CPU, SPARSE for stretches and for flex attention where it isn't measured.
+MASKED = 2.0
+SPARSE = 1.3
+# Unattended pairs that flex attention computes for each token: it skips only whole blocks of 128.
+PARTLY = 128
 
 Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
 
 
 class Packing(Protocol):
-    """How many tokens a micro-batch computes. `order`: rows that go well together, adjacent."""
+    """The number of tokens that a micro-batch computes. In `order`, rows that are cheap to compute
+    together are adjacent."""
 
     lengths: list[int]
     order: list[int]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
-        """Size of `rows`, which is `size`, and `row` behind them (in `order`)."""
+        """Return the size of `rows` and `row`. `size` is that of `rows`, and `row` comes after them
+        in `order`."""
 
 
 class Padded:
-    """Rows x longest."""
+    """Rows padded to the longest: a micro-batch computes rows x longest tokens."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -51,14 +57,15 @@ class Padded:
 
 
 class Shared:
-    """Distinct prefixes: what rows have in common at their beginning counts once."""
+    """Rows as a prefix tree: tokens that rows have in common at their beginning count once."""
 
     def __init__(self, rows: list[np.ndarray]) -> None:
         """`rows` hold each row's tokens, (T,) int32."""
         self.lengths = [len(row) for row in rows]
         self.order = sorted(range(len(rows)), key=lambda row: (rows[row].tolist(), row))
         self._place = {row: place for place, row in enumerate(self.order)}
-        # With the row before in `order`. Rows farther apart share the least of what lies between.
+        # Tokens in common with the row before, in `order`. Two rows farther apart share the minimum
+        # over the rows between them.
         self._shared = [0, *(common(rows[a], rows[b]) for a, b in pairwise(self.order))]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
@@ -67,10 +74,11 @@ class Shared:
         return size + self.lengths[row] - self._in_common(rows[-1], row)
 
     def pairs(self, rows: list[int], dense: bool) -> float:
-        """Pairs that attention computes in the tree of `rows`: all, or those attended and waste."""
+        """Pairs of tokens that attention computes in the tree of `rows`. A dense mask computes all
+        of them; otherwise it is the attended pairs and `PARTLY` a token."""
         if dense:
             return float(size_of(rows, self) ** 2)
-        # where each leaves the one before
+        # tokens that each row shares with the row before it
         depths = [0, *(self._in_common(a, b) for a, b in pairwise(rows))]
         return sum(
             (self.lengths[row] * (self.lengths[row] + 1) - depth * (depth + 1)) / 2
@@ -83,14 +91,14 @@ class Shared:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two rows have in common at their beginning."""
+    """Count the tokens that two rows have in common at their beginning."""
     most = min(len(a), len(b))
     different = np.flatnonzero(a[:most] != b[:most])
     return int(different[0]) if len(different) else most
 
 
 def size_of(rows: list[int], packing: Packing) -> int:
-    """Tokens that a micro-batch computes."""
+    """Tokens that a micro-batch of these rows computes."""
     size = 0
     for at, row in enumerate(rows):
         size = packing.grown(size, rows[:at], row)
@@ -105,11 +113,10 @@ def plan_batch(
     costs: Costs | None,
     part: bool = False,
 ) -> tuple[Plan, bool]:
-    """(plan, whether its micro-batches are prefix trees) for rows of tokens (T,) int32; no trees
-    without `costs`. `part`: the rows are a part of a batch, which may be too few for all ranks.
+    """Return (plan, True if its micro-batches are prefix trees) for rows of tokens (T,) int32.
 
-    Raises what `plan_micro_batches` raises.
-    """
+    Without `costs` there are no trees. With `part` the rows are a part of a batch, and may be too
+    few for all ranks. Raises what `plan_micro_batches` raises."""
     padded = Padded([len(row) for row in rows])
     plain = plan_micro_batches(padded, ranks, micro_batch_tokens, updates, part)
     if costs is None:
@@ -132,8 +139,8 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 
 
 def flops(shape: ModelShape, sparse: bool = False) -> Costs:
-    """Costs by arithmetic: 2 per weight of a layer and token, 4 per pair and channel. `sparse`: of
-    a tree only what is attended to is computed, else under a dense mask."""
+    """Estimate the costs in FLOPs: 2 for each weight of a layer and token, 4 for each pair of
+    tokens and channel. With `sparse` a tree computes attended pairs only, else all (dense mask)."""
     attention = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.mlp_width + shape.experts)
@@ -144,17 +151,16 @@ def flops(shape: ModelShape, sparse: bool = False) -> Costs:
 def plan_micro_batches(
     packing: Packing, ranks: int, micro_batch_tokens: int, updates: int, part: bool = False
 ) -> Plan:
-    """plan[rank][update][micro-batch] -> rows of the batch; every row once, the same plan for the
-    same input.
+    """Return plan[rank][update][micro-batch] -> rows of the batch. Every row occurs once, and the
+    same input gives the same plan.
 
-    A micro-batch's size by `packing` is at most `micro_batch_tokens`. Within an update every rank
+    No micro-batch is larger, by `packing`, than `micro_batch_tokens`. Within an update every rank
     has the same number of micro-batches, as few as the limit allows, and sizes are balanced over
-    ranks. Each update gets a like share of rows from all along the packing's order. A rank's
-    largest micro-batch comes first: if memory is short, it shows at once.
+    ranks. Each update gets about as many rows from every range of the packing's order. A rank's
+    largest micro-batch comes first, so that a lack of memory shows at once.
 
-    Raises `ValueError` for a row that is too long and, unless they are a `part` of a batch, for
-    fewer rows than ranks x updates.
-    """
+    Raises `ValueError` for a row that is too long and, unless the rows are a `part` of a batch, for
+    fewer rows than ranks x updates."""
     for row, length in enumerate(packing.lengths):
         if not 0 < length <= micro_batch_tokens:
             raise ValueError(
@@ -178,13 +184,13 @@ def plan_micro_batches(
 
 
 def _snake(place: int, updates: int) -> int:
-    """0 1 2 2 1 0 0 1 2 ...: no update gets the longer row of every round."""
+    """Deal places to updates as 0 1 2 2 1 0 0 1 2 ...: none gets the longest row of each round."""
     turn, step = divmod(place, updates)
     return step if turn % 2 == 0 else updates - 1 - step
 
 
 def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
-    """Rows, in order, cut into as few runs of at most `limit` tokens as there can be."""
+    """Cut rows, in their order, into as few runs of at most `limit` tokens as possible."""
     bins: list[list[int]] = []
     size = 0
     for row in rows:
@@ -199,9 +205,11 @@ def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
 
 
 def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> list[list[int]]:
-    """A multiple of `ranks` bins of like size: the smallest limit that gives no more of them."""
+    """Cut rows into bins of like size, whose number is the smallest multiple of `ranks` that
+    `limit` allows. A bisection finds the smallest limit that gives no more bins than that; if it
+    gives fewer, the largest are halved and then empty bins added."""
     count = -(-len(_fill(rows, packing, limit)) // ranks) * ranks
-    low, high = max(packing.lengths[row] for row in rows), limit  # a limit of `high` is known to do
+    low, high = max(packing.lengths[row] for row in rows), limit  # `high` is known to suffice
     while low < high:
         middle = (low + high) // 2
         if len(_fill(rows, packing, middle)) <= count:
@@ -220,7 +228,8 @@ def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> lis
 
 
 def _deal(bins: list[list[int]], packing: Packing, ranks: int) -> list[list[list[int]]]:
-    """Largest first, each to the rank with the least work: as many bins to every rank."""
+    """Deal the bins, the largest first, each to the rank with the least work so far. Every rank
+    gets the same number."""
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for rows in sorted(bins, key=lambda b: -size_of(b, packing)):
@@ -231,8 +240,8 @@ def _deal(bins: list[list[int]], packing: Packing, ranks: int) -> list[list[list
     return dealt
 
 
-PART_BYTES = 16 * 2**20  # of trajectories in one message
-TOKEN_BYTES = 13  # token, log-probability and version of 4 bytes each, mask of 1
+PART_BYTES = 16 * 2**20  # most bytes of trajectories in one message
+TOKEN_BYTES = 13  # bytes a token: its id, log-probability and version (4 each) and mask (1)
 
 
 def train_messages(
@@ -245,7 +254,8 @@ def train_messages(
     more: bool = False,
     sums: Sequence[p.GradientSum] = (),
 ) -> list[p.Message]:
-    """`TrainStep`, then the samples of the rank's rows in `TrainPart`s of bounded size."""
+    """Build a rank's messages of a step: a `TrainStep`, then `TrainPart`s with the samples of the
+    rank's rows, about `PART_BYTES` each."""
     rows = [row for update in micro_batches for batch in update for row in batch]
     parts: list[list[int]] = [[]]
     size = 0

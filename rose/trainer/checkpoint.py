@@ -1,8 +1,8 @@
 """Checkpoints of a run: a folder per step, complete or absent.
 
-``checkpoints/step-000010.tmp/`` is filled by the trainer ranks, each of which marks its part when
-all of it is on disk; the coordinator adds its own state and renames the folder to ``step-000010/``:
-one without ``.tmp`` is whole, whenever the job was killed.
+The trainer ranks fill ``checkpoints/step-000010.tmp/``, and each marks its part when all of it is
+on disk. Then the coordinator adds its own state and renames the folder to ``step-000010/``. So a
+folder without ``.tmp`` is complete, whenever the job was killed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rose.files import write_whole
 from rose.transfer.store import sync
 
 COORDINATOR_STATE, TRAINER_STATE = "coordinator.json", "trainer.json"
-SAVED, FAILED = "saved", "failed"  # marks of the trainer ranks
-MARK = re.compile(rf"({SAVED}|{FAILED})-(\d+)")  # and no name under which one is being written
+SAVED, FAILED = "saved", "failed"  # names of the trainer ranks' marks
+MARK = re.compile(rf"({SAVED}|{FAILED})-(\d+)")  # no match for a mark's temporary name
 
 
 @dataclass
@@ -39,8 +39,8 @@ class SaveFailed(RuntimeError):
 
 
 def mark(folder: Path, rank: int, error: str) -> None:
-    """Trainer rank `rank` has written its part of `folder`, or could not: `error`. A folder that is
-    gone, of an attempt that has ended, is nobody's any more."""
+    """Mark the part of trainer rank `rank` in `folder` as saved or, with an `error`, as failed. A
+    mark that can't be written is only printed: the folder of an attempt that ended may be gone."""
     name = f"{FAILED if error else SAVED}-{rank:05d}"
     try:
         write_whole(Path(folder) / name, error.encode(), sync=True)
@@ -49,12 +49,12 @@ def mark(folder: Path, rank: int, error: str) -> None:
 
 
 def marks(folder: Path) -> list[re.Match]:
-    """Return the marks of ranks that have ended their part, well or not."""
+    """Return the marks of the ranks that saved their part or failed."""
     return [found for name in os.listdir(folder) if (found := MARK.fullmatch(name))]
 
 
 def saved(folder: Path) -> int:
-    """How many ranks have written their part. Raises `SaveFailed` with what one of them met."""
+    """Count the ranks that saved their part. Raises `SaveFailed` with the error of a failed one."""
     there = marks(folder)
     for found in there:
         if found[1] == FAILED:
@@ -68,7 +68,7 @@ def _folder(run_dir: Path) -> Path:
 
 
 def complete(run_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """List the complete checkpoints, oldest first."""
     found = [d for d in _folder(run_dir).glob("step-*") if re.fullmatch(r"step-\d+", d.name)]
     return sorted(found, key=step_of)
 
@@ -82,7 +82,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The coordinator's state. Raises `ValueError` naming the file when it is damaged."""
+    """Read the coordinator's state. Raises `ValueError` that names the file when it is damaged."""
     path = Path(checkpoint) / COORDINATOR_STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -97,10 +97,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, Any]:
-    """What the trainer noted beside DeepSpeed's files: updates applied, and the ranks, stage and
-    dtype that saved.
+    """Read the trainer's note beside DeepSpeed's files: the number of updates, and the ranks, ZeRO
+    stage and dtype of the run that saved.
 
-    Raises `ValueError` when it is absent, or can't be continued with this configuration.
+    Raises `ValueError` when it is absent or damaged, or this configuration can't continue from it.
     """
     path = Path(checkpoint) / TRAINER_STATE
     if not path.is_file():
@@ -138,7 +138,7 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
 
 
 def change(saved: tuple[int, int], now: tuple[int, int]) -> str:
-    """Of (trainer ranks, ZeRO's stage), in words."""
+    """Describe the change from one (trainer ranks, ZeRO's stage) to another, for messages."""
     before, after = (
         f"{ranks} trainer rank{'s' * (ranks > 1)} with ZeRO {stage}"
         for ranks, stage in (saved, now)
@@ -147,7 +147,7 @@ def change(saved: tuple[int, int], now: tuple[int, int]) -> str:
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """An empty folder for the trainer ranks to write into."""
+    """Make an empty folder for the trainer ranks to write into."""
     folder = _folder(run_dir) / f"step-{step:06d}.tmp"
     remove_halves(run_dir)
     folder.mkdir(parents=True)
@@ -155,19 +155,20 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def remove_halves(run_dir: Path) -> None:
-    """Remove what an interrupted attempt left: the next one may need the room."""
+    """Remove incomplete checkpoints of interrupted attempts: the next one may need the space."""
     for left in _folder(run_dir).glob("step-*.tmp"):
         shutil.rmtree(left)
 
 
 def commit(folder: Path, state: dict[str, Any], keep: int, spared: Collection[int] = ()) -> Path:
-    """Add the coordinator's state, make `folder` a checkpoint, remove all but the `keep` newest and
-    those of the steps `spared`. The ranks have brought their files to the disk."""
+    """Add the coordinator's state to `folder` and make it a checkpoint, once the ranks' files are
+    on disk. Then remove all but the `keep` newest and those of the steps `spared`."""
     write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode(), sync=True)
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(path)
     final = folder.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)  # of an attempt that was interrupted and is made again
+    # An interrupted attempt may have saved the same step.
+    shutil.rmtree(final, ignore_errors=True)
     os.rename(folder, final)
     sync(final.parent)
     remove_old(final.parent.parent, keep, spared)
@@ -178,4 +179,5 @@ def remove_old(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
     """Remove all checkpoints but the `keep` newest and those of the steps `spared`."""
     for old in complete(run_dir)[:-keep]:
         if step_of(old) not in spared:
-            shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half-deleted, it is no checkpoint
+            # Renamed first, so that a half-deleted folder is not taken for a checkpoint.
+            shutil.rmtree(old.rename(old.with_suffix(".tmp")))

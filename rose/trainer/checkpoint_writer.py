@@ -1,10 +1,10 @@
-"""Writes a rank's part of a checkpoint while training goes on.
+"""A thread that writes a rank's part of a checkpoint while training goes on.
 
-DeepSpeed hands every file of a checkpoint to its checkpoint engine. This one copies the tensors to
+DeepSpeed passes every file of a checkpoint to its checkpoint engine. This one copies the tensors to
 host memory at once, so that the next step may change them, and writes the files in a thread
-(torch.save lets other threads run while it writes). A file `saved-RANK` in the folder then tells
-the coordinator, which looks for it: the rank itself may be in the middle of the next step. Left
-out: where host memory has no room for the copy, the files are written before `save` returns.
+(torch.save lets other threads run while it writes). Then it writes a file `saved-RANK` into the
+folder, for which the coordinator polls, since the rank itself may be in the middle of the next
+step. Where host memory has no room for the copy, the files are written before `save` returns.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from rose.trainer import checkpoint
 from rose.trainer.saved_states import deepspeed_objects, loaded
 from rose.transfer.store import sync
 
-SPARE = 1.25  # times the copy's bytes must be free: engines and page cache go on growing
+# Free host memory that a copy needs, relative to its bytes: engines and page cache go on growing.
+SPARE = 1.25
 
 
 class CheckpointWriter(CheckpointEngine):
-    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks on this host, copying too."""
+    """DeepSpeed's checkpoint engine of one rank. `neighbours` ranks of this host copy at once."""
 
     def __init__(self, rank: int, neighbours: int = 1) -> None:
         super().__init__()
@@ -50,14 +51,14 @@ class CheckpointWriter(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Copies share nothing, so DeepSpeed need not make its own."""
+        """Return False: the copies share no memory, so DeepSpeed need not make its own."""
         return False
 
     def load(self, path: str, map_location=None) -> Any:
         return loaded(path, deepspeed_objects(), map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Copy now, write later; or write now where there is no room for the copy."""
+        """Copy now and write in `finish`, or write now where host memory has no room for a copy."""
         needed = SPARE * tensor_bytes(state_dict) * self._neighbours
         if needed < available_bytes():
             self._files.append((Path(path), host_copy(state_dict)))
@@ -74,8 +75,8 @@ class CheckpointWriter(CheckpointEngine):
         self._written.append(Path(path))
 
     def finish(self, folder: Path, error: str = "") -> None:
-        """Write what was copied, in a thread, then mark this rank's part as saved, or as failed.
-        With the `error` of what this rank has written beside it, nothing is written."""
+        """Start a thread that writes the copied files and marks this rank's part as saved or
+        failed. With an `error`, of a file that the rank itself wrote, mark it as failed at once."""
         files, written = self._files, self._written
         self._files, self._written = [], []
         if error:
@@ -87,7 +88,7 @@ class CheckpointWriter(CheckpointEngine):
         self._thread.start()
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether nothing is being written any more, after `deadline_s` seconds at most."""
+        """Wait up to `deadline_s` seconds. Returns True if nothing is being written any more."""
         if self._thread is None:
             return True
         self._thread.join(deadline_s)
@@ -98,13 +99,13 @@ class CheckpointWriter(CheckpointEngine):
             while files:
                 path, state = files.pop(0)
                 torch.save(state, path)
-                del state  # its memory is free before the next file is written
+                del state  # frees its memory before the next file is written
                 written.append(path)
             for path in written:
                 sync(path)
-        except Exception as error:  # whatever it was: the coordinator is sent it, and ends the run
+        except Exception as error:  # any error, for the coordinator, which ends the run then
             why = f"{type(error).__name__}: {error}"
-            refused = refusal(folder)  # of a full disk torch.save does not say so
+            refused = refusal(folder)  # the file system's own reason: torch.save hides a full disk
             checkpoint.mark(folder, self._rank, f"{why}; {refused}" if refused else why)
         else:
             checkpoint.mark(folder, self._rank, "")
@@ -113,7 +114,7 @@ class CheckpointWriter(CheckpointEngine):
 
 
 def host_copy(state: Any) -> Any:
-    """The same structure with all tensors copied to host memory; nothing is shared with `state`."""
+    """Copy a structure and its tensors to host memory. The copy shares nothing with `state`."""
     if isinstance(state, torch.nn.Parameter):
         return torch.nn.Parameter(state.detach().to("cpu", copy=True), state.requires_grad)
     if isinstance(state, torch.Tensor):
@@ -126,7 +127,7 @@ def host_copy(state: Any) -> Any:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Bytes of the tensors in a structure of dictionaries, lists and tuples."""
+    """Sum the bytes of the tensors in a structure of dictionaries, lists and tuples."""
     if isinstance(state, torch.Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, dict):
@@ -137,14 +138,14 @@ def tensor_bytes(state: Any) -> int:
 
 
 def available_bytes() -> int:
-    """Host memory that this process may still take: the machine's, or the least that one of its
-    control groups leaves. Slurm limits a job and its steps, which are the groups above that of a
-    task."""
+    """Bytes of host memory that this process may still allocate: the minimum over the machine and
+    all control groups around the process. Slurm limits the groups of the job and of the job step,
+    which lie above that of the task."""
     return min([psutil.virtual_memory().available, *(_left(*place) for place in control_groups())])
 
 
 def _left(group: Path, limit: str, usage: str) -> float:
-    """Bytes until the group's limit; what it has of files is given back when it is needed."""
+    """Bytes until the group's limit. Cached files count as free: the kernel drops them."""
     try:
         most = (group / limit).read_text(encoding="utf-8").strip()
         if most == "max":
@@ -157,4 +158,4 @@ def _left(group: Path, limit: str, usage: str) -> float:
         files = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
         return max(0, int(most) - int((group / usage).read_text(encoding="utf-8")) + files)
     except (OSError, ValueError):
-        return math.inf  # a group without limits, as the root
+        return math.inf  # no limit, as in the root group

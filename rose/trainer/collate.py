@@ -1,8 +1,8 @@
-"""Trajectories -> the tensors of one micro-batch: padded rows, and their prefix tree if that is
-computed.
+"""The tensors of one micro-batch, from trajectories: padded rows, and the prefix tree of rows that
+are computed as one.
 
 Rows are padded on the right. With causal attention no real token ever sees the padding, so there is
-no attention mask: that keeps the fast attention path, and gives the same numbers.
+no attention mask. That keeps the fast attention path, and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rose.trainer.router_replay import RouterReplay
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B rows; T = longest row - 1 predicted tokens. Position t of `mask`, `targets`, `behaviour`,
-    `versions` and `turns` is about the token that `inputs[:, : t + 1]` predicts."""
+    """B rows, of which the longest has T + 1 tokens. Position t of `mask`, `targets`, `behaviour`,
+    `versions` and `turns` belongs to the token that `inputs[:, : t + 1]` predicts."""
 
-    rows: Tensor  # (B,) int64: rows of the whole batch
+    rows: Tensor  # (B,) int64: row numbers in the whole batch
     inputs: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
-    mask: Tensor  # (B, T) float32: 1 where the policy made the token
+    mask: Tensor  # (B, T) float32: 1 where the policy generated the token
     behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
-    versions: Tensor  # (B, T) int32: policy version that made the token; -1 where mask is 0
-    # (B, T) int64: turn of its trajectory that made the token; 0 where mask is 0 or none is known
+    versions: Tensor  # (B, T) int32: policy version that generated the token; -1 where mask is 0
+    # (B, T) int64: number of the turn that generated the token; 0 where mask is 0 or it is unknown
     turns: Tensor
-    # of `inputs`, each up to its last token that predicts one of the policy's
+    # The tree of `inputs`, each row cut behind the last token that predicts one of the policy's.
     tree: PrefixTree | None
-    # of `inputs`, (B, T, layers, top k) int16: -1 where nobody recorded them; with router replay
+    # With router replay, (B, T, layers, top k) int16: the experts of `inputs`, -1 where unrecorded.
     experts: Tensor | None
 
 
@@ -45,12 +45,11 @@ def collate(
     trees: bool = False,
     replay: RouterReplay | None = None,
 ) -> MicroBatch:
-    """The micro-batch of `rows`. None of them gives one padding row with nothing to learn, so that
-    the rank still takes part in the collectives of forward and backward. `trees`: with a prefix
-    tree, if there are two rows to share anything.
+    """Make the micro-batch of `rows`. Without rows it is one padding row with nothing to learn, so
+    that the rank still takes part in the collectives of forward and backward. With `trees`, two or
+    more rows get a prefix tree.
 
-    Raises `ValueError` naming the trajectory whose fields contradict each other or the model.
-    """
+    Raises `ValueError` that names a trajectory whose fields contradict each other or the model."""
     fields = [_fields(trajectories[row], vocabulary) for row in rows]
     width = max([2, *(len(tokens) for tokens, *_ in fields)])
     shape = (max(1, len(rows)), width)
@@ -84,8 +83,8 @@ def collate(
 
 
 def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:
-    """(tokens, mask, logprobs, versions), each (T,), and the turn of each token of the mask, all
-    checked."""
+    """Check a trajectory and return (tokens, mask, logprobs, versions), each (T,), and the turn of
+    each token whose mask is 1."""
     tokens, mask = unpack_tokens(t.tokens), np.frombuffer(t.mask, np.uint8)
     logprobs, versions = unpack_floats(t.logprobs), unpack_tokens(t.versions)
     if not len(tokens) == len(mask) == len(logprobs) == len(versions) or not len(tokens):
@@ -110,8 +109,7 @@ def _fields(t: Trajectory, vocabulary: int) -> tuple[np.ndarray, ...]:
 
 
 def _turns(t: Trajectory) -> np.ndarray:
-    """(response_tokens,) int64: which turn made each token of the policy's; 0 if that isn't
-    known."""
+    """Return the turn that generated each response token, (response_tokens,) int64; 0: unknown."""
     if not t.turn_tokens and not t.turn_rewards:
         return np.zeros(t.response_tokens, np.int64)
     numbers, counts = np.array(t.turn_tokens, np.int64).reshape(-1, 2).T

@@ -1,4 +1,4 @@
-"""The programs and packages that fused kernels need, as far as that can be said without torch."""
+"""The programs and packages that fused kernels need, checked without importing torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import shutil
 
 from rose.config import Config, ConfigError, Trainer
 
-# model_type of a config.json -> Liger 0.8 has norms, rotary positions and the MLP of it
+# The `model_type`s of a config.json whose norms, rotary positions and MLP Liger 0.8 implements.
 LIGER_TYPES = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe")
-# whose decoder in transformers has its layers under another name than `layers`, or deeper
+# The `model_type`s whose decoder in transformers has its layers under another name than `layers`,
+# or a level deeper.
 OTHER_LAYERS = (
     "bloom",
     "codegen",
@@ -25,8 +26,8 @@ OTHER_LAYERS = (
 
 
 def check(c: Config) -> None:
-    """Raises `ConfigError` for what isn't here; a container or a Slurm job's nodes have their own
-    programs, which ranks look for as they start."""
+    """Raise `ConfigError` for a missing package or compiler. A container and the nodes of a Slurm
+    job have their own, which the ranks check as they start."""
     slurm = c.cluster.slurm if c.cluster.kind == "slurm" else None
     contained = slurm is not None and slurm.container is not None
     if c.trainer.kernels == "liger" and not contained:
@@ -41,8 +42,8 @@ def check(c: Config) -> None:
 
 
 def why_none(on_gpu: bool) -> str:
-    """Why torch could not compile here; "" where it has a compiler: of C++ on a CPU, of C beside
-    Triton."""
+    """Return why torch can't compile here, or "" where it finds a compiler: a C++ compiler on a
+    CPU, a C compiler, which Triton calls, on a GPU."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
     chosen = os.environ.get(variable)
     names = (chosen,) if chosen else names
@@ -55,8 +56,8 @@ def why_none(on_gpu: bool) -> str:
 
 
 def check_type(trainer: Trainer, kind: str) -> None:
-    """Raises `ConfigError` for a model that Liger has no kernels for, or whose layers are not where
-    `rose.trainer.kernels.compile_layers` looks for them."""
+    """Raise `ConfigError` for a model that Liger has no kernels for, or whose layers are not where
+    `rose.trainer.kernels.compile_layers` expects them."""
     if trainer.compile and kind in OTHER_LAYERS:
         raise ConfigError(
             f"trainer.compile=True: models of the type {kind} keep their layers where they are not "

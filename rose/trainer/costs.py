@@ -1,8 +1,8 @@
-"""What a token and a pair of tokens cost in a layer of the model, measured on the training device.
+"""The cost of a token and of a pair of tokens in a layer, measured on the training device.
 
-Matrix products and attention kernels of the model's own sizes, forward and backward, on random
-numbers. Left out: norms, rotary positions and activations, some tenths of a token's cost, which
-speaks a little against trees.
+Matrix products and attention kernels of the model's own sizes are timed, forward and backward, on
+random numbers. Norms, rotary positions and activations are left out. They are some tenths of a
+token's cost, so that trees, which compute fewer tokens, look a little less useful than they are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rose.trainer import tree_attention
 from rose.trainer.batching import PARTLY, flops
 from rose.trainer.prefix_tree import build_from_rows
 
-TOKENS = 4096  # of a measurement, at most; enough to fill a GPU
-ROUNDS = 4  # of which the first is not counted
-BRANCHES = 6  # of the tree; half of its tokens are shared by all, as a group's prompt is
+TOKENS = 4096  # most tokens of a measurement; enough to fill a GPU
+ROUNDS = 4  # repetitions of a measurement; the first is not counted
+BRANCHES = 6  # rows of the measured tree, behind a shared half, as after a group's prompt
 
 
 def measure(
@@ -34,9 +34,9 @@ def measure(
     flex: bool,
     recomputed: bool,
 ) -> Costs:
-    """In seconds. `tokens`: of a micro-batch; `recomputed`: whether layers run forward twice. Takes
-    about a second and some hundred MiB on a GPU. The generator of random numbers is left as it
-    was."""
+    """Measure the costs in seconds, for micro-batches of `tokens`. With `recomputed` (gradient
+    checkpointing) layers run forward twice. Takes about a second and some hundred MiB on a GPU, and
+    leaves the global random generator as it was."""
     numbers = torch.Generator(device).manual_seed(0)
 
     def seconds(function: Callable[..., Tensor], *sizes: tuple[int, ...]) -> float:
@@ -75,7 +75,7 @@ def _attention(shape: ModelShape, mask: object) -> Callable[..., Tensor]:
 def _seconds(
     function: Callable[..., Tensor], inputs: list[Tensor], recomputed: bool, device: torch.device
 ) -> float:
-    """Of one pass forward and backward."""
+    """Time one forward and backward pass, in seconds."""
     _settle(device)
     began = time.perf_counter()
     values = checkpoint(function, *inputs, use_reentrant=False) if recomputed else function(*inputs)

@@ -1,9 +1,9 @@
-"""DeepSpeed behind three words: start, backward, update. Knows nothing of RL.
+"""DeepSpeed behind three calls: start, backward, update. Knows nothing of RL.
 
 DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a
-sum over all micro-batches and ranks, and their number varies from step to step, so gradient
-accumulation is driven from outside and the average over ranks is multiplied away. Left out: fp16,
-DeepSpeed's own MoE layers, ZeRO-Infinity.
+sum over all micro-batches and ranks, and the number of micro-batches varies from step to step. So
+this class sets the boundaries of gradient accumulation and multiplies the average over ranks away.
+Left out: fp16, DeepSpeed's own MoE layers, ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from rose.trainer.sequence import SequenceGroup
 from rose.trainer.step import NEVER, NonFiniteGradient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BUILD_DEADLINE_S = 900.0  # a build of CPUAdam took 185 s on two cores
-LARGEST_BUCKET = 200_000_000  # elements of one collective; above, only memory grows
-PREFETCHED = 50_000_000  # elements gathered ahead of ZeRO-3's pass, at least: DeepSpeed's own value
-REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names
+BUILD_DEADLINE_S = 900.0  # longest wait for another build; CPUAdam took 185 s on two cores
+LARGEST_BUCKET = 200_000_000  # most elements of one collective; more cost memory and gain nothing
+PREFETCHED = 50_000_000  # fewest elements that ZeRO-3 gathers ahead; DeepSpeed's own default
+REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names of the dtypes
 
 
 def _import_muon() -> None:
-    """DeepSpeed looks whether its optimizer is Muon, here Adam, and imports it for that. Muon's
-    functions are decorated to be compiled, which loads the rest of torch's compiler."""
+    """Import DeepSpeed's Muon without its decorators, which would load the rest of torch's
+    compiler. DeepSpeed imports Muon only to check that its optimizer, here Adam, is none."""
     from deepspeed.runtime import compiler
 
     given, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
@@ -55,7 +55,8 @@ def _import_muon() -> None:
 
 
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
-    """DeepSpeed's JSON for conf/trainer and a model of so many parameters, `layer` in one layer."""
+    """Build DeepSpeed's JSON from conf/trainer, for a model of that many `parameters`, of which the
+    largest layer has `layer`."""
     # A bucket is allocated whole at every update: DeepSpeed's 5e8 cost a tiny model 1.3 s each.
     bucket = min(LARGEST_BUCKET, parameters)
     zero: dict[str, Any] = {
@@ -64,15 +65,15 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
         "allgather_bucket_size": bucket,
     }
     if trainer.zero_stage == 3:
-        # Gathered ahead of the pass: a layer. DeepSpeed's own is one matrix of a large layer.
+        # Gather a whole layer ahead. DeepSpeed's default is one matrix of a large layer.
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
         zero["zero_hpz_partition_size"] = trainer.hpz or 1
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     out = {
         "train_micro_batch_size_per_gpu": 1,
-        # "More than one": we set the boundaries and scale by ourselves, but with 1 the optimizer
-        # offload keeps only the last micro-batch.
+        # 2 stands for "more than one". We set the boundaries and the scale ourselves, but with 1
+        # the optimizer offload keeps only the last micro-batch's gradient.
         "gradient_accumulation_steps": 2,
         "gradient_clipping": trainer.optimizer.grad_clip,
         "zero_optimization": zero,
@@ -86,7 +87,8 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
 
 
 def use_device(gpus: int, index: int) -> torch.device:
-    """This rank's device: a GPU if the run has some, else the CPU; DeepSpeed reads it on import."""
+    """Choose this rank's device: one of the host's GPUs if the run has any, else the CPU. Must be
+    called before DeepSpeed is imported, which reads DS_ACCELERATOR then."""
     if gpus:
         device = torch.device("cuda", index % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -98,21 +100,20 @@ def use_device(gpus: int, index: int) -> torch.device:
 def join_world(
     device: torch.device, rank: int, world: int, place: Place, timeout_s: float
 ) -> torch.distributed.ProcessGroup:
-    """torch.distributed at `place`. All ranks must have connected within `MEET_S` seconds; after
+    """Start torch.distributed at `place`. All ranks must connect within `MEET_S` seconds. After
     that, a collective that takes over `timeout_s` seconds fails.
 
-    Returns a group of all ranks for tensors in host memory: NCCL's kernels spin on the device until
-    all ranks are there, and it may be an engine's by then. Raises `RendezvousError`, which names
-    all hosts and addresses.
-    """
-    import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
+    Returns a group of all ranks for tensors in host memory. NCCL can't serve these: its kernels
+    spin on the device until all ranks have arrived, when an engine may already use the device.
+    Raises `RendezvousError`, which names all hosts and addresses."""
+    import deepspeed  # imported late: it reads DS_ACCELERATOR at import
 
     if device.type == "cpu":
-        # Its shared-memory allreduce, the one operator that is looked up here, would be compiled at
-        # first use (160 s), for nothing but speed on one machine. A look-up makes DeepSpeed try the
-        # compilers for all of its operators first.
+        # Without this line DeepSpeed would compile its shared-memory allreduce at first use (160
+        # s), which only speeds up a run on one machine. It is the only operator that DeepSpeed
+        # looks up here, and the look-up would first try the compilers for all of its operators.
         deepspeed.ops.__compatible_ops__ = {}
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # where DeepSpeed looks for its device
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed's source for its device
     backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)
     place.use_interface()
     try:
@@ -140,16 +141,16 @@ def join_world(
             f"{place.listing()}"
         ) from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    # ZeRO works in a group of its own, which would have the backend's limit (NCCL: ten minutes).
-    # There is no public call for any of them.
+    # ZeRO works in a group of its own, which would keep the backend's limit (NCCL: ten minutes).
+    # torch and DeepSpeed have no public call to change a group's limit.
     for group in (None, on_hosts, deepspeed.utils.groups._clone_world_group()):
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return on_hosts
 
 
 def check_second_copies(hpz: int | None, place: Place) -> None:
-    """Raises `ValueError` where a group of `trainer.hpz` ranks would gather weights over the
-    network: the launcher has put ranks elsewhere than the configuration has them."""
+    """Raise `ValueError` if a group of `trainer.hpz` ranks spans hosts, so that it would gather
+    weights over the network: the launcher placed ranks otherwise than the configuration says."""
     if hpz and place.spans_hosts(hpz):
         raise ValueError(
             f"trainer.hpz={hpz}: ranks 0 to {hpz - 1}, the next {hpz} and so on must each be on "
@@ -159,17 +160,16 @@ def check_second_copies(hpz: int | None, place: Place) -> None:
 
 
 def make_deterministic() -> None:
-    """Bitwise the same result for the same input, threads and machine."""
+    """Make torch give bitwise the same result for the same input, threads and machine."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 class DeepSpeedEngine(Saving):
-    """One rank's share of the model and its optimizer. The world must have been joined.
+    """The share of the model and its optimizer on one rank, made after `join_world`.
 
-    `folder` is the model's; raises what `rose.trainer.model.load` raises. `neighbours`: trainer
-    ranks on this host.
-    """
+    `folder` is the model's, and `neighbours` counts the trainer ranks on this host. Raises what
+    `rose.trainer.model.load` raises."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class DeepSpeedEngine(Saving):
 
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.micro_batches = 0  # begun by this process
-        self.updates = 0  # applied since the start of the run; the learning rate follows it
+        self.micro_batches = 0  # micro-batches that this process has begun
+        self.updates = 0  # updates since the start of the run; the learning rate depends on it
         self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
         parts = trainer.sequence_parallel
@@ -207,14 +207,14 @@ class DeepSpeedEngine(Saving):
             _connect_second(device, trainer.step_timeout_s)
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
         self.reference: Reference | BelowAdapter | None = None
-        self.base = ""  # fingerprint of what an adapter is trained beside, for checkpoints
+        self.base = ""  # fingerprint of the frozen weights below an adapter, for checkpoints
 
     @property
     def policy(self) -> Policy:
         return self.engine.module
 
     def models(self) -> list[Policy]:
-        """The policy, and the reference where it is a model of its own."""
+        """Return the policy, and the reference where it is a model of its own."""
         own = isinstance(self.reference, Reference)
         return [self.policy, *([self.reference.policy] if own else [])]
 
@@ -226,7 +226,7 @@ class DeepSpeedEngine(Saving):
         tree: PrefixTree | None = None,
         experts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Policy.forward`, on tensors from anywhere."""
+        """Call `Policy.forward` with tensors that may lie on any device."""
         inputs, targets, mask, experts = (
             x if x is None else x.to(self.device, non_blocking=True)
             for x in (inputs, targets, mask, experts)
@@ -234,12 +234,12 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Before each micro-batch's forward pass; `last` of the update, on every rank alike."""
+        """Prepare for a micro-batch's forward pass; `last` of the update, on every rank alike."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of `loss`; an update's is the sum over micro-batches and all ranks."""
+        """Add the gradient of `loss`. An update sums it over micro-batches and all ranks."""
         self.engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def rehearse(
@@ -249,29 +249,28 @@ class DeepSpeedEngine(Saving):
         mask: torch.Tensor,
         tree: PrefixTree | None,
     ) -> None:
-        """A forward and a backward pass as those of steps, before the first; no gradient is
-        kept."""
-        if self.settings.zero_stage == 3:  # whose hooks want whole passes, of all ranks together
+        """Run a step's forward and backward pass before the first step, and keep no gradient."""
+        if self.settings.zero_stage == 3:  # hooks that need whole passes, of all ranks together
             self.engine.set_gradient_accumulation_boundary(False)
             logprobs, _ = self(inputs, targets, mask, tree)
             self.engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
-            self.engine.optimizer.zero_grad()  # the next is a step's first
+            self.engine.optimizer.zero_grad()  # a step begins without gradients
             return
-        # The gradient of one parameter of the first layer takes every layer's backward pass, and
-        # unlike that of all of them no memory that steps don't need.
+        # The gradient of one parameter of the first layer runs every layer's backward pass. Those
+        # of all parameters would need memory that steps don't.
         below = [*self.policy.hf.base_model.layers[0].parameters(), *self.policy.parameters()]
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         logprobs, _ = self.policy(inputs, targets, mask, tree and tree.to(self.device))
         torch.autograd.grad(logprobs.sum(), next(p for p in below if p.requires_grad))
 
     def first_bad(self, number: torch.Tensor) -> int | None:
-        """The least of all ranks' numbers, () int64; None if that is `NEVER`."""
+        """Return the minimum of all ranks' numbers, () int64; None if it is `NEVER`."""
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)
         return None if int(number) == NEVER else int(number)
 
     def add(self, files: Sequence[str]) -> None:
-        """Add gradients that others computed to this rank's share, between the update's last
-        backward pass and `update`. Raises as `sums.Sum`."""
+        """Add gradients that replicas wrote to `files` to this rank's share. To be called between
+        the update's last backward pass and `update`. Raises what `sums.Sum` raises."""
         for file in files:
             with sums.Sum(file, self.settings.threads or usable_threads()) as found:
                 for name, held, begin in sums.held(
@@ -282,19 +281,18 @@ class DeepSpeedEngine(Saving):
     def update(
         self, stepped: Callable[[], None] | None = None, scale: float = 1.0
     ) -> tuple[float, float]:
-        """Apply the gradient, times `scale`; returns (its norm before clipping, the learning rate).
+        """Apply the gradient times `scale`. Returns (its norm before clipping, the learning rate).
         Under ZeRO `stepped` is called once this rank's partition is final, before the ranks gather
         each other's.
 
-        Raises `NonFiniteGradient` on every rank, with nothing applied.
-        """
+        Raises `NonFiniteGradient` on every rank. Nothing is applied then."""
         with self._scaled(scale):
             return self._update(stepped)
 
     @contextmanager
     def _scaled(self, by: float) -> Iterator[None]:
-        """ZeRO divides gradients by a loss scale, at any stage and wherever they are, as it takes
-        their norm and clips them. Without ZeRO they are scaled where they lie."""
+        """Scale the gradients for an update. Under ZeRO this is a loss scale, by which every stage
+        divides gradients, on any device, for their norm and clipping; else they are multiplied."""
         if self.settings.zero_stage:
             optimizer = self.engine.optimizer
             before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / by
@@ -323,7 +321,8 @@ class DeepSpeedEngine(Saving):
         return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
 
     def _update_and_signal(self, stepped: Callable[[], None]) -> tuple[float, float]:
-        """ZeRO steps torch's optimizer once per group of its partition."""
+        """Update, and call `stepped` after the last group: ZeRO steps torch's optimizer once for
+        each group of its partition."""
         zero = self.engine.optimizer
         left = len(zero.fp16_groups if self.settings.zero_stage == 3 else zero.bit16_groups)
 
@@ -340,7 +339,8 @@ class DeepSpeedEngine(Saving):
             hook.remove()
 
     def _unwrapped_norm(self) -> float | None:
-        """ZeRO 0 in float32 is a bare torch optimizer: nobody else looks at its gradient's norm."""
+        """Gradient norm under ZeRO 0 in float32; None elsewhere, where DeepSpeed computes and
+        checks it. Raises `NonFiniteGradient`."""
         if self.settings.zero_stage or self.settings.dtype != "float32":
             return None
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
@@ -350,10 +350,10 @@ class DeepSpeedEngine(Saving):
         return norm
 
     def states(self) -> Iterator[torch.Tensor]:
-        """Weights, and what the optimizer updates and keeps."""
+        """Yield all weights, and the tensors that the optimizer updates and keeps."""
         for model in self.models():
             yield from model.parameters()
-        # torch's, within ZeRO's
+        # torch's optimizer, which ZeRO's contains
         optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         for group in optimizer.param_groups:
             yield from group["params"]
@@ -361,12 +361,12 @@ class DeepSpeedEngine(Saving):
             yield from (value for value in state.values() if torch.is_tensor(value))
 
     def hold_reference(self, folder: Path | str) -> None:
-        """Read the model of `folder` once more, as the frozen reference of the KL penalty. An
-        adapter's is the policy without it."""
+        """Read the model of `folder` once more, as the frozen reference of the KL penalty. With an
+        adapter nothing is read: the reference is the policy without the adapter."""
         if self.settings.lora is not None:
             self.reference = BelowAdapter(self.policy, self)
             return
-        # by its own routers; and DeepSpeed makes groups of `hpz` ranks once
+        # The reference uses its own routers, and DeepSpeed makes the groups of `hpz` ranks once.
         alone = msgspec.structs.replace(self.settings, router_replay=False, hpz=None)
         policy = _load_policy(alone, folder, self.policy.head.elements, self.shared)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
@@ -377,7 +377,7 @@ class DeepSpeedEngine(Saving):
         self.reference = Reference(policy, self.device, split)
 
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """A copy of its values, also where ZeRO-3 has split them; all ranks ask together."""
+        """Copy a parameter's values, gathered under ZeRO-3. All ranks must call it together."""
         import deepspeed
 
         split = [parameter] if self.settings.zero_stage == 3 else []
@@ -385,13 +385,13 @@ class DeepSpeedEngine(Saving):
             return parameter.detach().clone()
 
     def forget_gathered(self) -> None:
-        """Give back what ZeRO-3 gathered of other ranks' shares."""
+        """Release the weights that ZeRO-3 gathered from other ranks."""
         if self.settings.zero_stage == 3:
             self.engine.empty_partition_cache()
 
 
 def _connect_second(device: torch.device, timeout_s: float) -> None:
-    """The ranks of `trainer.hpz` connect before the first step, and get its limit."""
+    """Connect each group of `trainer.hpz` ranks before the first step, and set its time limit."""
     from deepspeed.utils import groups
 
     group = groups._get_zero_param_intra_parallel_group()
@@ -420,7 +420,7 @@ def _load_policy(
 
 
 def _frozen_config(trainer: configuration.Trainer, layer: int) -> dict[str, Any]:
-    """DeepSpeed's JSON for a model that ZeRO-3 splits and nobody trains."""
+    """Build DeepSpeed's JSON for a model that ZeRO-3 splits and that is not trained."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": max(PREFETCHED, layer)},
@@ -435,17 +435,17 @@ def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Op
     if trainer.offload_optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        with _build_lock():  # it compiles as it is made
+        with _build_lock():  # DeepSpeedCPUAdam's constructor compiles it
             return DeepSpeedCPUAdam(trained, **args)
-    # torch's fused kernel: as fast as DeepSpeed's FusedAdam, and nothing to compile
+    # torch's fused kernel is as fast as DeepSpeed's FusedAdam, and needs no compilation.
     return torch.optim.AdamW(trained, fused=True, **args)
 
 
 @contextmanager
 def _build_lock() -> Iterator[None]:
-    """One builder of torch extensions per user at a time, under a lock that dies with its holder:
-    then a `lock` file in torch's own cache is a dead builder's, for which torch would wait forever.
-    It is removed."""
+    """Let one process of a user at a time build torch extensions, by a lock that dies with its
+    holder. A `lock` file in torch's own cache is then a dead builder's, and torch would wait for it
+    forever, so it is removed."""
     from torch.utils.cpp_extension import _get_build_directory
 
     build = Path(_get_build_directory("cpu_adam", verbose=False))

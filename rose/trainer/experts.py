@@ -1,9 +1,9 @@
-"""Experts of a mixture, as transformers holds them and as the model's folder has them.
+"""The experts of a mixture, as transformers holds them and as the model's folder has them.
 
 transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts,
 2 x width, hidden), gate above up, and `mlp.experts.down_proj` (experts, hidden, width). Folders and
-versions have a matrix for each expert and projection, so that one is a block of its own: each is a
-run of the parameter's values. Pure.
+versions have a matrix for each expert and projection, so that each can be a block of its own. Its
+values are contiguous in the parameter. All functions are pure.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _OWN = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.we
 
 
 class Part(NamedTuple):
-    name: str  # in the model's folder
+    name: str  # the tensor's name in the model's folder
     shape: tuple[int, ...]
     start: int  # flat index of its first value within the parameter
 
 
 def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
-    """What a parameter is made of, in order: experts' matrices, or itself alone."""
+    """List the folder's tensors in a parameter, in order: experts' matrices, or itself alone."""
     match = _FUSED.fullmatch(name)
     if match is None:
         return [Part(name, shape, 0)]
@@ -36,7 +36,8 @@ def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
 
 
 def parameter_of(name: str, shape: tuple[int, ...]) -> tuple[str, int]:
-    """Inverse of `parts`: the parameter that a folder's tensor is in, and where it begins."""
+    """Inverse of `parts`: (the parameter that has the folder's tensor `name`, flat index of its
+    first value there)."""
     match = _OWN.fullmatch(name)
     if match is None:
         return name, 0

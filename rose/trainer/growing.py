@@ -1,13 +1,14 @@
 """Advantages and weights of a batch that grows by whole groups (`trainer.stream`).
 
-Gradients are taken of groups while others of the step still run, so before the batch's size and
-tokens are known. An advantage needs its group only. A weight that is normalised over the batch
-(1 / trajectories, 1 / tokens, 1 / trees) needs all of it, but for one factor that rows have in
-common: as groups come, all weights shrink alike. So each round's rows get their weights in the unit
-of the first round, whose weights are the algorithm's own for the groups that it had; the sum of
-gradients is in that unit, too; and `scale` turns it into the whole batch's, once, before it is
-clipped and applied. In float32 that is the gradient of the batch at once, up to the order of the
-sum. An algorithm of which it isn't true is found out by its numbers, in each round.
+The gradient of finished groups is computed while other groups of the step still run, before the
+batch's size and number of tokens are known. An advantage needs its group only. A weight that is
+normalised over the batch (1 / trajectories, 1 / tokens, 1 / trees) needs the whole batch, but only
+for a factor that all rows share: with each group that arrives, all weights shrink alike. So the
+rows of every round get weights in the unit of the first round, whose weights are those that the
+algorithm gives to the first groups alone. The sum of gradients then has this unit, and `scale`
+turns it into the whole batch's gradient, once, before it is clipped and applied. In float32 that is
+the gradient of the batch at once, up to the order of the sum. Each round checks the numbers, so an
+algorithm whose weights change otherwise is refused.
 """
 
 from __future__ import annotations
@@ -17,30 +18,28 @@ from torch import Tensor
 
 from rose.trainer.algorithms.base import Algorithm, Summary
 
-ROUNDING = 1e-5  # relative: float32 sums over a batch in another order differ by less
+ROUNDING = 1e-5  # relative tolerance; float32 sums over a batch in two orders differ by less
 
 
 class Growing:
-    """Of one training step. A batch that comes at once has the algorithm's own numbers, bit for
-    bit, and a scale of 1."""
+    """The advantages and weights of one training step. A batch that arrives at once has the
+    algorithm's own numbers, bit for bit, and a scale of 1."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self.scale = 1.0  # gradients so far times this are the batch's so far
-        self._unit: tuple[tuple[int, ...], float] | None = (
-            None  # a place in the weights, its weight at first
-        )
+        self.scale = 1.0  # factor that turns the sum of gradients into the batch's so far
+        # a row with a non-zero weight, and its weight in the first round
+        self._unit: tuple[tuple[int, ...], float] | None = None
         self._before: tuple[Tensor, Tensor] | None = None
 
     def extend(self, summary: Summary) -> tuple[Tensor, Tensor]:
-        """(advantages, weights in the unit of the first round), each (N,) or (N, turns), of the
-        groups so far: those of the last call, and more behind them.
+        """Return (advantages, weights in the unit of the first round), each (N,) or (N, turns), of
+        the groups so far. `summary` has the groups of the last call, and more behind them.
 
-        Raises `ValueError` where those of the last call changed by more than a common factor.
-        """
+        Raises `ValueError` if the last call's numbers change by more than a common factor."""
         advantages = self._algorithm.advantages(summary).float()
         weights = self._algorithm.token_weights(summary).float()
-        spoke = summary.response_tokens > 0  # the others have no gradient
+        spoke = summary.response_tokens > 0  # rows that have a gradient
         if self._unit is None:
             if len(found := (_first(weights) * spoke).nonzero()):
                 row = int(found[0])
@@ -58,7 +57,7 @@ class Growing:
         self, before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor], spoke: Tensor
     ) -> None:
         for what, old, new in zip(("advantages", "weights"), before, now, strict=True):
-            if old.dim() < new.dim():  # the first groups had nothing of turns
+            if old.dim() < new.dim():  # no per-turn numbers in the first groups
                 new = _first(new)
             kept = spoke[: len(old)]
             old, new = old[kept], new[tuple(slice(n) for n in old.shape)][kept]
@@ -71,7 +70,7 @@ class Growing:
 
 
 def _first(values: Tensor) -> Tensor:
-    """(N,), or of each row's first turn."""
+    """Values (N,), or (N, turns) -> (N,) of each row's first turn."""
     return values if values.dim() == 1 else values[:, 0]
 
 

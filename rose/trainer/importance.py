@@ -1,7 +1,7 @@
 """The gap between engine and trainer: how large it is, and the weight that corrects for it.
 
-vLLM and the trainer compute the same policy with other kernels, so the log-probabilities that
-sampled the tokens differ from those that the gradient sees, and more so for tokens of an older
+vLLM and the trainer compute the same policy with different kernels. So the log-probabilities from
+which the tokens were sampled differ from the trainer's, and more so for tokens of an older
 policy version. Truncated importance sampling multiplies each token's loss by min(proximal /
 behaviour, cap) (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
 off-policy RL training").
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond any cap or clip range, and finite in float32
+# Largest log ratio: exp(20) = 5e8 is beyond any cap or clip range, and finite in float32.
+LOG_RATIO_LIMIT = 20.0
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """log(new / old), (B, T); exactly 0, value and gradient, where mask is 0."""
+    """Return log(new / old), (B, T). Value and gradient are exactly 0 where mask is 0."""
     return (new - old).masked_fill(mask == 0, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The weights are bounded by `algorithm.importance_cap`, `importance_floor` and
+    """The bounds of the weights: `algorithm.importance_cap`, `importance_floor` and
     `importance_level`.
 
-    `cap` null means no correction: weight 1. A weight above it is cut to it; with a `floor` a
-    weight outside of both is 0 instead (IcePop; Ling Team 2025, arXiv:2510.18855). With `level`
-    "sequence" all tokens of a row have one weight, the product of their ratios (TRL's
-    `sequence_truncate` and, with a floor, `sequence_mask`).
-    """
+    Without a `cap` there is no correction: every weight is 1. With a `cap` alone, a larger weight
+    is cut to it. With a `floor` too, a weight outside of the two is 0 instead (IcePop; Ling Team
+    2025, arXiv:2510.18855). With `level` "sequence" all tokens of a row have one weight, the
+    product of their ratios (TRL's `sequence_truncate` and, with a floor, `sequence_mask`)."""
 
     cap: float | None = None
     floor: float | None = None
@@ -42,11 +42,10 @@ class Bounds:
 
 
 def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
-    """min(exp(proximal - behaviour), cap), or as `Bounds` has it: (B, T) float32 without gradient;
+    """Return exp(proximal - behaviour), bounded as `Bounds` says: (B, T) float32 without gradient,
     0 where mask is 0.
 
-    `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine.
-    """
+    `proximal` and `behaviour` are (B, T) log-probabilities of the trainer and of the engine."""
     if bounds.cap is None:
         return mask.float()
     ratio = _ratios(proximal, behaviour, mask, bounds)
@@ -56,7 +55,7 @@ def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds
 
 
 def _ratios(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
-    """(B, T), or (B, 1) of whole rows."""
+    """Ratios proximal / behaviour: (B, T) of tokens, or (B, 1) of whole rows."""
     logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     if bounds.level == "sequence":
         logs = logs.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -69,13 +68,16 @@ NO_BOUNDS = Bounds()
 def mismatch(
     proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds = NO_BOUNDS
 ) -> dict[str, Tensor]:
-    """How far the engine is from the trainer, over the response tokens of (B, T) log-probabilities.
+    """Measure the gap between engine and trainer over the response tokens of (B, T)
+    log-probabilities. Returns scalar float32 tensors:
 
-    Scalar float32 tensors, sums over tokens (divide by their number, after adding micro-batches and
-    ranks): `kl_k3`, an unbiased estimate of KL(behaviour || proximal) in nats that is never
-    negative (Schulman 2020, "Approximating KL divergence"), in float64: its terms nearly cancel;
-    `abs_diff`, of log-probabilities; `capped`, tokens whose weight is cut, or 0. Not a sum but a
-    maximum (combine with max): `ratio_max`, the largest proximal / behaviour; 0 without tokens.
+    - `kl_k3`: an unbiased estimate of KL(behaviour || proximal) in nats that is never negative
+      (Schulman 2020, "Approximating KL divergence"); summed in float64: its terms nearly cancel;
+    - `abs_diff`: absolute differences of log-probabilities;
+    - `capped`: the number of tokens whose weight is cut to the cap, or set to 0;
+    - `ratio_max`: the largest proximal / behaviour; 0 without tokens. Combine it with max.
+
+    The first three are sums over tokens: add micro-batches and ranks, then divide by their number.
     """
     logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     ratio = logs.exp() * mask

@@ -1,17 +1,19 @@
 """Fused operations for the policy: torch.compile (`trainer.compile`), or Liger's Triton kernels
 (`trainer.kernels=liger`).
 
-Compiled are the decoder's layers, one by one, and a chunk of the head. Layers are alike, so that
-one's code is all layers'; lengths are symbols in it, so that no row of another length is compiled
-again. What is compiled apart, as torch has it, are a single row and several, a prefix tree, and
-passes without a gradient; an adapter's reference once more. Under ZeRO-3 a layer's weights are
-gathered whole, before it begins and before its backward pass, and its gradients reduced behind
-that: DeepSpeed's hooks stay outside of what is compiled. So does attention over a prefix tree: its
-table of blocks or stretches differs from tree to tree, and on GPUs it is compiled by itself.
+torch.compile gets the decoder's layers, one by one, and a chunk of the head. All layers share one
+layer's code. Lengths are symbols in it, so rows of another length need no new compilation. torch
+compiles separately for a single row, several rows, a prefix tree, passes without a gradient, and an
+adapter's reference. Two things stay outside of the compiled code:
 
-Liger's are norms, rotary positions and the gated MLP's product. The head stays ours: Liger's
-product with cross entropy works in the same way, in chunks that are computed again in the backward
-pass, but gives no entropy, for which all logits would have to be computed once more.
+1. DeepSpeed's hooks. Under ZeRO-3 they gather a layer's weights whole, before its forward and its
+   backward pass, and reduce its gradients after that.
+2. Attention over a prefix tree. Its table of blocks or stretches differs from tree to tree, and on
+   GPUs it is compiled by itself.
+
+Liger has kernels for norms, rotary positions and the gated MLP's product. The head stays ours:
+Liger's product with cross entropy works in the same way, in chunks that are computed again in the
+backward pass. But it gives no entropy, for which all logits would have to be computed once more.
 """
 
 from __future__ import annotations
@@ -34,33 +36,33 @@ from rose.trainer import compilers
 from rose.trainer.model import Policy
 from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
-SILU = ("silu", "swish")  # as a config.json calls it
-MOST_FORMS = 16  # of one function that are compiled; more run uncompiled
-MOST_WORKERS = 32  # processes that compile for one rank; torch's own limit, whatever the ranks
-SLOW_S = 60.0  # after so long it is said once more what is being waited for
-# shared and own tokens of the rows that everything is compiled for: 3 rows, 13 and 23 tokens
+SILU = ("silu", "swish")  # names of SiLU in a config.json
+MOST_FORMS = 16  # most compiled forms of one function; further ones run uncompiled
+MOST_WORKERS = 32  # most compiler processes of a rank; torch's own limit, for any number of ranks
+SLOW_S = 60.0  # seconds of compilation until the user is reminded of it
+# (shared, own) tokens of the 3 rows that are computed at the start, for compilation
 PROBE = ((7, 6), (7, 6), (7, 4))
 
-Pass = Callable[[Tensor, Tensor, Tensor, PrefixTree | None], object]  # as `Policy.forward`
+Pass = Callable[[Tensor, Tensor, Tensor, PrefixTree | None], object]  # signature of a forward pass
 
 
 class CannotCompile(RuntimeError):
-    """torch.compile fails here, or there is no compiler for what it writes."""
+    """torch.compile fails here, or this host has no compiler for the code that it generates."""
 
 
 def share_cores(neighbours: int) -> None:
-    """Whatever torch compiles here from now on is compiled by a rank's share of the cores of a host
-    with so many ranks, unless the user has set torch's own variable. Before anything is."""
+    """Limit torch's compilation to a rank's share of the cores of a host with `neighbours` ranks,
+    unless the user has set torch's own variable. Call it before torch compiles anything."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        from torch._inductor import config  # which few runs need
+        from torch._inductor import config  # a slow import that few runs need
 
         config.compile_threads = min(MOST_WORKERS, max(1, cores() // neighbours))
 
 
 def gather_whole_layers(policy: Policy) -> None:
-    """Under ZeRO-3 a layer's weights are gathered before it begins, not each as it is reached:
-    DeepSpeed's hooks within a layer would break its code into pieces. Before DeepSpeed gets the
-    model. Raises as `compile_layers`."""
+    """Make ZeRO-3 gather a layer's weights before the layer begins, instead of each when it is
+    used: DeepSpeed's hooks within a layer would break its code into pieces. Call it before
+    DeepSpeed gets the model. Raises what `compile_layers` raises."""
     from deepspeed.utils import set_z3_leaf_module
 
     for layer in _layers(policy):
@@ -68,17 +70,16 @@ def gather_whole_layers(policy: Policy) -> None:
 
 
 def compile_layers(policy: Policy) -> None:
-    """`policy`'s layers and head are compiled at their next call. Raises `CannotCompile` for a
+    """Have `policy`'s layers and head compiled at their next call. Raises `CannotCompile` for a
     model without such layers."""
     layers = _layers(policy)
-    # The variable TORCH_COMPILE_DISABLE is for the other processes of a run on CPUs.
+    # TORCH_COMPILE_DISABLE is set for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
-    torch.fx.experimental._config.use_duck_shape = (
-        False  # lengths that are alike once aren't always
-    )
+    # Equal lengths of one call may differ in the next.
+    torch.fx.experimental._config.use_duck_shape = False
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    for layer in layers:  # not `layer.compile`: ZeRO-3's hooks stay outside
+    for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
         layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
     policy.compiled = True
@@ -96,17 +97,18 @@ def _layers(policy: Policy) -> nn.ModuleList:
 
 
 def _like_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
-    """The first layer's input has a gradient where the others' have: below an adapter the
-    embeddings are frozen, and transformers, which makes up for that with gradient checkpointing,
-    does so without a gradient, too. It is more than a form less to compile: of a module whose input
-    has none torch calls the backward hooks, by which ZeRO-3 takes a layer's gradients, before these
-    are there."""
+    """Give the first layer's input a gradient exactly where the other layers' inputs have one.
+
+    Below an adapter the embeddings are frozen, so their output has no gradient. With gradient
+    checkpointing transformers adds one, but in passes without a gradient, too. Equal inputs save a
+    compiled form. And ZeRO-3 needs them: if a module's input has no gradient, torch calls its
+    backward hooks, in which ZeRO-3 takes a layer's gradients, before these gradients exist."""
     return states.requires_grad_() if torch.is_grad_enabled() else states.detach()
 
 
 def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> None:
-    """Compile all that steps need, by small rows, before the first step: each of `passes` on rows
-    padded and alone, and in prefix trees where there are such. Raises `CannotCompile`."""
+    """Compile all that steps need before the first step, by running each of `passes` on small rows:
+    padded, alone and, with `trees`, as a prefix tree. Raises `CannotCompile`."""
     if found := compilers.why_none(device.type == "cuda"):
         raise CannotCompile(found)
     with _announced(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -116,7 +118,7 @@ def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> N
             try:
                 for each in passes:
                     each(inputs, inputs, mask, tree)
-            except Exception as error:  # of the compilers, which have no common base
+            except Exception as error:  # the compilers' errors, which have no common base class
                 said = str(error).strip().partition("\n")[0]
                 raise CannotCompile(
                     f"trainer.compile=True: {type(error).__name__}: {said}; trainer.compile=false"
@@ -124,8 +126,8 @@ def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> N
 
 
 def _explained(record: logging.LogRecord) -> bool:
-    """Torch's warning that a function has too many forms says nothing of the run. A step goes on
-    then: what it computes is the same."""
+    """Logging filter: explain torch's warning that a function has too many forms, by what it means
+    for the run. The step goes on with the same results."""
     if str(record.msg).startswith("torch._dynamo hit config."):
         print(
             f"trainer.compile=true: a function has {MOST_FORMS} compiled forms (torch's warning "
@@ -137,7 +139,7 @@ def _explained(record: logging.LogRecord) -> bool:
 
 
 def _probes(trees: bool) -> Iterator[tuple[np.ndarray, PrefixTree | None]]:
-    """((B, T) int64, their tree or null)."""
+    """Yield (rows (B, T) int64, their prefix tree or None)."""
     lengths = [sum(row) for row in PROBE]
     rows = np.zeros((len(PROBE), max(lengths)), np.int64)
     yield rows, None
@@ -169,12 +171,13 @@ def _announced() -> Iterator[None]:
 
 
 def _rotates_whole_heads(config: Any) -> bool:
-    """Liger's kernel rotates all of a head's dimensions; some Phi-3 models rotate a part."""
+    """True if all of a head's dimensions are rotated, as Liger's kernel does; some Phi-3 models
+    rotate a part."""
     return (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) == 1
 
 
 def use_liger(policy: Policy) -> None:
-    """Liger's kernels in place of the model's own; one of `compilers.LIGER_TYPES`."""
+    """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
 
     config, module = policy.hf.config, sys.modules[type(policy.hf).__module__]
@@ -183,12 +186,12 @@ def use_liger(policy: Policy) -> None:
         policy.hf,
         rope=_rotates_whole_heads(config),
         rms_norm=True,
-        # of a mixture it would take the place of rose/trainer/mixture.py's experts; it is SiLU's,
-        # and asks nobody whether the model's is another
+        # In a mixture it would replace the experts of rose/trainer/mixture.py. And it always
+        # computes SiLU, without checking the model's activation.
         swiglu=not getattr(config, "num_experts", 0) and config.hidden_act in SILU,
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
-    # A reference is read after this. Liger's own classes, which it puts in the place of the model's
-    # for that, have no biases, so those of the folder would be left out.
+    # Liger also replaces the classes in the model's module. Its classes have no biases, so that a
+    # reference, which is read after this, would lose those of the folder. Restore the classes.
     vars(module).update(classes)

@@ -1,13 +1,13 @@
 """Mixtures of experts in transformers: how they are computed, and read under ZeRO-3.
 
-Computed: by torch's grouped product, whose weight gradient of an expert without tokens is not zero
-on Blackwell (pytorch#172439; CUTLASS writes out an accumulator that nobody has set, cutlass#2674).
-Padding micro-batches have one token, so most experts have none. Here every expert has a row of
-zeros, of weight zero, which is right on every GPU and costs experts / top k tokens; transformers'
-"eager" would write a gradient of all experts for each that was chosen.
+Computing: torch's grouped product gives an expert without tokens a weight gradient that is not zero
+on Blackwell (pytorch#172439; CUTLASS writes out an accumulator that was never set, cutlass#2674).
+Padding micro-batches have one token, so most experts have none. Here every expert gets a row of
+zeros, of weight zero, which is right on every GPU and costs experts / top k tokens. transformers'
+"eager" would write a gradient of all experts for each chosen expert.
 
-Read: folders have a matrix for each expert and projection, which transformers merges on every rank,
-though only rank 0's are used. Here only that rank has the merged ones.
+Reading: folders have a matrix for each expert and projection, which transformers merges on every
+rank, though only rank 0's are used. Here only rank 0 merges them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-NAME = "rose_grouped"  # in transformers' registry of experts' functions
+NAME = "rose_grouped"  # our name in transformers' registry of experts' functions
 
 
 def experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """As transformers calls it: hidden (N, H), the experts chosen (N, top k) and their weights ->
-    (N, H)."""
+    """Compute a layer's experts, with transformers' signature: hidden (N, H), the experts chosen
+    (N, top k) and their weights -> (N, H)."""
     top_k = chosen.shape[-1]
     more = -(-module.num_experts // top_k)
     each = torch.arange(more * top_k, dtype=chosen.dtype, device=chosen.device)
@@ -46,8 +46,8 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 @contextmanager
 def merged_by_first_rank() -> Iterator[None]:
-    """Within it, `from_pretrained` under ZeRO-3 merges on rank 0 alone, in host memory: all experts
-    of the model at once."""
+    """Make `from_pretrained` under ZeRO-3 merge on rank 0 alone within this context. That rank
+    holds all experts of the model in host memory at once."""
     convert = hf_deepspeed._apply_weight_conversions_to_state_dict
     if torch.distributed.get_rank() != 0:
         shapes = functools.partial(_shapes, convert)
@@ -61,9 +61,9 @@ def merged_by_first_rank() -> Iterator[None]:
 def _shapes(
     convert: Callable[..., dict[str, Tensor]], model: nn.Module, stored: dict[str, Tensor], how: Any
 ) -> dict[str, Tensor]:
-    """What `convert` makes of the folder's tensors, where it makes anything without values; tensors
-    that it passes on have theirs: every rank reads its buffers."""
+    """Return what `convert` makes of the folder's tensors, but its new tensors without values.
+    Those that it passes on keep their values, since every rank reads the model's buffers."""
     empty = {name: tensor.to("meta") for name, tensor in stored.items()}
     values = {id(tensor): stored[name] for name, tensor in empty.items()}
-    found = convert(model, dict(empty), how)  # which empties what it is given
+    found = convert(model, dict(empty), how)  # a copy, since `convert` empties its argument
     return {name: values.get(id(tensor), tensor) for name, tensor in found.items()}

@@ -1,8 +1,8 @@
 """The policy as the trainer sees it: an HF decoder that returns log-probabilities of given tokens.
 
-Every model takes this one path. The vocabulary's logits are computed only for the tokens that the
-policy made, in chunks whose activations are recomputed in the backward pass, so (B, T, V) never
-exists. Left out: heads that scale or cap their logits (Gemma 2, Granite); `load` and
+Every model takes this one path. Logits are computed only for the tokens that the policy generated,
+in chunks whose activations are recomputed in the backward pass, so (B, T, V) never exists. Heads
+that scale or cap their logits (Gemma 2, Granite) are not supported: `load` and
 rose/trainer/probe.py refuse them.
 """
 
@@ -26,7 +26,8 @@ from rose.trainer.router_replay import RouterReplay
 from rose.trainer.saved_states import PREFIX
 from rose.trainer.sequence import SequenceGroup
 
-# Keys of a config that change logits or attention. Their effect may hide in bfloat16's rounding.
+# Keys of a config that change logits or attention, and that this class ignores. They are checked by
+# name, since rounding in bfloat16 may hide their effect from the probe.
 UNAPPLIED = (
     *("final_logit_softcapping", "logits_scaling", "logit_scale"),
     "attn_logit_softcapping",  # PyTorch's attention has no such cap
@@ -35,8 +36,8 @@ UNAPPLIED = (
 
 class Head(nn.Module):
     """Log-probability and entropy from hidden states. It owns the output matrix (shared with the HF
-    model), so that ZeRO-3 gathers it once per pass, however many chunks a rank has. Logits are
-    divided by `temperature`, as engines do that draw tokens at it."""
+    model), so that ZeRO-3 gathers it once per pass for all chunks. Logits are divided by
+    `temperature`, as in the engines, which sample tokens at it."""
 
     temperature = 1.0
 
@@ -45,11 +46,11 @@ class Head(nn.Module):
         self.weight, self.bias = output.weight, output.bias
         self.elements = logit_elements
         self.chunk_rows = max(1, logit_elements // output.out_features)
-        self.chunk = self._chunk  # or compiled
+        self.chunk = self._chunk  # rose/trainer/kernels.py may compile it
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, H) hidden states, (N,) int64 -> (N,) float32 log-probabilities, () float32 summed
-        entropy, nats."""
+        """Hidden states (N, H), targets (N,) int64 -> log-probabilities (N,) float32, and the
+        summed entropy in nats, () float32."""
         if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
             parts = [self._computed(h, t) for h, t in self._chunks(hidden, targets)]
         else:
@@ -64,7 +65,7 @@ class Head(nn.Module):
         return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
 
     def _computed(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # no rows and one would be compiled apart
+        # No rows, or one, run uncompiled: torch would compile separately for each.
         return (self.chunk if len(hidden) > 1 else self._chunk)(hidden, targets)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ class Head(nn.Module):
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         logp = logits.log_softmax(-1)
-        # First the part with a gradient: recomputation for the backward pass stops behind it.
+        # The part with a gradient comes first: recomputation for the backward pass stops after it.
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum()
@@ -80,7 +81,8 @@ class Head(nn.Module):
 
 
 class Policy(nn.Module):
-    """`shared`: the ranks that compute a row together with this one; null: this one alone."""
+    """The model with its head. `shared`: the ranks that compute each row together with this one;
+    None if this rank computes whole rows."""
 
     def __init__(
         self,
@@ -93,11 +95,11 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.lora, self.shared = hf, lora, shared
         self.replay = RouterReplay(hf) if router_replay else None
-        # whether trees are attended to by flex attention, or by stretches
+        # True if trees use flex attention, or stretches; both False: a dense mask
         self.flex = self.by_stretches = False
-        # whether what layers keep for the backward pass waits in host memory, page-locked
+        # True if activations for the backward pass wait in page-locked host memory
         self.offloads = False
-        self.compiled = False  # by rose/trainer/kernels.py
+        self.compiled = False  # True after `kernels.compile_layers`
         self.head = Head(hf.get_output_embeddings(), logit_elements)
         if lora is not None:
             self.register_state_dict_post_hook(adapter.keep_own)
@@ -109,13 +111,13 @@ class Policy(nn.Module):
         return self.hf.config.vocab_size
 
     def largest_layer(self) -> int:
-        """Elements of its parameters, also where ZeRO-3 has split them; 0 without such layers."""
+        """Elements of the largest layer, also if ZeRO-3 has split it; 0 if no layers are found."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
         sizes = ([getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers)
         return max(map(sum, sizes), default=0)
 
     def why_not_flex(self, device: torch.device) -> str:
-        """Why flex attention can't train this model here; "" if it can. It is tried, compiled."""
+        """Try compiled flex attention. Returns why it can't train this model here, "" if it can."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -129,13 +131,13 @@ class Policy(nn.Module):
         )
 
     def use_flex(self) -> None:
-        """Trees by flex attention from now on. Not of models with a `prefix_tree.obstacle`."""
+        """Use flex attention for trees from now on, if the model has no `prefix_tree.obstacle`."""
         if self.shared is None:
             self.hf.set_attn_implementation(tree_attention.NAME)
         self.flex = True
 
     def use_stretches(self) -> None:
-        """The same on a CPU, by stretches."""
+        """Use stretches for trees from now on, on a CPU. Same condition as for `use_flex`."""
         self.hf.set_attn_implementation(tree_attention.NAME)
         self.by_stretches = True
 
@@ -147,18 +149,18 @@ class Policy(nn.Module):
         tree: PrefixTree | None = None,
         experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """inputs, targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at the
-        head's temperature, (B, T) float32, 0 where mask is 0; their summed entropy, () nats.
-        A `tree` of the inputs changes no value, only the cost. `experts`: of the inputs, as
-        `RouterReplay.begin` takes them; there is no tree then."""
-        # A single token, of rows or of a tree, is what torch would compile apart.
+        """Inputs and targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at the
+        head's temperature, (B, T) float32, 0 where mask is 0; their summed entropy in nats, ().
+        A `tree` of the inputs changes no value, only the cost. `experts` are those of the inputs,
+        as `RouterReplay.begin` takes them, and exclude a tree."""
+        # torch would compile separately for a single token, so rows and trees get a second one.
         if self.compiled and tree is not None:
             tree = tree_attention.padded(tree, 1, 2)
         if self.compiled and mask.shape[1] == 1:
             inputs, targets, mask = (F.pad(x, (0, 1)) for x in (inputs, targets, mask))
             if tree is not None:
                 tree = tree._replace(nodes=F.pad(tree.nodes, (0, 1)))
-            # not `self(...)`: ZeRO-3's hooks would begin a pass within the pass
+            # `self(...)` would make ZeRO-3's hooks begin a pass within the pass.
             logprobs, entropy = self.forward(inputs, targets, mask, tree)
             return logprobs[:, :1], entropy
         made = mask.bool()
@@ -180,7 +182,7 @@ class Policy(nn.Module):
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
 
     def _states(self, **inputs: Any) -> Tensor:
-        """(B, L, H): the last hidden states."""
+        """Compute the last hidden states, (B, L, H)."""
         host = torch.autograd.graph.save_on_cpu(pin_memory=True)
         with host if self.offloads else nullcontext():
             return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
@@ -193,10 +195,10 @@ class Policy(nn.Module):
         made: Tensor,
         tree: PrefixTree | None,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` where each rank of the group has a part of the sequence; `made` (B, T) bool."""
+        """`forward` with a part of each sequence on every rank of the group; `made` (B, T) bool."""
         width, attended = inputs.shape[1], None
         if tree is None:
-            more = -width % shared.size  # behind every token, so none sees it
+            more = -width % shared.size  # padding behind every token, so that none attends to it
             tokens = F.pad(inputs, (0, more))
             positions = torch.arange(width + more, device=inputs.device)[None]
             nodes = positions[:, :width].expand_as(inputs)
@@ -213,12 +215,12 @@ class Policy(nn.Module):
         return shared.sum(parts), shared.sum(entropy)
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """(name in the model's folder, parameter), tied ones once; with an adapter its own, named
-        after the matrices beside which they stand."""
+        """List (name in the model's folder, parameter) of the trained weights, tied ones once. With
+        an adapter these are its matrices, named as rose/trainer/adapter.py says."""
         return [(n, p) for n, p in self._named() if not self.lora or p.requires_grad]
 
     def base_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """The same of the frozen ones below an adapter."""
+        """List the same of the frozen weights below an adapter; empty without an adapter."""
         return [(n, p) for n, p in self._named() if self.lora and not p.requires_grad]
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -235,13 +237,12 @@ def load(
     shared: SequenceGroup | None = None,
     router_replay: bool = False,
 ) -> Policy:
-    """The model of an HF folder (or hub id), without dropout, also of layers, with a new adapter if
-    it is to have one, its sequences `shared` by a group of ranks. Under an `HfDeepSpeedConfig` of
-    ZeRO-3 that the caller holds, the weights are split over the ranks as they are read.
+    """Load the model of an HF folder (or hub id), without dropout, also of layers. With `lora` it
+    gets a new adapter; with `shared` a group of ranks splits its sequences. Under an
+    `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split as they are read.
 
-    Raises `ValueError` for a model whose config says that its logits are not a plain product, or as
-    `adapter.attach`. What no name in a config shows, rose/trainer/probe.py finds.
-    """
+    Raises `ValueError` for a model whose config changes its logits or attention (`UNAPPLIED`), and
+    what `adapter.attach` raises. rose/trainer/probe.py finds what no key of a config shows."""
     config = AutoConfig.from_pretrained(str(folder))
     for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):
@@ -251,7 +252,7 @@ def load(
             )
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
-            # the policy being trained must be the one that was sampled from
+            # Engines sample without dropout, and the trained policy must be the sampled one.
             setattr(config, key, 0.0)
     hf = AutoModelForCausalLM.from_pretrained(
         str(folder),

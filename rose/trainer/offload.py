@@ -1,13 +1,13 @@
-"""A trainer rank's share of its device, given back whole and taken again.
+"""A trainer rank's memory on its device, moved to the host for an engine and back.
 
-DeepSpeed's own `offload_states` knows each state by name, and in ZeRO-3 wants DeepSpeed's
-FusedAdam. Here no state is known: every storage of some size that any tensor of this process has on
-the device goes to host memory and is shrunk to nothing, as FSDP does with parameters. Tensors,
-views and flat buffers stay the same objects and see their values again once the storages have grown
-and been filled. Nothing may run on the device between the two calls.
+DeepSpeed's own `offload_states` knows each state by name, and with ZeRO-3 it requires DeepSpeed's
+FusedAdam. This file knows no states: every storage of at least `SMALLEST` bytes that any tensor of
+this process has on the device is copied to host memory and resized to 0, as FSDP does with
+parameters. Tensors, views and flat buffers stay the same objects, and have their values again once
+the storages are resized and filled. Nothing may run on the device between the two calls.
 
-Host memory: on a GPU page-locked, in chunks that are kept; on a CPU, where host memory is what is
-given back, a file without a name.
+The host memory is page-locked on a GPU, in chunks that are kept. On a CPU, where host memory itself
+is released, it is a file without a name.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from torch import Tensor
 from rose import heap, memory
 from rose.memory import GIB, DeviceMemory
 
-SMALLEST = 2**20  # bytes: smaller ones lie in pages of their own, which CUDA's allocator keeps
-SMALLEST_CPU = 2**12  # a page
-CHUNK = 2**30  # bytes of host memory taken at once
-CHUNK_CPU = 2**26
+# Bytes of the smallest storage that is moved on a GPU. torch's allocator keeps smaller ones in
+# pages of their own, which it would not release.
+SMALLEST = 2**20
+SMALLEST_CPU = 2**12  # bytes of a page: the smallest storage that is moved on a CPU
+CHUNK = 2**30  # bytes of host memory that are allocated at once, on a GPU
+CHUNK_CPU = 2**26  # bytes of a file on a CPU
 
 
 class Offload:
-    """Moves the trainer's memory of `device` to the host and back. `folder`: for the file, on a
-    CPU. `own`: tensors that nobody but the trainer uses, even if their memory is not torch's (a
-    model's file mapped into memory, a checkpoint's). `quiet` returns when no other thread reads
-    tensors of the host, as one that writes a checkpoint's copies does; called on a CPU, where these
-    can't be told from the trainer's states."""
+    """Moves the trainer's memory of `device` to the host and back.
+
+    `folder` is for the files, on a CPU. `own` returns tensors that only the trainer uses, even if
+    torch did not allocate their memory (a file of a model or checkpoint, mapped into memory).
+    `quiet` waits until no other thread reads tensors in host memory, as the writer of a checkpoint
+    does. It is called on a CPU only, where its copies look like the trainer's states."""
 
     def __init__(
         self,
@@ -52,12 +55,12 @@ class Offload:
         self._chunk_bytes = CHUNK if on_gpu else CHUNK_CPU
         self._smallest = SMALLEST if on_gpu else SMALLEST_CPU
         self._chunks: list[Tensor] = []
-        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # with their bytes, in order
+        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # moved storages, bytes of each
         self.away = False
 
     def give_back(self) -> DeviceMemory:
-        """Everything to the host; the device's memory afterwards. Raises `RuntimeError` when there
-        is too little host memory, and what `quiet` raises."""
+        """Move everything to the host. Returns the device's memory afterwards. Raises
+        `RuntimeError` when there is too little host memory, and what `quiet` raises."""
         if not self.away:
             if self._device.type == "cpu":
                 self._quiet()
@@ -68,7 +71,7 @@ class Offload:
             for storage, nbytes in self._gone:
                 if storage.resizable():
                     storage.resize_(0)
-                else:  # on a CPU only
+                else:  # memory that torch did not allocate, on a CPU only
                     memory.release_pages([(storage.data_ptr(), nbytes)])
             self.away = True
         if self._device.type == "cuda":
@@ -79,10 +82,9 @@ class Offload:
         return memory.device_memory(self._device)
 
     def take(self) -> DeviceMemory:
-        """Everything back to the device; its memory afterwards.
+        """Move everything back to the device. Returns its memory afterwards.
 
-        Raises `RuntimeError`, naming how much is free and wanted, when the device has too
-        little."""
+        Raises `RuntimeError`, which says what is free and needed, if the device has too little."""
         if self.away:
             try:
                 for storage, nbytes in self._gone:
@@ -103,7 +105,7 @@ class Offload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are on the host now."""
+        """Bytes of the device that are on the host now."""
         return sum(nbytes for _, nbytes in self._gone)
 
     def _settle(self) -> None:
@@ -111,8 +113,8 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """The tensors' storages on the device, once each. What can't shrink others may share
-        (NumPy's views): it stays, unless it is the trainer's own."""
+        """Yield the tensors' storages on the device, once each. A storage that can't be resized may
+        be shared (NumPy's views), so it is left out, unless it is the trainer's `own`."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self._own()}
         seen = {chunk.data_ptr() for chunk in self._chunks}
         for tensor in self._tensors():
@@ -128,17 +130,18 @@ class Offload:
 
     @staticmethod
     def _tensors() -> Iterator[Tensor]:
-        """The process's tensors that Python knows, and their gradients."""
+        """Yield the tensors that Python's garbage collector knows, and their gradients."""
         gc.collect()
         for found in gc.get_objects():
-            kind = type(found)  # not isinstance: it asks lazily loaded modules, which would load
+            kind = type(found)  # isinstance would make lazily loaded modules load
             if issubclass(kind, Tensor) and not issubclass(kind, torch._subclasses.FakeTensor):
                 yield found
                 if found.is_leaf and found.grad is not None:
                     yield found.grad
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(of the host, of the device) bytes that belong together, over all that is gone."""
+        """Yield pairs (piece of host memory, piece of a storage), both uint8, that together cover
+        all moved storages."""
         chunk, at = 0, 0
         for storage, nbytes in self._gone:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -153,14 +156,14 @@ class Offload:
                 done, at = done + size, at + size
 
     def _chunk(self) -> Tensor:
-        """(bytes,) uint8 of host memory."""
+        """Allocate a chunk of host memory, (bytes,) uint8."""
         if self._device.type == "cpu":
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix="offload-") as file:
                 return torch.from_file(
                     file.name, shared=True, size=self._chunk_bytes, dtype=torch.uint8
                 )
         chunk = torch.empty(self._chunk_bytes, dtype=torch.uint8)
-        # torch's own page-locked memory comes in powers of two
+        # torch rounds its own page-locked memory up to powers of two.
         code = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self._chunk_bytes, 0)
         if int(code) != 0:
             print(
@@ -168,6 +171,6 @@ class Offload:
                 "ulimit -l): the turns take longer",
                 flush=True,
             )
-            with suppress(RuntimeError):  # CUDA would tell of it once more, at the next kernel
+            with suppress(RuntimeError):  # the same error, which CUDA repeats at the next kernel
                 torch.zeros(1, device=self._device)
         return chunk

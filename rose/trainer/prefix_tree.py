@@ -1,11 +1,11 @@
-"""Rows that begin alike, as one prefix tree: what they share is computed once, both ways.
+"""A prefix tree of rows that begin alike: forward and backward compute shared tokens once.
 
-The members of a GRPO group share their prompt, all rows their system message and tools. The tree's
-tokens stand in depth-first order in one sequence; a token attends to its ancestors only, and its
-position is its depth. So every row gets the numbers, and every weight the gradient, that separate
-rows would give (Tree Training, arXiv 2511.00413; here the whole micro-batch is one tree, and
-autograd adds up the gradients of shared tokens). Holds for models whose layers all attend to the
-whole context by rotary positions.
+The members of a GRPO group share their prompt, and all rows their system message and tools. The
+tree's tokens stand in depth-first order in one sequence. A token attends to its ancestors only, and
+its position is its depth. So rows get the same values, and weights the same gradient, as with
+separate rows (Tree Training, arXiv 2511.00413; here the whole micro-batch is one tree, and autograd
+adds up the gradients of shared tokens). This holds for models whose layers all attend to the whole
+context by rotary positions.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rose.trainer.batching import common
 
 
 class PrefixTree(NamedTuple):
-    """L distinct prefixes of B rows."""
+    """L nodes, the distinct prefixes of B rows. A node is the last token of its prefix."""
 
     tokens: Tensor  # (L,) int64
-    depths: Tensor  # (L,) int64: position in each row that has it
-    ends: Tensor  # (L,) int64: its descendants are the tokens behind it and before this one
+    depths: Tensor  # (L,) int64: the token's position in the rows
+    ends: Tensor  # (L,) int64: index behind the node's last descendant
     # (B, T) int64: where each row's prefix stands in the tree; 0 beyond the row's length
     nodes: Tensor
 
     def attention(self) -> Tensor:
-        """(1, 1, L, L) bool: whether a token (third) attends to one (fourth)."""
+        """The dense mask (1, 1, L, L) bool: [0, 0, i, j] is True if token i attends to token j."""
         at = torch.arange(len(self.tokens), device=self.tokens.device)
         return ((at <= at[:, None]) & (at[:, None] < self.ends))[None, None]
 
@@ -39,11 +39,11 @@ class PrefixTree(NamedTuple):
 
 
 def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
-    """The tree of inputs (B, T) int64, of which row i counts up to lengths[i]."""
+    """Build the tree of inputs (B, T) int64, of which row i has lengths[i] tokens."""
     order = sorted(range(len(inputs)), key=lambda i: inputs[i, : lengths[i]].tolist())
     nodes = np.zeros(inputs.shape, np.int64)
     tokens, depths, ends = (np.empty(int(lengths.sum()), np.int64) for _ in range(3))
-    # `path`: the last row's nodes
+    # `path`: nodes of the previous row
     size, path, previous = 0, np.empty(0, np.int64), np.empty(0, np.int64)
     for i in order:
         row = inputs[i, : lengths[i]]
@@ -62,7 +62,7 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
-    """A tree of numbers: row i is the first shared[i] tokens of all, then own[i] of its own."""
+    """Build a tree of made-up rows: row i has shared[i] tokens in common with all, own[i] more."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
     for row, (begin, end) in enumerate(zip(shared, lengths, strict=False)):
@@ -71,7 +71,7 @@ def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
 
 
 def obstacle(config: Any) -> str | None:
-    """What in an HF model's config forbids the tree; None if nothing does."""
+    """Return what in an HF model's config excludes prefix trees; None if nothing does."""
     layers = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if layers:
         return f"layers of the kind {', '.join(sorted(layers))}"

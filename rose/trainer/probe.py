@@ -1,15 +1,15 @@
-"""Refuse a model that the trainer would train as another policy, as it is loaded.
+"""A check at the start that refuses a model which the trainer would train as another policy.
 
-Two rows of unlike length are computed as steps compute them: by `Policy`, in training mode, beside
-each other, and as a prefix tree. Each row is also computed alone by the model's own `forward`, in
-evaluation mode and with transformers' plain attention, as an engine would compute it. Where the
-log-probabilities differ by more than rounding, the trainer would train a policy that no engine
-samples from. Such are models that scale or cap their logits, that have layers between the last
-hidden states and the head, that draw random numbers in training, that see padding, or whose rotary
-positions depend on the longest row of a micro-batch.
+Two rows of different length are computed as steps compute them: by `Policy`, in training mode, in
+one micro-batch, and as a prefix tree. Each row is also computed alone by the model's own `forward`,
+in evaluation mode and with transformers' plain attention, as an engine would compute it. If the
+log-probabilities differ by more than rounding, the trainer would train a policy from which no
+engine samples. This refuses models that scale or cap their logits, have layers between the last
+hidden states and the head, draw random numbers in training, or attend to padding, and models whose
+rotary positions depend on the longest row of a micro-batch.
 
 All passes go through DeepSpeed's engine, whose hooks gather weights that ZeRO-3 has split. So the
-probe runs behind the split, and on all ranks together.
+probe runs after the split, on all ranks together.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from rose.trainer.deepspeed_engine import DeepSpeedEngine
 from rose.trainer.model import Policy
 from rose.trainer.prefix_tree import PrefixTree
 
-LENGTHS = (49, 25)  # tokens of the rows; the second is padded
-SHARED = 9  # first tokens that the rows have in common
-# Nats a token, on average over a row. Rounding gives small random models 1e-6 in float32, and 0.02
-# (dense) to 0.06 (mixtures) in bfloat16, where a trained model's logits are multiples of 1/8.
+LENGTHS = (49, 25)  # tokens of the two rows, of which the second is padded
+SHARED = 9  # tokens that the rows have in common at their beginning
+# Largest mean difference over a row, in nats a token. Rounding gives small random models 1e-6 in
+# float32, and 0.02 (dense) to 0.06 (mixtures) in bfloat16. A trained model's logits in bfloat16 are
+# multiples of 1/8, hence the larger limit.
 LIMITS = {torch.float32: 3e-4, torch.bfloat16: 0.5}
-# A model that draws random numbers in training may do so without effect, or drop a layer now and
-# then: a layer that one pass in ten drops stays in all of these passes with a probability of 12 %.
+# Passes of a model that draws random numbers in training, which may have an effect now and then
+# only. A layer that is dropped in one pass of ten goes unnoticed with a probability of 12 %.
 DRAWS = 20
 
 UNLIKE = (
@@ -51,8 +52,8 @@ TREE = "set trainer.share_prefixes=false"
 
 
 def check(engine: DeepSpeedEngine, folder: object, max_context: int, trees: bool) -> None:
-    """Raises `ValueError`, on every rank, for a model whose log-probabilities are not those of its
-    own `forward`, or which fails. `trees`: micro-batches can be prefix trees."""
+    """Raise `ValueError`, on every rank, for a model that fails, or whose log-probabilities are not
+    those of its own `forward`. With `trees` micro-batches can be prefix trees."""
     policy, device = engine.policy, engine.device
     lengths = [min(length, max_context) for length in LENGTHS]
     rows = np.random.default_rng(0).integers(policy.vocabulary, size=(2, lengths[0]))
@@ -83,8 +84,8 @@ def _compare(
     remedy: str,
     tree: PrefixTree | None = None,
 ) -> None:
-    """Raises `ValueError` where a row's log-probabilities aren't `own`; a row whose own are None is
-    not compared."""
+    """Raise `ValueError` if a row's log-probabilities differ from its `own`. A row whose `own` is
+    None is not compared."""
     limit, temperature = LIMITS[engine.policy.hf.dtype], engine.policy.head.temperature
     name, exact, first = type(engine.policy.hf).__name__, False, torch.empty(0)
     for draw in range(DRAWS):
@@ -100,7 +101,7 @@ def _compare(
             )
         if all(map(torch.equal, before, _random_state(engine.device))):
             return
-        # Numbers that are drawn may change less than the limit of bfloat16 shows.
+        # Random numbers may have a smaller effect than bfloat16's limit, so compare exactly.
         if draw == 0:
             torch.manual_seed(draw)
             first, exact = found, torch.equal(found, _computed(engine, rows, what, remedy, tree))
@@ -115,7 +116,8 @@ def _computed(
     remedy: str = "use another model (docs/models.md)",
     tree: PrefixTree | None = None,
 ) -> Tensor:
-    """(B, T) log-probabilities of the tokens behind each row's first. Raises `ValueError`."""
+    """Compute (B, T) log-probabilities of all tokens of each row but its first. Raises `ValueError`
+    if the model fails."""
     tokens, replay = torch.from_numpy(rows), engine.policy.replay
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     experts = replay and torch.full((*inputs.shape, replay.layers, replay.top_k), -1)
@@ -132,7 +134,7 @@ def _computed(
 
 @contextmanager
 def _own_forward(policy: Policy) -> Iterator[None]:
-    """`policy` returns what the model's own `forward` gives, in evaluation mode, meanwhile."""
+    """Make `policy` use the model's own `forward`, in evaluation mode, within this context."""
 
     def forward(
         inputs: Tensor, targets: Tensor, mask: Tensor, tree: None, experts: Tensor | None
@@ -144,7 +146,7 @@ def _own_forward(policy: Policy) -> Iterator[None]:
         return logp.gather(2, targets[..., None]).squeeze(2), None
 
     attention = policy.hf.config._attn_implementation
-    policy.forward = forward  # within ZeRO-3's hooks, which stand around `policy`
+    policy.forward = forward  # ZeRO-3's hooks, which are around `policy`, still run
     policy.hf.set_attn_implementation("eager")
     policy.eval()
     try:
@@ -157,7 +159,7 @@ def _own_forward(policy: Policy) -> Iterator[None]:
 
 @contextmanager
 def _first_row_at(policy: Policy, begin: int) -> Iterator[None]:
-    """The first row stands at positions from `begin` on, as the end of a long row, meanwhile."""
+    """Give the first row positions from `begin` on, as if it ended a long row, in this context."""
 
     def shift(module: object, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = given["input_ids"]

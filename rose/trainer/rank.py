@@ -1,4 +1,4 @@
-"""A trainer rank: waits for a batch, trains, publishes the version, saves on order."""
+"""The loop of a trainer rank: receive a batch, train, publish the version, save when ordered to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rose.trainer.trainer import Trainer
 from rose.trainer.watch import BEAT_SHARE, Watch
 from rose.transfer.broadcast import Broadcast
 
-FLUSH_S = 5.0
+FLUSH_S = 5.0  # seconds to wait until a message has been sent
 
 
 def run(
@@ -37,9 +37,9 @@ def run(
     resume_from: Path | None,
     report_begun: Callable[[int | None, float], None],
 ) -> None:
-    """Until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed gets
-    a port of its own at the first of them. `broadcast` leads to the dedicated rollout ranks;
-    `report_begun` as of `Watch`, with its time."""
+    """Run until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed
+    gets a port of its own at the first of them. `broadcast` sends to the dedicated rollout ranks.
+    `report_begun` is `Watch`'s `report`, with the seconds between two reports."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another.
     what = "the trainers' start (cluster.start_timeout_s)"
@@ -53,7 +53,7 @@ def run(
     trainer = Trainer(config, index, world, place, model, recorder)
     store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
     if index == 0:
-        # versions of earlier attempts: no engine holds them
+        # Remove versions of earlier attempts, which no engine holds.
         shutil.rmtree(store.parent, ignore_errors=True)
     shape = read_shape(model)
     degrees = {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
@@ -88,7 +88,7 @@ def run(
             case p.Sleep() | p.Wake():
                 _change_turns(trainer, message, mailbox)
                 if isinstance(message, p.Sleep) and untidy:
-                    trainer.tidy()  # beside the rollouts
+                    trainer.tidy()  # runs during the rollout phase
                     untidy = False
                 continue
             case p.Shutdown():
@@ -125,7 +125,7 @@ def run(
 
 
 def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
-    """Give the device back or take it, and answer `DeviceChanged`."""
+    """Release the device or take it, and answer `DeviceChanged`."""
     began, before = time.time(), memory.device_memory(trainer.device)
     awake = isinstance(order, p.Wake)
     now = trainer.take_device() if awake else trainer.give_device_back()

@@ -1,14 +1,14 @@
 """The frozen reference model of `algorithm.kl_coef`: the weights of the model's folder, which no
 update changes.
 
-Its penalty is k3 of Schulman 2020 ("Approximating KL divergence"), as GRPO has it (arXiv
-2402.03300, equation 4): exp(d) - d - 1 with d = log(reference / policy), per token of the policy,
-weighed as the algorithm weighs the token. Its value is unbiased for KL(policy || reference) on
-tokens that the policy itself made, and never negative. Its gradient is not: in expectation it is
-that of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied by policy /
-proximal (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`), and its
-gradient, too, is that of KL(policy || reference). Under ZeRO-3 the reference is split over the
-ranks as the policy is, else each rank holds all of it.
+The penalty is k3 of Schulman 2020 ("Approximating KL divergence"), as in GRPO (arXiv 2402.03300,
+equation 4): exp(d) - d - 1 with d = log(reference / policy), for each token of the policy, with the
+weight that the algorithm gives to the token. On tokens that the policy itself generated, its value
+is an unbiased estimate of KL(policy || reference), and never negative. Its gradient is biased: in
+expectation it is that of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied
+by policy / proximal (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`),
+which makes its gradient that of KL(policy || reference). Under ZeRO-3 the reference is split over
+the ranks as the policy is, else each rank holds all of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rose.trainer.prefix_tree import PrefixTree
 
 
 class Reference:
-    """`policy`: a second copy of the model, read from the same folder. `split`: DeepSpeed's
-    configuration where ZeRO-3 splits it, else null."""
+    """A reference with weights of its own. `policy` is a second copy of the model, read from the
+    same folder; `split` is DeepSpeed's configuration where ZeRO-3 splits it, else None."""
 
     def __init__(self, policy: Policy, device: torch.device, split: dict[str, Any] | None):
         policy.requires_grad_(False)
@@ -36,7 +36,7 @@ class Reference:
         if split is None:
             self._forward = policy.to(device)
         else:
-            import deepspeed  # not above: it reads DS_ACCELERATOR as it loads
+            import deepspeed  # imported late: it reads DS_ACCELERATOR at import
 
             self._forward, *_ = deepspeed.initialize(
                 model=policy, dist_init_required=False, config=split
@@ -46,14 +46,14 @@ class Reference:
     def logprobs(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
     ) -> Tensor:
-        """Log-probabilities as of `Policy.forward`: (B, T) float32, 0 where mask is 0."""
+        """Compute log-probabilities as `Policy.forward`: (B, T) float32, 0 where mask is 0."""
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         return self._forward(inputs, targets, mask, tree and tree.to(self.device))[0]
 
 
 class BelowAdapter:
-    """The reference where an adapter is trained: the policy itself without it. `forward`: the
-    trainer's own."""
+    """The reference where an adapter is trained: the policy itself without the adapter. `forward`
+    is the trainer engine's."""
 
     def __init__(self, policy: Policy, forward: Callable[..., tuple[Tensor, Tensor]]):
         self._hf, self._forward = policy.hf, forward
@@ -62,7 +62,7 @@ class BelowAdapter:
     def logprobs(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
     ) -> Tensor:
-        """As `Reference.logprobs`."""
+        """Compute the same as `Reference.logprobs`."""
         with adapter.left_out(self._hf):
             return self._forward(inputs, targets, mask, tree)[0]
 
@@ -70,9 +70,9 @@ class BelowAdapter:
 def penalty(
     logprobs: Tensor, reference: Tensor, mask: Tensor, proximal: Tensor | None = None
 ) -> Tensor:
-    """k3 per token, (B, T) in nats, from (B, T) log-probabilities; its gradient is that of
-    `logprobs`. With `proximal`, the policy that made the tokens, it is multiplied by the ratio of
-    the two. 0 where mask is 0."""
+    """Compute k3 for each token, (B, T) in nats, from (B, T) log-probabilities; 0 where mask is 0.
+    The gradient flows through `logprobs`. With `proximal`, the log-probabilities of the policy that
+    generated the tokens, k3 is multiplied by policy / proximal."""
     ratios = log_ratio(reference, logprobs, mask)
     k3 = (ratios.expm1() - ratios) * mask
     return k3 if proximal is None else k3 * log_ratio(logprobs, proximal, mask).exp()

@@ -1,11 +1,11 @@
 """An elastic replica: the model beside an engine, which computes the gradient of a part of a step's
-rows while that engine sleeps, and is in no group of torch.distributed's.
+rows while that engine sleeps. It is in no group of torch.distributed.
 
-It has no optimizer. The step's weights come from the store of versions, as an engine's do, so they
-are the trainer's own where trainer.dtype is model.dtype. Its rows' gradient is the sum that a
-trainer rank would have of them: the same `Step`, which knows the whole batch's summary and so
-scales each row by the whole batch. Between steps weights are in host memory alone. Left out:
-several updates per step, adapters, a reference model, sequence parallelism, router replay.
+It has no optimizer. Like an engine it gets the step's weights from the store of versions, so these
+equal the trainer's if trainer.dtype is model.dtype. For its rows it computes the sum of gradients
+that a trainer rank would, with the same `Step`, which has the whole batch's summary and so scales
+each row by the whole batch. Between steps the weights are in host memory only. Left out: several
+updates per step, adapters, a reference model, sequence parallelism, router replay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from rose.transfer.store import INITIAL
 
 
 class ReplicaEngine:
-    """What `Step` needs of a `DeepSpeedEngine`: gradients are added up in float32, here alone."""
+    """The part of a `DeepSpeedEngine` that `Step` needs. It sums gradients in float32, on this
+    process alone."""
 
     reference = None
     rank, world = 0, 1
@@ -54,16 +55,17 @@ class ReplicaEngine:
         self.policy.offloads = config.trainer.offload_activations
         self.policy.train()
         self._weights = self.policy.named_weights()
-        # where versions are received; on a CPU what the model computes with, too
+        # The tensors into which versions are received. On a CPU the model computes with them, too.
         self.host = {name: parameter.detach() for name, parameter in self._weights}
         self._buffers = [(buffer, buffer.detach()) for buffer in self.policy.buffers()]
-        self.nbytes = 4 * sum(parameter.numel() for _, parameter in self._weights)  # of a gradient
+        # bytes of a float32 gradient
+        self.nbytes = 4 * sum(parameter.numel() for _, parameter in self._weights)
         self._sums: dict[str, Tensor] = {}
         for name, parameter in self._weights:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._add(name, p))
-        self.no_trees = ""  # why micro-batches can't be prefix trees here
+        self.no_trees = ""  # reason why micro-batches can't be prefix trees here; "" if they can
         trees = config.trainer.share_prefixes and not obstacle(self.policy.hf.config)
-        self._tries_flex = trees and on_gpu  # while the engine sleeps: it has the device until then
+        self._tries_flex = trees and on_gpu  # once the engine sleeps and frees the device
         if trees and not on_gpu:
             self.policy.use_stretches()
 
@@ -80,7 +82,7 @@ class ReplicaEngine:
         return here.to(self.device)
 
     def try_flex(self) -> None:
-        """As a trainer rank does at its start, with the same bound for a mask of all pairs."""
+        """Use flex attention if it works here, else a dense mask up to `DENSE_TOKENS`."""
         tokens = self.settings.micro_batch_tokens
         if not (why := self.policy.why_not_flex(self.device)):
             self.policy.use_flex()
@@ -91,14 +93,14 @@ class ReplicaEngine:
             )
 
     def give_device_back(self) -> None:
-        """On a GPU all but CUDA's context."""
+        """Release the device's memory; on a GPU only CUDA's context stays."""
         self._sums.clear()
         for name, parameter in self._weights:
             parameter.data = self.host[name]
         for buffer, here in self._buffers:
             buffer.data = here
         if self.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # torch's, kept for the next product
+            torch._C._cuda_clearCublasWorkspaces()  # workspaces that torch keeps for cuBLAS
             torch.cuda.empty_cache()
 
     def __call__(
@@ -122,7 +124,7 @@ class ReplicaEngine:
         return None if int(number) == NEVER else int(number)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter, the sum of all micro-batches since `take_device`)."""
+        """Yield (parameter, its gradient summed over all micro-batches since `take_device`)."""
         for name, parameter in self._weights:
             found = self._sums.get(name)
             yield name, torch.zeros_like(parameter, dtype=torch.float32) if found is None else found
@@ -149,7 +151,7 @@ class Replica:
         self.engine = ReplicaEngine(config, folder, self.device)
         self._live = Live(self._tensors())
         self._receiver: Receiver | None = None
-        self._held: int | None = INITIAL  # None: a mixture
+        self._held: int | None = INITIAL  # version in host memory; None: a mix of two, or unknown
 
     def compute(
         self,
@@ -157,9 +159,11 @@ class Replica:
         step: protocol.TrainStep,
         rows: dict[int, protocol.Trajectory],
     ) -> protocol.GradientSum:
-        """Raises `TransferError` where the version can't be had, `ValueError` as `Trainer`, and
-        `RuntimeError` where prefix trees are ordered that this device can't compute. A loss that is
-        not finite is told by the statistics, as the trainer ranks have to end."""
+        """Receive the step's weights and compute the gradient of `rows`. A loss that is not finite
+        is reported in the statistics, since it must end the trainer ranks.
+
+        Raises `TransferError` if the version can't be received, `ValueError` as `Trainer.train`,
+        and `RuntimeError` if the step orders prefix trees that this device can't compute."""
         with self.recorder.timed("replica_weights", version=order.version):
             self.receive(order.version, order.store)
         with self.recorder.timed("replica_gradient", step=order.step):
@@ -188,12 +192,12 @@ class Replica:
         return protocol.GradientSum(order.file, statistics, float(current.ratio_max))
 
     def receive(self, version: int, store: str) -> None:
-        """Weights of `version` to the host, unless they are there. Raises `TransferError`."""
+        """Receive `version` into host memory, unless it is there. Raises `TransferError`."""
         t = self.config.transfer
         if self._receiver is None or self._receiver.where[0] != store:
             if self._receiver is not None:
                 self._receiver.close()
-                self._held = None  # numbers mean nothing in another store
+                self._held = None  # a version's number has no meaning in another store
             self._receiver = Receiver(store, None, t.relay_token_file, whole, self._live)
         threads = t.threads or self.config.rollout.threads or usable_threads()
         dense = int(t.stage_gib * 2**30)
@@ -207,7 +211,7 @@ class Replica:
         self._held = version
 
     def _tensors(self) -> dict[str, Tensor]:
-        """As the store names them: a layer's experts one by one."""
+        """Host tensors by their name in the store, which has a layer's experts one by one."""
         return {
             part.name: tensor.view(-1)[part.start :][: math.prod(part.shape)].view(part.shape)
             for name, tensor in self.engine.host.items()

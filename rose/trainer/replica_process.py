@@ -2,10 +2,10 @@
 
     python -m rose.trainer.replica_process --config FILE --model FOLDER --worker NAME --channel FD
 
-It may be killed at any instruction: what it computed is lost then, and its rows go elsewhere. On
-the channel, a stream socket, go messages in frames (`rose.comm.frames`): `LoadVersion`,
-`ComputeGradient`, `TrainStep` and `TrainPart` to it, `ReplicaReady` and `GradientComputed` from it,
-and as its last word `RankFailed`, whose rank is nobody's.
+It may be killed at any instruction. Then its result is lost and its rows are computed elsewhere.
+The channel is a stream socket with messages in frames (`rose.comm.frames`). The process receives
+`LoadVersion`, `ComputeGradient`, `TrainStep` and `TrainPart`, and sends `ReplicaReady` and
+`GradientComputed`. Before it exits with an error it sends `RankFailed` with rank -1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
 
 
 def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) -> None:
-    """Until the rank closes the channel."""
+    """Compute what the rollout rank orders, until that rank closes the channel."""
     with importing():
         from rose.trainer.replica import Replica
     replica = Replica(config, model, NullRecorder())
@@ -51,7 +51,7 @@ def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) ->
         for message in map(decode, whole):
             match message:
                 case p.LoadVersion(version, store):
-                    with suppress(TransferError):  # raised where a step needs it
+                    with suppress(TransferError):  # raised again when a step needs the version
                         replica.receive(version, store)
                 case p.ComputeGradient():
                     order, step, rows, parts, began = message, None, {}, 0, time.time()
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
     faulthandler.enable()
-    # Slurm sends it to all of a job's processes; the rank ends this one
+    # Slurm sends SIGTERM to all of a job's processes, but the rollout rank ends this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = socket.socket(fileno=args.channel)
     try:

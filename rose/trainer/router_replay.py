@@ -1,12 +1,12 @@
 """Router replay: the trainer sends each token to the experts that the engine sent it to.
 
-Engine and trainer compute a token's router in different kernels, and where two experts are nearly
-equally likely each may take another one: then the token's log-probabilities differ by far more than
-rounding (R3, arXiv 2510.11370; without it runs of mixtures collapse). The experts are the engine's,
-their weights the trainer's own probabilities, so the router learns as always. A token whose experts
-nobody recorded, as the last of a turn whose engine was lost, is routed by the trainer. A token
-keeps the experts of the weights that first met it: an engine that computes a context again with
-newer weights may route it otherwise for what follows, which is not replayed.
+Engine and trainer compute a token's router in different kernels, so they may choose different
+experts where two are almost equally likely. Then the token's log-probabilities differ by far more
+than rounding (R3, arXiv 2510.11370; without it runs of mixtures collapse). With replay the experts
+are the engine's, but their weights are the trainer's own probabilities, so the router learns as
+always. Tokens without recorded experts, as the last of a turn whose engine was lost, are routed by
+the trainer. The recorded experts are those of the first weights that computed the token. An engine
+that computes a context again with newer weights may route it otherwise, which is not replayed.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch import Tensor, nn
 
 
 class RouterReplay:
-    """Takes the place of the routers of a Qwen3-MoE from `begin` to the next `begin`: also while
-    layers are computed again in the backward pass."""
+    """Replacement for the routers of a Qwen3-MoE. The experts of one `begin` hold until the next,
+    so they also hold when the backward pass computes layers again."""
 
     def __init__(self, hf: nn.Module):
         routers = [layer.mlp.gate for layer in hf.base_model.layers]
         self.layers, self.top_k = len(routers), routers[0].top_k
         self.experts = routers[0].num_experts
-        self._chosen: Tensor | None = None  # (N, layers, top k), -1 where nobody knows
-        self._counted: Tensor | None = None  # (N,)
-        self.differs: Tensor | None = None
+        self._chosen: Tensor | None = None  # (N, layers, top k), -1 where unrecorded
+        self._counted: Tensor | None = None  # (N,) weight of each choice in `differs`
+        self.differs: Tensor | None = None  # () tokens, as `begin` defines it
         for number, router in enumerate(routers):
             router.forward = functools.partial(self._route, router, number)
 
     def begin(self, chosen: Tensor, mask: Tensor) -> None:
-        """Of the next forward pass: `chosen` (B, T, layers, top k) of any integer type, mask (B, T)
-        as `Policy.forward` has it. `differs` (): how many of the mask's tokens the routers would
-        have sent elsewhere, each as the share of its choices."""
+        """Set the experts of the next forward pass: `chosen` (B, T, layers, top k) of any integer
+        type, mask (B, T) as in `Policy.forward`. After the pass `differs` () is a sum over the
+        mask's tokens: the share of a token's choices that its routers would have made otherwise."""
         self._chosen = chosen.reshape(-1, self.layers, self.top_k)
         self._counted = mask.reshape(-1) / (self.layers * self.top_k)
         self.differs = torch.zeros((), device=mask.device)
 
     def unpack(self, data: bytes, tokens: int, trajectory: str) -> np.ndarray:
-        """(n, layers, top k) of a trajectory's first n tokens. Raises `ValueError` where there is
-        nothing, or what can't be true of `tokens` tokens of this model."""
+        """Decode the experts (n, layers, top k) of a trajectory's first n tokens. Raises
+        `ValueError` if there are none, or if they don't fit this model or `tokens` tokens."""
         if not data:
             raise ValueError(
                 f"trajectory {trajectory}: nobody recorded the experts of its tokens, which "
@@ -65,7 +65,7 @@ class RouterReplay:
         return found
 
     def _route(self, router: nn.Module, layer: int, hidden: Tensor) -> tuple[Tensor, ...]:
-        """As Qwen3MoeTopKRouter.forward: (N, experts) logits, (N, top k) weights and experts."""
+        """Route as Qwen3MoeTopKRouter.forward: logits (N, experts), weights, experts (N, top k)."""
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         likely = logits.softmax(-1, dtype=torch.float)
         own = likely.topk(self.top_k, dim=-1).indices

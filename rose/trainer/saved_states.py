@@ -1,12 +1,12 @@
-"""What ZeRO has saved, by parameter and place in it, whatever ranks and stage saved it.
+"""ZeRO's saved states, by parameter and index in it, for any number of ranks and any stage.
 
 Every rank's file has its share of each group's flat float32 values and of Adam's two moments. Below
 stage 3 the file itself says which parameter each range of the share belongs to
-(`param_slice_mappings`); at stage 3 every parameter is split evenly, in the order of
-`param_shapes`. Files are mapped: what is not asked for is not read. So a rank of another world
-takes its own share out of them, and nobody holds more. Left out: DeepSpeed's universal checkpoint,
-which writes all states once more between two worlds (12 bytes a parameter) and has every rank read
-whole parameters.
+(`param_slice_mappings`). At stage 3 every parameter is split evenly, in the order of
+`param_shapes`. Files are mapped into memory, so that only the requested values are read. So a run
+with another number of ranks can continue, and each of its ranks holds no more than its own share.
+Left out: DeepSpeed's universal checkpoint, which first writes all states once more (12 bytes a
+parameter) and has every rank read whole parameters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rose.trainer import adapter
 from rose.trainer.shards import ShardReader
 from rose.transfer.errors import Corrupted, Missing
 
-PREFIX = "hf."  # of `Policy`'s parameters; without it they have the names of the model's folder
-# torch's state of the optimizer, by ZeRO's stage
+PREFIX = "hf."  # beginning of `Policy`'s parameter names, before the name in the model's folder
+# ZeRO's stage -> key of the state of torch's optimizer
 BASE = {stage: "base_optimizer_state" for stage in (1, 2)} | {3: "optimizer_state_dict"}
 WEIGHTS, MOMENTS = "float32", ("exp_avg", "exp_avg_sq")
 
 
 class Range(NamedTuple):
-    """Values `begin` to `end` of a flattened parameter are in `rank`'s group, from `at` on."""
+    """Values `begin` to `end` of a flattened parameter, which `rank`'s `group` has from `at` on."""
 
     begin: int
     end: int
@@ -43,18 +43,18 @@ class Range(NamedTuple):
 
 
 class SavedStates:
-    """Of the folder of DeepSpeed's files that `ranks` ranks wrote at ZeRO's `stage` 1, 2 or 3.
-    Raises `TransferError` that names the damaged or missing file, also when it is read."""
+    """The states in a folder of DeepSpeed's files, which `ranks` ranks wrote at ZeRO's `stage` 1, 2
+    or 3. It and `read` raise `TransferError` that names a damaged or missing file."""
 
     def __init__(self, folder: Path, ranks: int, stage: int):
         self.folder, self.stage = Path(folder), stage
         self._saved = [_states(optimizer_file(folder, rank)) for rank in range(ranks)]
-        self.ranges: dict[str, list[Range]] = defaultdict(list)  # by DeepSpeed's name
+        self.ranges: dict[str, list[Range]] = defaultdict(list)  # keys: DeepSpeed's names
         self._find_even() if stage == 3 else self._find_mapped()
 
     def read(self, name: str, what: str, begin: int, out: torch.Tensor) -> None:
-        """Fill `out`, (n,), with values of the parameter `name` from its `begin` on: its float32
-        weights (`WEIGHTS`) or a moment of Adam's (`MOMENTS`)."""
+        """Fill `out`, (n,), with values of the parameter `name` from index `begin` on. `what` is
+        its float32 weights (`WEIGHTS`) or one of Adam's moments (`MOMENTS`)."""
         end, filled = begin + len(out), 0
         for held in self.ranges.get(name, ()):
             low, high = max(begin, held.begin), min(end, held.end)
@@ -67,9 +67,9 @@ class SavedStates:
             raise Corrupted(f"{self.folder}: has {filled} of {len(out)} values of {name} ({what})")
 
     def restore(self, optimizer, shards: ShardReader, rank: int) -> None:
-        """Make this rank's share of ZeRO's `optimizer` what was saved; then all ranks gather the
-        weights. `shards` says what the share is."""
-        # in host memory: the optimizer moves them, and a device may have no room for both
+        """Set this rank's share of ZeRO's `optimizer`, which `shards` describes, to the saved
+        values. The caller has all ranks gather the weights after that."""
+        # Host memory, because a device may have no room for both; the optimizer moves them.
         zeros = functools.partial(torch.zeros_like, device="cpu")
         moments = {what: [zeros(flat) for flat in shards.flats] for what in MOMENTS}
         for part in shards.own():
@@ -77,9 +77,9 @@ class SavedStates:
             for what, groups in ((WEIGHTS, shards.flats), *moments.items()):
                 values = groups[part.group].detach()[part.at :][: part.end - part.begin]
                 self.read(name, what, part.begin, values)
-        own = optimizer.state_dict()  # DeepSpeed's, of the new share: its float32 values are in it
+        own = optimizer.state_dict()  # DeepSpeed's, with the float32 values of the new share
         base = own[BASE[own["zero_stage"].value]]
-        step = self._base(0)["state"][0]["step"]  # updates that Adam has counted
+        step = self._base(0)["state"][0]["step"]  # Adam's number of updates
         base["state"] = {
             group: {"step": copy.deepcopy(step), **{what: m[group] for what, m in moments.items()}}
             for group in range(len(shards.flats))
@@ -87,7 +87,7 @@ class SavedStates:
         optimizer.load_state_dict({rank: own}, load_from_fp32_weights=True)
 
     def _base(self, rank: int) -> dict[str, Any]:
-        """torch's state of rank `rank`'s optimizer."""
+        """Return the saved state of torch's optimizer on rank `rank`."""
         return self._saved[rank][BASE[self.stage]]
 
     def _flats(self, rank: int, what: str) -> list[torch.Tensor] | dict[int, torch.Tensor]:
@@ -106,8 +106,8 @@ class SavedStates:
                     before.append(Range(begin, end, rank, group, place.start))
 
     def _find_even(self) -> None:
-        """The last rank's part of a parameter is padded. Groups follow each other: a part may lie
-        across the border of two."""
+        """Find the ranges of stage 3. The last rank's part of a parameter is padded. The groups
+        form one sequence of values, so a part may lie in two of them."""
         shapes = mapped(model_file(self.folder, 0, 3))["param_shapes"]
         ranks, at = len(self._saved), 0
         ends: list[int] = []
@@ -122,9 +122,9 @@ class SavedStates:
 
 
 def _across(ends: list[int], whole: Range) -> Iterator[Range]:
-    """The parts in each group of a range in groups that follow each other and end at `ends`."""
+    """Cut a range, whose `at` counts over all groups, at the groups' `ends`."""
     start = 0
-    shift = whole.at - whole.begin  # from a parameter's index to that in all groups
+    shift = whole.at - whole.begin  # index over all groups - index in the parameter
     for group, end in enumerate(ends):
         low, high = max(whole.begin, start - shift), min(whole.end, end - shift)
         if low < high:
@@ -133,7 +133,7 @@ def _across(ends: list[int], whole: Range) -> Iterator[Range]:
 
 
 def model_file(folder: Path, rank: int, stage: int) -> Path:
-    """DeepSpeed's file with a rank's model; below stage 3 the first rank has all of it."""
+    """Path of DeepSpeed's file with a rank's model; below stage 3 only the first rank has one."""
     name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
     return Path(folder) / f"{name}_model_states.pt"
 
@@ -145,7 +145,7 @@ def optimizer_file(folder: Path, rank: int) -> Path:
 
 
 def mapped(path: Path, objects: Sequence[Any] = ()) -> dict[str, Any]:
-    """A file of DeepSpeed's: what is not looked at is not read. Raises as `loaded`."""
+    """Map a file of DeepSpeed into memory: only what is used is read. Raises what `loaded` does."""
     return loaded(path, objects, mmap=True)
 
 
@@ -162,7 +162,7 @@ def loaded(
         raise Missing(f"{path}: not there") from None
     except MemoryError:
         raise
-    except Exception as error:  # A damaged pickle takes any value for any other.
+    except Exception as error:  # any error: a damaged pickle can make torch fail anywhere
         if named := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
             raise Corrupted(
                 f"{path}: refused: it names the Python object {named[1]}, which is in no "
@@ -180,7 +180,7 @@ def _states(path: Path) -> dict[str, Any]:
 
 def deepspeed_objects() -> list[Any]:
     """List the classes of which DeepSpeed's files hold objects, for `loaded`."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # takes seconds
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # an import of seconds
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 

@@ -1,5 +1,4 @@
-"""A trainer rank's part of a checkpoint, and a run that goes on from one: mixed into
-`DeepSpeedEngine`."""
+"""A mixin of `DeepSpeedEngine` that saves and loads a trainer rank's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,20 +15,19 @@ from rose.trainer import checkpoint
 from rose.trainer.saved_states import SavedStates, loaded
 from rose.trainer.shards import ShardReader
 
-SAVE_BEFORE_S = 1800.0  # for the checkpoint before to be on disk
+SAVE_BEFORE_S = 1800.0  # longest wait until the previous checkpoint is on disk
 TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
 
 
 class Saving:
-    """`writer`: writes what DeepSpeed saves, in a thread."""
+    """The mixin. Its `writer` is DeepSpeed's checkpoint engine, which writes in a thread."""
 
     def save(self, folder: Path) -> None:
         """Copy model, optimizer, update count and random states, and write them into `folder` in a
-        thread: it has all of them when `checkpoint.saved` counts every rank. Training may go on at
-        once.
+        thread. Training may go on at once. The folder is complete when `checkpoint.saved` counts
+        every rank.
 
-        Raises as `saved` when the one before is still being written.
-        """
+        Raises what `saved` raises if the previous checkpoint is still being written."""
         self.saved()
         self.engine.save_checkpoint(
             str(folder),
@@ -51,13 +49,13 @@ class Saving:
             note = (json.dumps(state) + "\n").encode()
             try:
                 write_whole(folder / checkpoint.TRAINER_STATE, note, sync=True)
-            except OSError as refused:  # A full disk is reported like the errors of the thread.
+            except OSError as refused:  # reported like the thread's errors, as for a full disk
                 error = f"{type(refused).__name__}: {refused}"
         torch.distributed.barrier()
         self.writer.finish(folder, error)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is written. Raises `TimeoutError` after `SAVE_BEFORE_S`."""
+        """Wait until no checkpoint is being written; `TimeoutError` after `SAVE_BEFORE_S`."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
@@ -65,9 +63,9 @@ class Saving:
             )
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, under ZeRO also in a world of other ranks or another
-        stage. Raises `ValueError` when it is not there or can't be continued so, `TransferError`
-        for a damaged file."""
+        """Continue from what `save` wrote. Under ZeRO the number of ranks and the stage (1 to 3)
+        may differ. Raises `ValueError` when it is absent or does not fit this configuration, and
+        `TransferError` for a damaged file."""
         state = checkpoint.read_trainer(folder, self.settings)
         if state.get("base", "") != self.base:
             raise ValueError(
@@ -81,12 +79,12 @@ class Saving:
         else:
             self._load_own(folder)
         self.updates = state["updates"]
-        # all ranks of a run begin with the same
+        # A rank that was not there takes another's states: all ranks of a run begin with the same.
         states = loaded(folder / f"random-{self.rank % ranks}.pt")
         _restore_random_states(states, self.device)
 
     def _load_own(self, folder: Path) -> None:
-        """As many ranks wrote it, at the same stage; or one wrote all, without ZeRO."""
+        """Load a checkpoint of the same number of ranks and stage, or one without ZeRO."""
         path, _ = self.engine.load_checkpoint(
             str(folder), tag=TAG, load_module_strict=self.settings.lora is None
         )

@@ -1,5 +1,5 @@
-"""The learning rate of each optimizer update: a pure function of its number, so that a run which
-stopped and goes on has the rates of one that did not."""
+"""The learning rate of each optimizer update: a pure function of the update's number, so that a
+resumed run has the same rates as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosi
 
 
 def learning_rates(trainer: Trainer) -> Callable[[int], float]:
-    """Update number, from 0 -> its learning rate.
+    """Return a function: number of an update, from 0 -> its learning rate.
 
-    Linear warm-up over `warmup_steps` updates, then transformers' schedule of that name until the
-    last update of trainer.steps; what lies above `final_share` of the rate is what falls. Update n
-    takes the schedule's step n + 1, of one more than there are: neither its first rate, 0, nor its
-    last, 0 again, is wasted on a batch.
+    The rate rises linearly over `warmup_steps` updates. Then it follows transformers' schedule of
+    the configured name until the last update of trainer.steps, scaled so that it falls to
+    `final_share` of `lr`. Update n takes step n + 1 of a schedule that is one step longer than the
+    run, so that neither the schedule's first rate, 0, nor its last, 0 again, is wasted on a batch.
     """
     o, updates = trainer.optimizer, trainer.steps * trainer.updates_per_step
     nothing = torch.optim.SGD([torch.zeros(1)])

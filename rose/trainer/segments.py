@@ -1,9 +1,9 @@
-"""Which turns the trajectories of a batch have in common, where they fork off each other.
+"""The segments of a batch: turns that trajectories have in common where they fork off each other.
 
-No torch: the coordinator finds the segments, algorithms of trees read them. A segment is the turns
-that the same trajectories share, so a tree of rollouts is nested segments. What an algorithm of
-trees trains of a segment stands in the first of its rows alone, each token once; every other
-algorithm takes the trajectories whole, as if each had begun with the prompt.
+The coordinator finds the segments and tree algorithms read them, so this file imports no torch. A
+segment is a run of turns that the same trajectories share, so a tree of rollouts is a tree of
+segments. A tree algorithm trains each token once, in the first row that has its segment. Every
+other algorithm takes the trajectories whole, as if each had begun with the prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rose.protocol import Trajectory, pack_tokens
 
 
 def find(trajectories: list[Trajectory]) -> list[list[int]]:
-    """(N,): of each turn, the number of its segment; [] if no trajectory forked off another."""
+    """List the segment number of each turn of each trajectory; [] if no trajectory forked."""
     if not any(t.inherited for t in trajectories):
         return []
-    sharing: dict[Hashable, list[int]] = defaultdict(list)  # a turn -> its rows
+    sharing: dict[Hashable, list[int]] = defaultdict(list)  # turn -> rows that have it
     turns = [_turns(t) for t in trajectories]
     for row, found in enumerate(turns):
         for turn in found:
@@ -35,8 +35,8 @@ def find(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def _turns(t: Trajectory) -> list[Hashable]:
-    """Each turn by who made it and all tokens up to its end: that these are the same doesn't rest
-    on what a trajectory says of itself."""
+    """Identify each turn by the trajectory that made it and a hash of all tokens up to its end, so
+    that two turns count as the same only if their tokens are."""
     return [
         (t.group, maker, turn, xxhash.xxh3_128_digest(t.tokens[: 4 * _end(t, turn + 1)]))
         for turn, maker in enumerate(t.makers)
@@ -44,7 +44,7 @@ def _turns(t: Trajectory) -> list[Hashable]:
 
 
 def _end(t: Trajectory, turns: int) -> int:
-    """Where its first `turns` turns end, in tokens; 0 if they have none."""
+    """Count the tokens up to the end of the first `turns` turns; 0 if these generated none."""
     made = sum(tokens for _, tokens in t.turn_tokens[:turns])
     return int(np.flatnonzero(np.frombuffer(t.mask, np.uint8))[made - 1]) + 1 if made else 0
 
@@ -52,9 +52,9 @@ def _end(t: Trajectory, turns: int) -> int:
 def samples(
     trajectories: list[Trajectory], segments: list[list[int]]
 ) -> list[tuple[Trajectory, int]]:
-    """What is trained, and of which trajectory it is: a row for each leaf of the agent's histories
-    (`Trajectory.samples`). With `segments` a turn that an earlier row has is context in the
-    later."""
+    """List the rows to train, as (row, index of its trajectory): one for each leaf of the agent's
+    histories (`Trajectory.samples`). With `segments` it is one for each trajectory, in which turns
+    that an earlier row trains are context only."""
     if not segments:
         return [(s, owner) for owner, t in enumerate(trajectories) for s in t.samples()]
     seen: set[int] = set()
@@ -67,7 +67,7 @@ def samples(
 
 
 def _without(t: Trajectory, turns: int) -> Trajectory:
-    """Its first `turns` turns with mask 0."""
+    """Copy a trajectory with mask 0 for its first `turns` turns."""
     end = _end(t, turns)
     return msgspec.structs.replace(
         t,

@@ -2,12 +2,12 @@
 ALST (arXiv 2506.13996) has for Hugging Face models.
 
 N neighbouring ranks compute the same rows. Each has an Nth of every sequence in all layers but
-attention, where all-to-alls give it the whole sequence of an Nth of the heads, and take it back.
-The log-probabilities of the parts are put together, so each rank has the loss of whole rows,
-whatever of a row the algorithm needs, and differentiates it by its own part: over all ranks the
-gradients add up to those of one, which is how ZeRO, knowing nothing of it, sums them. Left out:
-DeepSpeed's adapter of data loaders and its tiled loss (the head has chunks of its own), and layers
-that attend to less than the whole context.
+attention. There an all-to-all gives it the whole sequence for an Nth of the heads, and another
+reverses that. The log-probabilities of the parts are then put together, so that each rank has whole
+rows and computes their loss, whatever the algorithm. It differentiates the loss by its own part.
+The gradients of all ranks add up to those of one rank that computes alone, and ZeRO sums them
+anyway, without knowing of the group. Left out: DeepSpeed's adapter of data loaders and its tiled
+loss (the head has chunks of its own), and layers that attend to less than the whole context.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from transformers import AttentionInterface
 from rose.comm.address import MEET_S, RendezvousError
 from rose.trainer import tree_attention
 
-NAME = "rose_sequence"  # in transformers' registry of attention functions, which has no mask for it
+# Our name in transformers' registry of attention functions. Its registry of masks has none for it.
+NAME = "rose_sequence"
 
 
 class SequenceGroup:
-    """This rank's group of `size` neighbours; made on all ranks together. They must have connected
-    within `MEET_S` seconds; after that, a collective that takes over `timeout_s` seconds fails.
-    Raises `RendezvousError`."""
+    """The group of this rank and its neighbours, `size` in all, which all ranks make together. They
+    must connect within `MEET_S` seconds, else `RendezvousError`. After that, a collective that
+    takes over `timeout_s` seconds fails."""
 
     def __init__(self, size: int, device: torch.device, timeout_s: float):
         rank = torch.distributed.get_rank()
@@ -38,11 +39,11 @@ class SequenceGroup:
             self._group, _ = torch.distributed.new_subgroups(
                 size, timeout=timedelta(seconds=MEET_S)
             )
-            # NCCL connects at the first collective: else that is the first step's, with its limit
+            # NCCL connects at the first collective. Without this one, that would be in a step.
             torch.distributed.all_reduce(torch.ones(1, device=device), group=self._group)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        except (RuntimeError, ValueError) as error:  # as in `deepspeed_engine.join_world`
+        except (RuntimeError, ValueError) as error:  # torch.distributed's errors
             first = rank - self.index
             raise RendezvousError(
                 f"trainer rank {rank} on {socket.gethostname()}: ranks {first} to "
@@ -51,17 +52,17 @@ class SequenceGroup:
             ) from error
         limit = timedelta(seconds=timeout_s)
         torch.distributed.distributed_c10d._set_pg_timeout(limit, self._group)
-        self._ulysses: dict[tuple[int, ...], nn.Module] = {}  # by batch, heads and their size
+        self._ulysses: dict[tuple[int, ...], nn.Module] = {}  # keys: arguments of `_make`
         AttentionInterface.register(NAME, self._attention)
 
     def part(self, *whole: Tensor) -> tuple[int, list[Tensor]]:
-        """(where it begins, this rank's part of each) of tensors (..., L); L divides by `size`."""
+        """Cut tensors (..., L), where `size` divides L. Returns (this part's begin, the parts)."""
         length = whole[0].shape[-1] // self.size
         begin = self.index * length
         return begin, [x[..., begin : begin + length].contiguous() for x in whole]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over the group; the gradient of this rank's values is that of the sum."""
+        """Sum over the group. The gradient of this rank's values is that of the sum."""
         return _Sum.apply(values, self._group)
 
     def _attention(
@@ -73,8 +74,8 @@ class SequenceGroup:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers calls it: query (B, heads, L / size, d), key and value (B, kv_heads, L /
-        size, d), a mask of L -> (B, L / size, heads * d)."""
+        """Compute attention, with transformers' signature: query (B, heads, L / size, d), key and
+        value (B, kv_heads, L / size, d), a mask of L -> (B, L / size, heads * d)."""
         batch, heads, _, size = query.shape
         form = batch, heads, key.shape[1], size
         if form not in self._ulysses:
@@ -90,7 +91,7 @@ class SequenceGroup:
             attn_head_count=heads,
             attn_head_size=size,
             kv_head_count=kv_heads,
-            num_hidden_layers=1,  # for its debugging only
+            num_hidden_layers=1,  # DeepSpeed's debugging value
             process_group=self._group,
             seq_length_is_variable=True,
         )
@@ -105,5 +106,5 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Each rank derives the same loss: a sum over ranks would have it `size` times.
+        # Every rank differentiates the same loss, so a sum over ranks would count it `size` times.
         return gradient, None

@@ -1,12 +1,11 @@
-"""Which values of which tensor this trainer rank owns, and how to read them: ZeRO's own partition.
+"""ZeRO's partition: which values of which tensor this trainer rank owns, and how to read them.
 
-Stage 3 splits every tensor evenly over the ranks; stages 1 and 2 flatten a group of tensors and
-split the whole, so a rank owns whole tensors and the ends of two. With stage 0 all ranks hold
-everything and blocks are shared out.
+Stage 3 splits every tensor evenly over the ranks. Stages 1 and 2 flatten a group of tensors and
+split the whole, so a rank owns whole tensors and parts of the two at its ends. With stage 0 all
+ranks hold everything, and the blocks are distributed over them.
 
-Under ZeRO the values are read from the optimizer's float32 partition, which is final as soon as
-this rank's optimizer has stepped: before it is copied into the parameters, and before the
-all-gather of these.
+Under ZeRO the values are read from the optimizer's float32 partition. It is final as soon as this
+rank's optimizer has stepped, before it is copied into the parameters and these are gathered.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def patterns_of(values: torch.Tensor) -> np.ndarray:
-    """(n,) bfloat16 or float32 -> (n,) uint16 or uint32 in host memory."""
+    """Bit patterns of values: (n,) bfloat16 or float32 -> (n,) uint16 or uint32 in host memory."""
     array = values.view(PATTERNS[values.dtype]).cpu().numpy()
     return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
 
 
 class Share(NamedTuple):
-    """Values `begin` to `end` of a flattened parameter are this rank's, in its float32 `group` from
-    `at` on."""
+    """Values `begin` to `end` of a flattened parameter, which this rank has in its float32 `group`
+    from `at` on."""
 
     name: str
     begin: int
@@ -41,8 +40,8 @@ class Share(NamedTuple):
 
 
 class ShardReader:
-    """`weights`: (name, parameter) in the model's order; `dtype`: of what is read; `scales`: by
-    which values are multiplied, of the names that have one."""
+    """Reader of this rank's values, as `dtype`. `weights`: (name, parameter) in the model's order;
+    `scales`: name -> factor, for tensors whose values are multiplied."""
 
     def __init__(
         self,
@@ -58,16 +57,16 @@ class ShardReader:
         self._rank = rank
         name = str(dtype).removeprefix("torch.")
         self.tensors: list[Tensor] = []
-        # of each tensor its parameter, and its first flat index there
+        # each tensor's parameter, and the flat index of its first value there
         self._sources: list[tuple[torch.nn.Parameter, int]] = []
         for whole, parameter in weights:
             for part in parts(whole, tuple(getattr(parameter, "ds_shape", parameter.shape))):
                 self.tensors.append(Tensor(part.name, part.shape, name))
                 self._sources.append((parameter, part.start))
         self.shards: Shards | None = None
-        # of each parameter (rank, start, stop) of flat indices
+        # id of a parameter -> (rank, begin, end) of flat indices
         self._ranges: Mapping[int, list[tuple[int, int, int]]] = {}
-        # parameter -> group, offset within it, the parameter's first flat index there
+        # id of a parameter -> group, offset in it, flat index of the parameter's first value there
         self._masters: dict[int, tuple[int, int, int]] = {}
         if stage == 3:
             self.flats = engine.optimizer.fp32_partitioned_groups_flat
@@ -77,7 +76,7 @@ class ShardReader:
             self._split_groups(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
-        """(n,) uint16 or uint32: the block's patterns now, a copy."""
+        """Copy the block's current bit patterns, (n,) uint16 or uint32."""
         tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
@@ -87,13 +86,13 @@ class ShardReader:
         found = take(values, first - start, block, tensor.columns)
         pieces = [piece.reshape(-1) for piece in found]
         whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
-        held = whole.to(parameter.dtype)  # as it is in the parameter
+        held = whole.to(parameter.dtype)  # values as the parameter has them, rounded
         if scale := self._scales.get(tensor.name):
             held = held.float() * scale
         return patterns_of(held.to(self._dtype))
 
     def own(self) -> Iterator[Share]:
-        """What this rank has in `flats`, its float32 groups, of each parameter; under ZeRO."""
+        """Under ZeRO, yield this rank's share of each parameter in `flats`, its float32 groups."""
         for name, parameter in self._weights:
             group, at, first = self._masters.get(id(parameter), (0, 0, 0))
             for rank, begin, end in self._ranges[id(parameter)]:
@@ -101,7 +100,7 @@ class ShardReader:
                     yield Share(name, begin, end, group, at + begin - first)
 
     def _share(self, ranges: Mapping[int, list[tuple[int, int, int]]]) -> Shards:
-        """The shards of each tensor."""
+        """Keep `ranges`, which are of parameters, and return those of each tensor."""
         self._ranges, found = ranges, {}
         for tensor, (parameter, start) in zip(self.tensors, self._sources, strict=True):
             clipped = [

@@ -1,7 +1,7 @@
-"""One training step's data and running sums: what a trainer rank and an elastic replica do alike.
+"""A training step: the part that a trainer rank and an elastic replica do alike, and its sums.
 
-Advantages and weights come from the batch's summary; then, per update, the loss of
-`algorithms.base` micro-batch by micro-batch.
+Advantages and weights come from the batch's summary. Then each update computes the loss of
+`algorithms.base`, one micro-batch after another.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rose.trainer.importance import NO_BOUNDS, Bounds, importance_weights, misma
 from rose.trainer.reference import penalty
 
 PHASES = ("proximal", "forward_backward", "optimizer")
-NEVER = 2**62  # number of a micro-batch that does not exist
+NEVER = 2**62  # stands for "no micro-batch" in a minimum over micro-batches' numbers
 
 
 class NonFiniteGradient(ArithmeticError):
-    """The gradient is infinite or NaN; nothing was applied."""
+    """The gradient is infinite or NaN. Nothing was applied."""
 
 
 class TrainingDiverged(ArithmeticError):
@@ -38,7 +38,7 @@ class TrainingDiverged(ArithmeticError):
 
 
 class Trains(Protocol):
-    """A trainer rank, or a replica."""
+    """A trainer rank or a replica."""
 
     config: Config
     device: torch.device
@@ -57,16 +57,16 @@ class Step:
         self.kl_correction = trainer.config.algorithm.kl_correction
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
-        self.others: list[protocol.GradientSum] = []  # replicas', of the same step
+        self.others: list[protocol.GradientSum] = []  # sums that replicas computed for this step
         zero = torch.zeros((), device=self.device)
-        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no cycle: it is freed at once
+        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle: freed at once
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def extend(
         self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]
     ) -> None:
-        """The batch so far, and what of it is to be trained now."""
+        """Take the batch so far (`step.summary`) and the rows of it that are to be trained now."""
         summary = Summary(
             torch.tensor(step.summary.rewards, dtype=torch.float64),
             torch.tensor(step.summary.groups),
@@ -76,7 +76,7 @@ class Step:
             _padded(step.summary.segments, torch.int64, -1),
             torch.tensor(step.summary.limits, dtype=torch.int64) if step.summary.limits else None,
         )
-        # each (N,), or (N, turns)
+        # both (N,), or (N, turns)
         self.advantages, self.weights = self.growing.extend(summary)
         self.others = step.sums
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
@@ -93,7 +93,8 @@ class Step:
                 self._accumulate(0, micro_batches, {}, more=True)
 
     def run(self, stepped: Callable[[], None] | None) -> dict[str, float]:
-        """`stepped` is called after the last update."""
+        """Run all updates. Returns metrics. `stepped` is called in the last update, as
+        `DeepSpeedEngine.update` says."""
         proximal = self._proximal()
         norms, lr = [], 0.0
         self._check_others()
@@ -109,8 +110,8 @@ class Step:
         return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
 
     def _proximal(self) -> dict[tuple[int, int], Tensor]:
-        """(update, micro-batch) -> (B, T) log-probabilities before the step. The first update's
-        forward passes run with just these weights, so theirs needs no extra pass."""
+        """Compute (update, micro-batch) -> (B, T) log-probabilities of the weights before the step.
+        The first update is left out: its own forward passes run with these weights."""
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
         with self._phase("proximal"), torch.no_grad():
@@ -128,8 +129,8 @@ class Step:
         proximal: dict[tuple[int, int], Tensor],
         more: bool = False,
     ) -> None:
-        """Gradient of one update, or of a part to which `more` will be added. Raises
-        `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
+        """Compute the gradient of one update, or with `more` of a part to which more will be added.
+        Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
         bad = torch.tensor(NEVER, device=self.device)
         for m, batch in enumerate(micro_batches):
             self.engine.begin_micro_batch(last=m == len(micro_batches) - 1 and not more)
@@ -144,7 +145,8 @@ class Step:
             )
 
     def _check_others(self) -> None:
-        """Every rank knows all of them."""
+        """Raise `TrainingDiverged` if a replica's loss is not finite; alike on every rank, since
+        each has all replicas' statistics."""
         if not all(math.isfinite(other.statistics["loss"]) for other in self.others):
             raise TrainingDiverged(
                 f"step {self.number}: the loss of a replica's rows is not finite; nothing of this "
@@ -159,7 +161,7 @@ class Step:
                 self.sums[name] += value if self.engine.rank == 0 else 0.0
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
-        """This micro-batch's part of the batch's loss; adds its statistics to the sums."""
+        """Compute this micro-batch's part of the loss, and add its statistics to the sums."""
         logprobs, entropy = self._forward(batch)
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
@@ -184,15 +186,15 @@ class Step:
     def _penalty(
         self, logprobs: Tensor, proximal: Tensor, mask: Tensor, batch: MicroBatch
     ) -> Tensor:
-        """(B, T) KL to the reference, which is counted, too."""
+        """Compute the KL penalty to the reference, (B, T), and add it to the statistics."""
         frozen = self.engine.reference.logprobs(batch.inputs, batch.targets, batch.mask, batch.tree)
         kl = penalty(logprobs, frozen, mask, proximal if self.kl_correction else None)
         self.sums["reference_kl"] += kl.detach().sum()
         return kl
 
     def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """(N,) -> (B,), each row its trajectory's; (N, turns) -> (B, T), each token its turn's. The
-        padding row of an empty micro-batch gets 0."""
+        """Look up a batch's values for a micro-batch: (N,) -> (B,), for each row its trajectory's;
+        (N, turns) -> (B, T), for each token its turn's. A padding row gets 0."""
         if not len(batch.rows):
             return values.new_zeros(len(batch.inputs), device=self.device)
         own = values[self.owners[batch.rows]]
@@ -218,13 +220,13 @@ class Step:
             ) from None
 
     def _reduced(self) -> dict[str, float]:
-        """Sums over ranks, per response token but for the loss; times of the slowest rank."""
+        """Reduce over ranks: sums per response token (except the loss), and the slowest's times."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names]).double()
         largest = [float(self.ratio_max), *self.seconds.values()]
         maxima = torch.tensor(largest, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(sums)
-        sums /= self.engine.settings.sequence_parallel  # ranks that counted the same rows
+        sums /= self.engine.settings.sequence_parallel  # number of ranks that counted the same rows
         torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
         ratio_max, *seconds = maxima.tolist()
         totals = dict(zip(names, sums.tolist(), strict=True))
@@ -245,7 +247,7 @@ class Step:
 
 
 def _padded(of_turns: list[list[float]], dtype: torch.dtype, behind: float) -> Tensor | None:
-    """N lists -> (N, K), `behind` each list's end; None if nobody gives any."""
+    """N lists -> (N, K), padded with `behind`; None if all are empty."""
     if not any(of_turns):
         return None
     rows = [torch.tensor(each, dtype=dtype) for each in of_turns]

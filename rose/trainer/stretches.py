@@ -1,13 +1,13 @@
-"""Attention over a prefix tree on a CPU, without masks: by stretches, runs of tokens that no row
-leaves.
+"""Attention over a prefix tree on a CPU, without masks: by stretches, which are runs of tokens
+without a branch.
 
-A stretch's tokens attend to each other causally, and all their descendants, which stand behind
-them, attend to all of them. So a stretch is a call of torch's causal kernel and one of its full
-kernel, on slices; what a token gets from its ancestors' stretches is put together by the sums of
+The tokens of a stretch attend to each other causally, and all their descendants, which stand behind
+them, attend to all of them. So a stretch takes a call of torch's causal kernel and one of its full
+kernel, on slices. A token's outputs from all its ancestors' stretches are merged by their sums of
 exponentials, as blocks are in FlashAttention (arXiv 2205.14135) and shared prefixes in Hydragen
-(2402.05099). No pair is computed that isn't attended to, where a dense mask computes all L x L. The
-backward pass is the kernel's own: given a token's whole output and sum, it gives each stretch's
-part of the gradient.
+(2402.05099). Only attended pairs are computed, where a dense mask computes all L x L. The backward
+pass is the kernel's own: given a token's merged output and sum, it gives each stretch's part of the
+gradient.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def find(ends: Tensor) -> Tensor:
-    """(L,) int64, of a tree on the CPU -> (1, 1, S, 3) int64: where each stretch begins, where it
-    stops, and where its last descendant does; in order. Four dimensions, as transformers passes
-    such masks on as they are."""
+    """Ends (L,) int64 of a tree on the CPU -> (1, 1, S, 3) int64: for each of S stretches, in
+    order, its begin, its stop, and the stop of its last descendant. The result has four dimensions
+    because transformers passes such masks on unchanged."""
     last = torch.cat([ends[1:] != ends[:-1], ends.new_ones(1, dtype=torch.bool)])
     stops = last.nonzero().flatten() + 1
-    if len(stops) == 1:  # and an empty one: torch would compile for one apart (trainer.compile)
+    # An empty stretch is added to a single one, for which torch would compile separately.
+    if len(stops) == 1:
         stops = stops.repeat(2)
     begins = torch.cat([stops.new_zeros(1), stops[:-1]])
     return torch.stack([begins, stops, ends[stops - 1]], 1)[None, None]
@@ -37,11 +38,12 @@ def find(ends: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, stretches: Tensor, scale: float | None
 ) -> Tensor:
-    """query (1, heads, L, d), key (1, kv_heads, L, d), value (1, kv_heads, L, dv), `find`'s
-    stretches -> (1, heads, L, dv)."""
+    """Query (1, heads, L, d), key (1, kv_heads, L, d), value (1, kv_heads, L, dv), stretches as
+    from `find` -> output (1, heads, L, dv)."""
     width, of_values = query.shape[-1], value.shape[-1]
     scale = width**-0.5 if scale is None else scale
-    # The kernel has one size for all three; latent attention has smaller values. Zeros add nothing.
+    # The kernel needs one size for all three, and latent attention has smaller values. So they are
+    # padded with zeros, which change nothing.
     query, key, value = (
         F.pad(x, (0, max(width, of_values) - x.shape[-1])) for x in (query, key, value)
     )
@@ -56,7 +58,7 @@ class _Attention(torch.autograd.Function):
         keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
         out = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)  # logarithms
-        seen = 0  # tokens that have something of an ancestor already
+        seen = 0  # tokens before this index already have an output to merge with
         for begin, stop, end in stretches:
             inside = slice(begin, stop)
             for at, causal in ((inside, True), (slice(stop, end), False)):
@@ -107,13 +109,13 @@ class _Attention(torch.autograd.Function):
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Keys or values, once for each head that uses them: the kernel knows no groups of heads."""
+    """Repeat keys or values for each head that uses them: the kernel has no grouped attention."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, its_sums: Tensor, fresh: int) -> None:
-    """Put a further stretch's output and logarithms of sums into a slice's, in place. Tokens from
-    `fresh` on have none yet."""
+    """Merge one more stretch's output and log-sums into a slice's, in place. Tokens from `fresh` on
+    have no output yet."""
     out[:, :, fresh:], sums[:, :, fresh:] = part[:, :, fresh:], its_sums[:, :, fresh:]
     old, new = sums[:, :, :fresh], its_sums[:, :, :fresh]
     both = torch.logaddexp(old, new)

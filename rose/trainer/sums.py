@@ -1,15 +1,14 @@
-"""Gradients that a replica computed, in a file, and the trainer rank's own share of which they
-become a part.
+"""A replica's gradients in a file, and the trainer rank's share of a gradient to which they are
+added.
 
     blocks of up to BLOCK float32 values, parameter after parameter | index | its length, its
     checksum and MAGIC
 
-The index (msgpack) is parameter -> (values, first byte, xxh3-64 of each block). Nobody maps the
-file into memory or gives it to HDF5: a disk that is full or damaged would end the process then,
-instead of an error (rose/transfer/store.py, `image`).
-
-Left out: the way over MPI, so replicas are on the trainer's machine. Each trainer rank reads what
-it owns. A file has its name once it is whole.
+The index (msgpack) is parameter -> (values, first byte, xxh3-64 of each block). The file is never
+mapped into memory or opened by HDF5, since a full or damaged disk would then kill the process
+instead of raising an error (rose/transfer/store.py, `image`). A file gets its name when it is
+complete. Each trainer rank reads the values that it owns. Left out: sending gradients over MPI, so
+replicas must be on the trainer's machine.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from torch import Tensor
 
 from rose.files import whole
 
-BLOCK = 2**20  # values that have a checksum of their own
-THREADS = 8  # that read one file: so many blocks are in memory
+BLOCK = 2**20  # values of a block, which has a checksum of its own
+THREADS = 8  # most threads that read one file, and so most blocks in memory
 MAGIC = b"rosesum1"
 _TAIL = struct.Struct("<QQ8s")
 
@@ -38,7 +37,7 @@ Index = dict[str, tuple[int, int, list[int]]]
 
 
 def write(file: str | Path, gradients: Iterable[tuple[str, Tensor]]) -> None:
-    """(name, float32 gradient) of every parameter. Raises OSError that names the file."""
+    """Write (name, float32 gradient) of every parameter. Raises OSError that names the file."""
     index: Index = {}
     with whole(Path(file)) as part, part.open("wb") as out:
         at = 0
@@ -56,8 +55,8 @@ def write(file: str | Path, gradients: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class Sum:
-    """A file that `write` has written. Raises OSError that names it if it is not there, is damaged,
-    or lacks what is asked for."""
+    """A file that `write` wrote. It and `add` raise OSError, which names the file, if it is absent
+    or damaged, or lacks requested values."""
 
     def __init__(self, file: str | Path, threads: int = 1) -> None:
         self._path = str(file)
@@ -78,8 +77,7 @@ class Sum:
         os.close(self._file)
 
     def add(self, name: str, held: Tensor, begin: int) -> None:
-        """Add values `begin` and following of the parameter to `held` (n,), a part of its
-        gradient."""
+        """Add the parameter's values from `begin` on to `held` (n,), a part of its gradient."""
         end = begin + len(held)
         if name not in self._index:
             raise OSError(f"{self._path}: it has no {name}, which the trainer has")
@@ -87,13 +85,13 @@ class Sum:
         if count < end:
             raise OSError(f"{self._path}: {name} has fewer values ({count}) than the trainer's")
         blocks = range(begin // BLOCK, -(-end // BLOCK))
-        # read and checked by threads, a few at a time; added in the caller's thread and stream
+        # Threads read and check a few blocks at a time. This thread adds them, in its CUDA stream.
         for first in range(0, len(blocks), self._threads):
             some = blocks[first : first + self._threads]
             for block, values in zip(
                 some, self._pool.map(lambda at: self._block(name, at), some), strict=True
             ):
-                of = block * BLOCK  # index of its first value
+                of = block * BLOCK  # index of the block's first value
                 lo, hi = max(begin, of), min(end, of + len(values))
                 found = torch.from_numpy(values[lo - of : hi - of])
                 held[lo - begin : hi - begin].add_(found.to(held.device))
@@ -135,9 +133,9 @@ class Sum:
 def held(
     optimizer: Any, weights: list[tuple[str, torch.nn.Parameter]], stage: int
 ) -> Iterator[tuple[str, Tensor, int]]:
-    """(parameter, what of its reduced gradient is on this rank (n,), its first flat index), under
-    ZeRO's `stage` without offload, between the last backward pass and the update. There is no
-    public call for it."""
+    """Yield (parameter, this rank's part of its reduced gradient (n,), flat index of the part's
+    first value), under ZeRO's `stage` without offload. Valid between the last backward pass and the
+    update. DeepSpeed has no public call for it."""
     for name, parameter in weights:
         if stage == 0:
             yield name, parameter.grad.view(-1), 0

@@ -1,12 +1,12 @@
-"""One trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm by name
-and no MPI.
+"""The work of a trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm
+by name, and no MPI.
 
-A step is: advantages and weights from the batch's summary; the proximal log-probabilities that no
-forward pass of the step will give anyway; then, per update, the loss of `algorithms.base`
-micro-batch by micro-batch. With several updates per step each one's loss is scaled by their number,
-so that it is of the size of the whole batch's and gradient clipping means the same. With
-`trainer.stream` a step's groups come in rounds, of which only the last applies anything; how that
-is the same is said in rose/trainer/growing.py.
+A step first computes advantages and weights from the batch's summary and, if the algorithm needs
+them, proximal log-probabilities for every update but the first, whose own forward passes give them.
+Then each update computes the loss of `algorithms.base`, one micro-batch after another. With several
+updates each one's loss is multiplied by their number, so that it is as large as the whole batch's
+and gradient clipping means the same. With `trainer.stream` a step's groups arrive in rounds, of
+which only the last changes weights; rose/trainer/growing.py says why the result is the same.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from rose.transfer.store import FORMAT, Plan
 
 
 class Trainer:
-    """Rank `index` of `world`; all must be made, and each method called, together.
-    torch.distributed meets at `place`, where rank 0 listens."""
+    """Rank `index` of `world`. All ranks must be made, and each method called, together.
+    torch.distributed connects at `place`, where rank 0 listens."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Trainer:
         for model in self.engine.models():
             model.head.temperature = config.rollout.temperature
         self._publisher: Publisher | None = None
-        self._ahead: Step | None = None  # whose gradient is not whole yet
+        self._ahead: Step | None = None  # a step whose gradient is incomplete
         if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
             kernels.share_cores(place.neighbours)
         self.no_trees, self.costs = self._prepare_trees(folder)
@@ -88,12 +88,12 @@ class Trainer:
             self._compile()
 
     def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
-        """(why this model is not trained on prefix trees, "" if it can be; what decides where they
-        are cheaper), on every rank alike. On GPUs the first is tried and the second measured,
-        unless `deterministic`."""
+        """Return (why this model can't be trained on prefix trees, "" if it can; the costs that
+        decide whether a batch uses them), the first alike on every rank. On GPUs flex attention is
+        tried and, unless `deterministic`, the costs are measured."""
         t, policy = self.config.trainer, self.engine.policy
         found = obstacle(policy.hf.config)
-        if t.router_replay:  # what rows share was routed once for each of them
+        if t.router_replay:  # each row has its own recorded experts for shared tokens
             found = "trainer.router_replay=true"
         if found or not t.share_prefixes:
             return found or "", None
@@ -135,7 +135,7 @@ class Trainer:
             passes.append(engine.reference.logprobs)
         kernels.compile_layers(engine.policy)
         kernels.try_compiled(passes, self.device, t.share_prefixes and not self.no_trees)
-        engine.forget_gathered()  # also what is on its way for a pass that doesn't come
+        engine.forget_gathered()  # weights that ZeRO-3 prefetched for a next pass, too
 
     def train(
         self,
@@ -143,13 +143,12 @@ class Trainer:
         trajectories: dict[int, protocol.Trajectory],
         publish_as: int | None = None,
     ) -> dict[str, float]:
-        """Train on the rows of `step.micro_batches`; returns metrics of the whole batch, the same
-        on every rank. A version to `publish` next is encoded from the moment at which this rank's
-        optimizer has stepped.
+        """Train on the rows of `step.micro_batches`. Returns metrics of the whole batch, the same
+        on every rank. With `publish_as`, the version to `publish` next, encoding it begins as soon
+        as this rank's optimizer has stepped.
 
         Raises `TrainingDiverged` on every rank, before anything of that update is applied, and
-        `ValueError` for a trajectory that makes no sense.
-        """
+        `ValueError` for a trajectory whose fields contradict each other or the model."""
         with self.recorder.timed("train_step", step=step.step):
             stepped = None if publish_as is None else lambda: self._publisher.begin(publish_as)
             current, self._ahead = self._ahead or Step(self, step.step), None
@@ -159,8 +158,8 @@ class Trainer:
     def train_ahead(
         self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]
     ) -> None:
-        """Gradient of a part of the step's groups, kept until `train` gets the last of them; no
-        weight changes before, and a rank that ends before leaves nothing. Raises as `train`."""
+        """Compute the gradient of a part of the step's groups, and keep it until `train` gets the
+        last of them. No weight changes before that. Raises what `train` raises."""
         with self.recorder.timed("train_ahead", step=step.step):
             self._ahead = self._ahead or Step(self, step.step)
             self._ahead.extend(step, trajectories)
@@ -169,10 +168,10 @@ class Trainer:
     def open_store(
         self, folder: Path, cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]]
     ) -> None:
-        """Versions go to this folder from now on; before `load`, while the weights are still the
-        model folder's. `cuts(name, shape)`: rows and columns at which some server's part of a
-        tensor begins or ends."""
-        codec.compile_all()  # seconds to a minute, where it never ran before; else nothing
+        """Publish versions to this folder from now on. Call it before `load`, while the weights are
+        the model folder's. `cuts(name, shape)` returns the rows and columns at which an engine's
+        tensor-parallel part of a tensor begins or ends."""
+        codec.compile_all()  # takes seconds to a minute on a host where it never ran
         c, dtype = self.config, DTYPES[self.config.model.dtype]
         weights, stage = self.engine.policy.named_weights(), c.trainer.zero_stage
         scales = adapter.scales(c.trainer.lora, weights) if c.trainer.lora else None
@@ -200,57 +199,59 @@ class Trainer:
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
     ) -> Published:
-        """Write the weights, in model.dtype, as `version`; see `Publisher.publish`."""
+        """Write the weights, in model.dtype, as `version`: see `Publisher.publish`."""
         with self.recorder.timed("publish", version=version):
             return self._publisher.publish(version, send)
 
     def tidy(self) -> None:
-        """While nobody waits for this rank: make the store short for late readers, and small."""
+        """Write a full version if one is due, and remove old edges (`Publisher.tidy`). Call it
+        while no rank waits for this one."""
         with self.recorder.timed("tidy"):
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Checkpoint into an existing folder, with the hashes of the version that was published
-        last; see `DeepSpeedEngine.save`."""
+        """Save a checkpoint into an existing folder, with the hashes of the last published version;
+        see `DeepSpeedEngine.save`."""
         with self.recorder.timed("save"):
             self._publisher.write_hashes(Path(folder))
             self.engine.save(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`'s folder; in float32 with deterministic=true bit for bit."""
+        """Continue from a folder of `save`; bit for bit in float32 with deterministic=true."""
         with self.recorder.timed("load"):
             self.engine.load(Path(folder))
 
     def share_device(self, folder: Path) -> None:
-        """The device will be shared; on a CPU states wait in a file of `folder`."""
+        """Prepare to share the device. On a CPU the states then wait in files of `folder`."""
         self._offload = Offload(self.device, folder, self.engine.states, self.engine.saved)
 
     def give_device_back(self) -> DeviceMemory:
-        """All memory on the device that can go to the host goes there; until `take_device` only
-        `tidy` is allowed. Returns the device's memory afterwards. On a CPU a checkpoint is on disk
-        first: its copies are host memory, too. Raises `TimeoutError` when that takes too long."""
+        """Move all memory of the device that can be moved to the host. Until `take_device` only
+        `tidy` is allowed. Returns the device's memory afterwards. On a CPU it first waits for a
+        checkpoint, whose copies are host memory, too; `TimeoutError` if that takes too long."""
         with self.recorder.timed("offload"):
             self.engine.forget_gathered()
             return self._offload.give_back()
 
     def take_device(self) -> DeviceMemory:
-        """What was given back is on the device again. Raises `RuntimeError` for want of room."""
+        """Move everything back to the device. Raises `RuntimeError` if it has too little memory."""
         with self.recorder.timed("reload"):
             return self._offload.take()
 
     def progress(self) -> int:
-        """Collectives and micro-batches that this rank has begun; for other threads, too."""
+        """Count the collectives and micro-batches that this rank has begun, from any thread."""
         return watch.collectives() + self.engine.micro_batches
 
     def close(self) -> None:
-        """Ends the world. A checkpoint that is being written is waited for, unless the job is being
-        stopped, whose launcher waits no longer than it said."""
+        """Leave torch.distributed. Waits for a checkpoint that is being written, but at most half
+        of cluster.stop_timeout_s: the launcher of a stopped job kills the ranks after that time."""
         self.engine.writer.wait(self.config.cluster.stop_timeout_s / 2)
         torch.distributed.destroy_process_group()
 
 
 class _Peers:
-    """The trainer ranks in host memory (`join_world`'s group): the device may be an engine's."""
+    """Collectives of the trainer ranks in host memory (`join_world`'s group), since an engine may
+    use the device."""
 
     def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
         self.rank, self.world, self._group = rank, world, group
@@ -259,6 +260,6 @@ class _Peers:
         torch.distributed.barrier(self._group)
 
     def sum(self, value: int) -> int:
-        total = torch.tensor(int(value))  # a sum of truth values would be one
+        total = torch.tensor(int(value))  # int, since a sum of bools would be a bool
         torch.distributed.all_reduce(total, group=self._group)
         return int(total)

@@ -1,10 +1,10 @@
-"""Attention over a prefix tree: on a CPU by stretches (rose/trainer/stretches.py), on a GPU flex
-attention where it works, else SDPA, dense mask.
+"""Attention over a prefix tree: on a CPU by stretches (rose/trainer/stretches.py), on a GPU by flex
+attention where it works, else SDPA with a dense mask.
 
-Flex attention leaves out the blocks of 128 x 128 in which no token attends to another, so a tree
-costs about what its rows cost a causal kernel, less what they share, and nothing of the size L x L
-is ever there. It is compiled (Triton) and trains on GPUs only. Blocks are found from the tree
-itself: torch's `create_block_mask` would make the dense mask first.
+Flex attention skips blocks of 128 x 128 in which no token attends to another. So a tree costs about
+what its rows cost a causal kernel, less the shared part, and no tensor of the size L x L exists. It
+is compiled (Triton) and trains on GPUs only. Blocks are found from the tree itself: torch's
+`create_block_mask` would make the dense mask first.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from transformers.masking_utils import sdpa_mask
 from rose.trainer import stretches
 from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
-NAME = "rose_tree"  # in transformers' registry of attention functions
-BLOCK = 128  # tokens; of the kernel's, too
-# tokens of a tree, with padding: one of a single block would be compiled apart
+NAME = "rose_tree"  # our name in transformers' registry of attention functions
+BLOCK = 128  # tokens of a block; the kernel's own size
+# Fewest tokens of a tree, with padding: torch would compile separately for a single block.
 SMALLEST = 2 * BLOCK
-# of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in each layer's call
+# Most tokens of a tree under a dense mask, which then takes 64 MiB of bool, and up to 256 MiB of
+# bias in each layer's call.
 DENSE_TOKENS = 8192
-OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's variables
-CLOSE = 0.02  # relative to the largest value: bfloat16 has 8 bits
-# shared and own tokens of the trees that are tried at start
+OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's variables that switch it off
+CLOSE = 0.02  # largest error relative to the largest value: bfloat16 has 8 bits of precision
+# (shared, own) tokens of the rows of the tree that is tried at the start
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
 
 
 def attended(
     tree: PrefixTree, flex: bool, parts: int = 1, by_stretches: bool = False
 ) -> tuple[PrefixTree, Tensor | BlockMask]:
-    """The tree as it is computed, by so many ranks, and what its tokens attend to, as `attention`
-    takes it."""
+    """Return the tree, padded as computation by `parts` ranks needs it, and the mask, block mask or
+    stretches that `attention` takes."""
     if by_stretches:
         return tree, stretches.find(tree.ends)
     if not flex:
@@ -53,7 +54,7 @@ def attended(
 
 
 def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) -> PrefixTree:
-    """The tree with tokens behind it that attend to themselves only, up to a multiple of tokens."""
+    """Pad the tree to a multiple of tokens, by tokens behind it that see only themselves."""
     length = len(tree.tokens)
     more = -(-max(smallest, length) // multiple) * multiple - length
     if not more:
@@ -64,9 +65,9 @@ def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) ->
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """(L,) int64 of a `padded` tree, on any device -> which blocks of keys each block of queries
-    attends to, and which of them whole. A token attends to those at or before it whose end is
-    behind it."""
+    """Ends (L,) int64 of a `padded` tree, on any device -> which blocks of keys each block of
+    queries attends to, partly or whole. A token attends to itself and to each earlier token whose
+    end is behind it."""
     blocks = ends.view(-1, BLOCK)
     count = len(blocks)
     at = torch.arange(count, device=ends.device)
@@ -88,7 +89,7 @@ def block_mask(ends: Tensor) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[queries, keys] bool -> how many in each row, and their places first; int32."""
+    """[queries, keys] bool -> int32 count in each row, column indices with True ones first."""
     places = chosen.int().argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1, dtype=torch.int32)[None, None], places.int()[None, None]
 
@@ -102,8 +103,8 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query (B, heads, L, d), key and value (B, kv_heads, L, d)
-    -> (B, L, heads, d)."""
+    """Compute attention, with transformers' signature: query (B, heads, L, d), key and value (B,
+    kv_heads, L, d) -> (B, L, heads, d)."""
     by_stretches = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64
     if by_stretches or isinstance(attention_mask, BlockMask):
         return _over_tree(query, key, value, attention_mask, scaling), None
@@ -112,15 +113,15 @@ def attention(
     )
 
 
-@torch.compiler.disable  # a layer's code (trainer.compile) would be that of one tree
+@torch.compiler.disable  # compiled with a layer (trainer.compile), it would fit one tree only
 def _over_tree(
     query: Tensor, key: Tensor, value: Tensor, attended: Tensor | BlockMask, scaling: float | None
 ) -> Tensor:
-    """As `attention`."""
+    """Compute `attention` by stretches or flex attention."""
     if isinstance(attended, Tensor):
         out = stretches.attention(query, key, value, attended, scaling)
         return out.transpose(1, 2).contiguous()
-    # Elsewhere it is not compiled: right, but as large and slow as a dense mask.
+    # On a CPU it isn't compiled, so it is correct, but as large and slow as a dense mask.
     flex = _compiled() if query.device.type == "cuda" else flex_attention
     return flex(query, key, value, block_mask=attended, scale=scaling, enable_gqa=True).transpose(
         1, 2
@@ -129,8 +130,8 @@ def _over_tree(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # fullgraph: more shapes than torch compiles for are an error; else it would go on uncompiled, L
-    # x L in float32
+    # With fullgraph, too many shapes for torch's limit are an error. Else further ones would run
+    # uncompiled, with L x L in float32.
     return torch.compile(flex_attention, fullgraph=True)
 
 
@@ -141,16 +142,16 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def why_not_flex(
     device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> str:
-    """Why flex attention can't train this shape on this device; "" if it can. It is tried."""
+    """Try flex attention. Returns why it can't train this shape on this device, "" if it can."""
     if device.type != "cuda":
         return "flex attention trains on GPUs only"
     for variable in OFF:
-        if os.environ.get(variable) == "1":  # it would run, L x L in float32
+        if os.environ.get(variable) == "1":  # uncompiled: L x L in float32
             return f"{variable}=1 is set here, so torch compiles no flex attention"
     form = (heads, kv_heads, head_dim, dtype)
-    try:  # a second length: torch compiles once more, for all that come
+    try:  # at the second length torch compiles once more, for all lengths
         found = max(difference(device, *form, times) for times in (1, 3, 2))
-    except Exception as error:  # of the compilers of torch, Triton and C, which have no common base
+    except Exception as error:  # errors of torch's, Triton's and C compilers: no common base class
         first = str(error).strip().partition("\n")[0]
         return f"flex attention fails: {type(error).__name__}: {first}"
     if not found <= CLOSE:
@@ -166,9 +167,9 @@ def difference(
     dtype: torch.dtype,
     times: int = 1,
 ) -> float:
-    """The largest of values and gradients between `attention` and float32 under the dense mask,
-    relative to the largest value or gradient, over a tree of random numbers, `times` PROBE_ROWS.
-    The generator of random numbers is left as it was."""
+    """Compare `attention` with float32 under a dense mask, over a tree of `times` PROBE_ROWS with
+    random values. Returns the largest error of values and gradients, relative to the largest value
+    or gradient. The global random generator is left as it was."""
     tree = padded(build_from_rows(*(times * np.array(PROBE_ROWS)).T).to(device))
     numbers = torch.Generator(device).manual_seed(0)
     shapes = [(1, count, len(tree.tokens), head_dim) for count in (heads, kv_heads, kv_heads)]
@@ -193,7 +194,7 @@ def difference(
 def _with_gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor
 ) -> list[Tensor]:
-    """Values, and the gradient of each input; on a device that trains."""
+    """Compute the values and, on a GPU, the gradient of each input."""
     leaves = [x.clone().requires_grad_(x.device.type == "cuda") for x in inputs]
     values = function(*leaves)
     if not values.requires_grad:

@@ -1,10 +1,10 @@
-"""A trainer rank says how far it is in a step that takes long, so that one which hangs is found.
+"""Progress reports of a trainer rank within a long step, so that a hanging rank is found.
 
-Collectives wait for every rank, for as long as a step may take, and none of them can tell who is
-missing. So a thread reports what the rank has begun, collectives of all groups and micro-batches,
-from time to time within a step. Whoever reads the reports of all ranks (rose/launch/beats.py) sees
-who waits, who is behind and who has fallen silent. Left out: publishing and saving, whose only wait
-is a barrier at their end; and what the rank that is behind is doing.
+A collective waits for every rank, for as long as a step may take, and can't say which rank is
+missing. So a thread of each rank reports at intervals how many collectives (of all groups) and
+micro-batches the rank has begun. From the reports of all ranks rose/launch/beats.py finds ranks
+that wait, are behind or are silent. Left out: publishing and saving, whose only wait is a barrier
+at their end, and what a rank that is behind is doing.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from contextlib import contextmanager
 
 import torch
 
-BEAT_SHARE = 1 / 8  # of trainer.step_timeout_s, from one report to the next
-LOOKS = 10  # within that time, at whether it is over
-REPORT_S = 5.0  # that a rank which fails waits for a report under way
+BEAT_SHARE = 1 / 8  # interval between two reports, as a share of trainer.step_timeout_s
+LOOKS = 10  # polls of the clock in each interval
+REPORT_S = 5.0  # longest time that a failing rank waits for a report that is being written
 
 
 class Watch:
-    """`report(progress())` is called in a thread every `beat_s` seconds of a step, and
-    `report(None)` after one in which it was called."""
+    """Thread that calls `report(progress())` every `beat_s` seconds of a step, and `report(None)`
+    after a step in which it did."""
 
     def __init__(
         self, beat_s: float, progress: Callable[[], int], report: Callable[[int | None], None]
     ):
         self._beat_s, self._progress, self._report = beat_s, progress, report
-        self._since: float | None = None  # monotonic: the last report, or the step's beginning
+        # time.monotonic() of the last report or the step's begin; None outside of steps
+        self._since: float | None = None
         self._lock, self._reporting, self._over = threading.Lock(), threading.Lock(), False
         threading.Thread(target=self._beat, name="watch", daemon=True).start()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """It begins and ends with collectives: no rank leaves it before all have come. After one
-        that raises nothing is reported any more: how the rank ended is."""
+        """Context of a step, which ends with a collective, so no rank leaves it before all arrive.
+        After a step that raises there are no more reports, since the rank's error is reported."""
         with self._lock:
             self._since = time.monotonic()
         try:
@@ -68,13 +69,13 @@ class Watch:
                 return False
             try:
                 self._report(begun)
-            except OSError as error:  # of the run's folder: the next beat may get through
+            except OSError as error:  # the run's folder failed; the next report may succeed
                 print(f"this rank's progress can't be written: {error}", flush=True)
                 return False
             return True
 
 
 def collectives() -> int:
-    """That this process has begun, in all groups. There is no public call for any of them."""
+    """Count the collectives that this process has begun, in all groups; by a private call."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in list(groups))

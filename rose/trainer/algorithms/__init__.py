@@ -1,10 +1,11 @@
-"""One file per RL algorithm (`base.Algorithm` says what one is) and `build`, which picks one by
-name.
+"""RL algorithms, one file each (`base.Algorithm` is the interface), and `build`, which makes one by
+its name.
 
-May import `rose.config`. Loading it imports no torch, which takes seconds: each `launch.py` loads
-it to check the algorithm's arguments. Knows nothing of ranks, engines or DeepSpeed. A new algorithm
-is a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml, which holds its defaults.
-Others' are entry points of the group `rose.algorithms`, or named package.module:Class.
+The package may import `rose.config`, and knows nothing of ranks, engines or DeepSpeed. It does not
+import torch, which takes seconds, since each `launch.py` loads it to check the algorithm's
+arguments. A new algorithm is a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml,
+which holds its defaults. Algorithms of other packages are entry points of the group
+`rose.algorithms`, or named package.module:Class.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ ALGORITHMS: dict[str, type] = {
 
 
 def build(name: str, args: dict[str, Any]) -> Algorithm:
-    """The algorithm of `algorithm.name` with `algorithm.args`. Raises `ConfigError` for an unknown
-    name, an unknown or missing argument, or an impossible value."""
+    """Make the algorithm of `algorithm.name` with `algorithm.args`. Raises `ConfigError` for an
+    unknown name, an unknown or missing argument, or an impossible value."""
     algorithm = ALGORITHMS.get(name) or _outside(name)
     known = {field.name: field for field in fields(algorithm) if field.init}
     errors.check_known(args, known, "algorithm.args", name)
@@ -73,8 +74,8 @@ def _outside(name: str) -> type:
 
 
 def _explain(message: str, args: dict[str, Any]) -> str:
-    """msgspec's 'Expected `float` >= 0.0 - at `$.clip_low`' with the full key and its value. What a
-    `__post_init__` says about several arguments together names the keys itself."""
+    """Rewrite msgspec's 'Expected `float` >= 0.0 - at `$.clip_low`' with the full key and its
+    value. An error of a `__post_init__` names the keys itself, and is returned as it is."""
     text, found, key = message.partition(" - at `$.")
     key = key.rstrip("`")
     return f"algorithm.args.{key}={args[key]!r}: {text[0].lower()}{text[1:]}" if found else message

@@ -2,8 +2,8 @@
 
 Here: clip-higher (section 3.1), token-level loss (3.3), soft overlong punishment (3.4, equation 13)
 and, as an option, overlong filtering (3.4); `loss: cispo` is the loss of MiniMax-M1
-(arXiv:2506.13585), which weighs tokens as DAPO does. Dynamic sampling (3.2) is a decision about
-what to roll out: the scheduler makes it, when `algorithm.dynamic_sampling` is true.
+(arXiv:2506.13585), which weighs tokens as DAPO does. Dynamic sampling (3.2) decides what to roll
+out, so the scheduler does it, if `algorithm.dynamic_sampling` is true.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dapo:
-    """`overlong_buffer` tokens before the limit the punishment starts to grow, from 0 to -1 reward;
-    None takes a fifth of the limit, as the paper does, and 0 switches it off. The limit is
-    `max_response_tokens` of a whole trajectory; None takes, for each trajectory, the one of the
-    run's that it came closest to (`Summary.limits`). `overlong_filtering` gives trajectories that
-    were truncated by their length no loss, since their reward says more about the limit than about
-    the answer. Those that used up their turns keep theirs."""
+    """DAPO's loss, with a soft punishment for trajectories close to their token limit.
+
+    The punishment grows from 0 to -1 over the last `overlong_buffer` tokens before the limit. None
+    means a fifth of the limit, as in the paper, and 0 switches it off. The limit is
+    `max_response_tokens` of a whole trajectory; None means, for each trajectory, the run's limit
+    that it came closest to (`Summary.limits`). With `overlong_filtering` trajectories that a token
+    limit truncated have no loss, since their reward says more about the limit than about the
+    answer. Trajectories that used up their turns keep their loss."""
 
     clip_low: ClipLow
     clip_high: NonNegative
@@ -66,7 +68,7 @@ class Dapo:
             )
 
     def overlong_punishment(self, summary: Summary) -> Tensor:
-        """(N,) float32 in [-1, 0]; equation 13."""
+        """Compute equation 13: (N,) float32 in [-1, 0]."""
         if self.overlong_buffer == 0:
             return summary.rewards * 0
         if self.max_response_tokens is None:

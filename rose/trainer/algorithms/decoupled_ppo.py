@@ -1,10 +1,10 @@
 """Decoupled PPO for stale data (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025,
 arXiv:2505.24298).
 
-The trust region is around the proximal policy (the one at the start of the step), whatever older
-policy the tokens came from; the weight proximal / behaviour corrects for that age and, in the same
-breath, for the mismatch between engine and trainer (AReaL equation 5). No critic: the baseline is
-the group's mean reward.
+The trust region is around the proximal policy (the one at the start of the step), even if an older
+policy generated the tokens. The weight proximal / behaviour corrects for that age, and also for the
+mismatch between engine and trainer (AReaL equation 5). The baseline is the group's mean reward
+instead of a critic.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecoupledPpo:
-    """A token whose weight exceeds `weight_cap` gets no loss, as in AReaL's code (it still counts
-    in the mean)."""
+    """Decoupled PPO. A token whose weight exceeds `weight_cap` gets no loss, as in AReaL's code,
+    but still counts in the mean."""
 
     clip_low: ClipLow
     clip_high: NonNegative

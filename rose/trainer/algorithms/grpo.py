@@ -1,10 +1,9 @@
 """GRPO: group relative policy optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300).
 
-The baseline is the group's mean reward, so there is no critic. The KL penalty to a reference model
-is `algorithm.kl_coef`, 0 by default: agent RL of today runs without it (DAPO section 2.3, Dr.
-GRPO).
-`scale_by_std: false` is Dr. GRPO's advantage, and `normaliser`, the most tokens that a trajectory
-can have, its loss (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+The baseline is the group's mean reward, so there is no critic. `algorithm.kl_coef` weighs the KL
+penalty to a reference model. It is 0 by default, as in most agent RL (DAPO section 2.3, Dr. GRPO).
+`scale_by_std: false` gives Dr. GRPO's advantage, and `normaliser`, the most tokens that a
+trajectory can have, its loss (Liu et al. 2025, arXiv:2503.20783, section 3.2).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Grpo:
         return group_advantages(summary.rewards, summary.groups, self.scale_by_std)
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Equation 3: the mean over each trajectory's tokens, then over trajectories."""
+        """Weigh as equation 3: the mean over each trajectory's tokens, then over trajectories."""
         return sequence_mean_weights(summary, self.normaliser)
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 The importance ratio is that of the whole trajectory, s = (pi(y) / pi_old(y))^(1/|y|) (equation 7),
 and it is clipped as a whole. The gradient flows through every token of s (equation 5, the plain
-form; GSPO-token has the same gradient when a trajectory has one advantage, as here). Of an agent's
-branches each is a row with a ratio of its own, over its own tokens, clipped by itself.
+form; GSPO-token has the same gradient when a trajectory has one advantage, as here). If an agent
+branches, each branch is a row with its own ratio, over its own tokens, and its own clip.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gspo:
         return group_advantages(summary.rewards, summary.groups, scale_by_std=True)
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """The loss of a trajectory stands at each of its tokens; their mean gives it back once."""
+        """Weigh by the mean over tokens, since every token of a row has the row's whole loss."""
         return sequence_mean_weights(summary)
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

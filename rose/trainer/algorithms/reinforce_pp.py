@@ -1,8 +1,8 @@
 """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), and its variant REINFORCE++-baseline.
 
-Advantages are normalised over the whole batch instead of within the group, which is unbiased where
-a group's standard deviation is not. `baseline: none` is REINFORCE++; `baseline: group` first takes
-off the group's mean reward (REINFORCE++-baseline).
+Advantages are normalised over the whole batch instead of within the group. Dividing by a group's
+standard deviation is biased, and this avoids it. `baseline: none` is REINFORCE++; `baseline: group`
+first subtracts the group's mean reward (REINFORCE++-baseline).
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class ReinforcePP:
     advantages_of_batch: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
-        """(A - mean) / std over the tokens of the batch, where a trajectory's tokens share its A:
-        so a trajectory counts as often as it has response tokens, as in OpenRLHF; 0 if all A are
-        equal."""
+        """Compute (A - mean) / std over the tokens of the batch, which have their trajectory's A.
+        So a trajectory counts once for each response token, as in OpenRLHF. 0 if A is constant."""
         rewards = summary.rewards.double()
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
-        # (N,), sums to 1
+        # (N,): each trajectory's share of the batch's tokens
         share = summary.response_tokens.double() / summary.response_tokens.sum().clamp(min=1)
         mean = (values * share).sum()
         difference = without_rounding(values - mean, mean)

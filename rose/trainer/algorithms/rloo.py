@@ -1,10 +1,10 @@
 """RLOO: REINFORCE leave-one-out (Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740).
 
-The baseline of a trajectory is the mean reward of the others of its group; the whole trajectory is
+The baseline of a trajectory is the mean reward of the others of its group. The whole trajectory is
 one action, so log-probabilities are summed over its tokens, not averaged. Without a clip range the
-loss is plain REINFORCE, for one update per batch; with one it is PPO's on the ratio of the whole
-trajectory (as TRL's RLOOTrainer), for several. Of an agent's branches each is a row with a ratio of
-its own, clipped by itself (docs/agents.md); its tokens weigh as any others.
+loss is plain REINFORCE, for one update per batch. With a clip range it is PPO's loss on the ratio
+of the whole trajectory (as in TRL's RLOOTrainer), for several updates. If an agent branches, each
+branch is a row with its own ratio and clip (docs/agents.md), and its tokens weigh like all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rloo:
-    """Both clips null: REINFORCE. Both numbers: clipped trajectory ratio."""
+    """RLOO. Both clips null: plain REINFORCE. Both clips numbers: clipped trajectory ratio."""
 
     clip_low: ClipLow | None
     clip_high: NonNegative | None
@@ -42,12 +42,12 @@ class Rloo:
             )
 
     def advantages(self, summary: Summary) -> Tensor:
-        """r_i - mean of the others = n / (n - 1) * (r_i - group mean); 0 in a group of one."""
+        """Compute r_i - mean of the others = n / (n - 1) * (r_i - group mean); 0 if n = 1."""
         size = group_sizes(summary.groups)
         return (centred(summary.rewards, summary.groups) * size / (size - 1).clamp(min=1)).float()
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Sum over tokens, mean over trajectories."""
+        """Weigh by the sum over tokens and the mean over trajectories."""
         rows = len(summary.rewards)
         return summary.rewards.new_full((rows,), 1 / max(1, rows)).float()
 
@@ -58,6 +58,6 @@ class Rloo:
         total = log_ratio(batch.logprobs, batch.proximal, batch.mask).sum(-1, keepdim=True)
         total = total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # (B, 1)
         loss, statistics = clipped_surrogate(total, batch, self.clip_low, self.clip_high)
-        # it stands at every token of its row: their mean gives it back once. The row's tokens, not
-        # the trajectory's, or a token would count for less where an agent has branched
+        # Every token of a row has the row's whole loss, so divide by the row's number of tokens.
+        # The trajectory's number would give tokens less weight if an agent has branched.
         return loss / batch.mask.sum(-1, keepdim=True).clamp(min=1), statistics

@@ -1,7 +1,7 @@
-"""The few terms that the algorithms are put together from: advantages, weights, clipped surrogate.
+"""Terms of which the algorithms are composed: advantages, weights, clipped surrogate.
 
 Advantages are computed in float64. A group whose rewards are equal but for rounding has a standard
-deviation of exactly 0, and never rounding noise blown up by 1/std.
+deviation of exactly 0, so that 1 / std never amplifies rounding.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far 
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards less their group's mean: (N,) -> (N,) float64, exactly 0 where it is rounding."""
+    """Subtract the group's mean: rewards (N,) -> (N,) float64, exactly 0 where it is rounding."""
     rewards = rewards.double()
     means = group_mean(rewards, groups)
     return without_rounding(rewards - means, means)
 
 
 def group_sizes(groups: Tensor) -> Tensor:
-    """(N,) groups -> (N,) float64: how many rows the row's group has."""
+    """Groups (N,) -> (N,) float64: the number of rows in each row's group."""
     return groups.bincount()[groups].double()
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Tensor:
-    """GRPO's advantage (r - mean) / std within the group, (N,) float32.
+    """Compute GRPO's advantage (r - mean) / std within the group, (N,) float32.
 
-    `std` is the sample standard deviation (n - 1), as in TRL and verl. A group of one, or one whose
-    rewards are all equal, says nothing about which trajectory is better: its advantage is 0.
-    """
+    `std` is the sample standard deviation (n - 1), as in TRL and verl. In a group of one, or one
+    whose rewards are all equal, no trajectory is better than another, so all advantages are 0."""
     difference = centred(rewards, groups)
     if scale_by_std:
         difference = difference / (group_std(rewards, groups) + STD_EPSILON)
@@ -41,23 +40,25 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Ten
 
 
 def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
-    """(N,) -> (N,) float64: the sample standard deviation in each row's group; 0 in one of one."""
+    """Rewards (N,) -> (N,) float64: the sample standard deviation of each row's group, 0 if it has
+    one row."""
     size = group_sizes(groups)
     variance = group_mean(centred(rewards, groups).square(), groups) * size
     return (variance / (size - 1).clamp(min=1)).sqrt()
 
 
 def sequence_mean_weights(summary: Summary, normaliser: int | None = None) -> Tensor:
-    """Mean over tokens, then over N trajectories: (N,) 1 / (N * tokens); 0 without tokens. With a
-    `normaliser` 1 / (N * normaliser), whatever the length (Dr. GRPO, arXiv:2503.20783, section
-    3.2)."""
+    """Weights of a mean over tokens, then over N trajectories: (N,) 1 / (N * tokens), 0 without
+    tokens. With a `normaliser`, 1 / (N * normaliser) for any length (Dr. GRPO, arXiv:2503.20783,
+    section 3.2)."""
     tokens = summary.response_tokens
     by = tokens.clamp(min=1) if normaliser is None else normaliser
     return (tokens > 0).float() / (by * max(1, len(tokens)))
 
 
 def token_mean_weights(response_tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean over all response tokens: (N,) 1 / total for the rows of `keep` (N,) bool, else 0."""
+    """Weights of a mean over the response tokens of the rows in `keep` (N,) bool: (N,) 1 / their
+    number, and 0 for other rows."""
     kept = response_tokens.new_ones(len(response_tokens)) if keep is None else keep.long()
     return kept.float() / (response_tokens * kept).sum().clamp(min=1)
 
@@ -69,14 +70,13 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's pessimistic loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), (B, T), 0 where
-    mask is 0. With `dual_clip` c the loss of a negative advantage is at most -c A (Ye et al. 2020,
-    arXiv:1912.09729, equation 5), which PPO leaves without a bound.
+    """Compute PPO's pessimistic loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), (B, T), 0
+    where mask is 0. With `dual_clip` c the loss of a negative advantage is at most -c A (Ye et al.
+    2020, arXiv:1912.09729, equation 5); PPO does not bound it.
 
     `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction`
     (tokens whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal
-    || policy)).
-    """
+    || policy))."""
     ratio = log_ratios.exp()
     advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -92,9 +92,9 @@ def clipped_surrogate(
 def clipped_weights(
     log_ratios: Tensor, batch: TokenBatch, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO's loss -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, (B, T), 0 where mask is 0
-    (MiniMax-M1, arXiv:2506.13585, equation 4): what is clipped is a token's weight, so that every
-    token keeps a gradient. Arguments and statistics as of `clipped_surrogate`."""
+    """Compute CISPO's loss -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, (B, T), 0 where mask
+    is 0 (MiniMax-M1, arXiv:2506.13585, equation 4). It clips a token's weight, so that every token
+    keeps a gradient. Arguments and statistics are those of `clipped_surrogate`."""
     ratio = log_ratios.detach().exp()
     advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -6,20 +6,20 @@ have the advantage
 
     A(segment) = (V(segment) - mean of V over the segment and its siblings) / std
 
-The siblings of a first segment are the group's other trees; std is that of the group's rewards, as
-in GRPO, which this is where nothing forks. Comparing siblings below a node is the intra-tree
+The siblings of a first segment are the group's other trees. std is that of the group's rewards, as
+in GRPO. Without forks the algorithm is GRPO. Comparing siblings below a node is the intra-tree
 advantage of Tree-GRPO (Ji et al. 2025, arXiv:2509.21240) and SPO's tree (Guo et al. 2025,
-arXiv:2505.23564). One std for all levels instead of each fork's own: two siblings would have +-0.7
-whatever their difference, and so the advantages along a path add up to its GRPO advantage.
+arXiv:2505.23564). One std serves all levels. With each fork's own std two siblings would have +-0.7
+whatever their difference; with one std a path's advantages add up to its leaf's GRPO advantage.
 
-Weights: a tree counts as one rollout and each of k siblings as 1/k of what they fork off, since
-they are k samples of one continuation. Trees that end before they fork leave their trajectories to
-new trees (as ARPO does, arXiv:2507.19849), so a group has a random number of trees, but all of them
-weigh alike. That number is a stopping time, and by Wald's identity the sum over the trees has the
-policy gradient's direction, where equal weights of leaves would favour episodes that last until a
-fork. A token is averaged over each leaf that has it as GRPO averages over a trajectory's tokens.
-Left out: Tree-GRPO's sum with the leaf's own inter-tree advantage, which would credit a segment
-with what was decided before it.
+Weights: a tree counts as one rollout, and each of k siblings as 1/k of the segment that they fork
+off, since they are k samples of one continuation. If a tree ends before it forks, its remaining
+trajectories become new trees (as in ARPO, arXiv:2507.19849). So a group has a random number of
+trees, which all have the same weight. That number is a stopping time, and by Wald's identity the
+sum over the trees has the policy gradient's direction. Equal weights of leaves would instead favour
+episodes that last until a fork. A token is averaged over each leaf that has it as GRPO averages
+over a trajectory's tokens. Left out: Tree-GRPO's sum with the leaf's own inter-tree advantage,
+which would credit a segment with what was decided before it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TreeGrpo(Grpo):
-    """The loss is GRPO's."""
+    """Tree GRPO, with GRPO's loss."""
 
     trains_segments: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
-        """(N, K) float32, of each turn its segment's; (N,) where nothing forks."""
+        """Compute each turn's advantage, its segment's: (N, K) float32; (N,) without forks."""
         rewards, forest = summary.rewards.double(), _Forest(summary)
         advantages = forest.of_turns(forest.beside_siblings(rewards.tolist()))
         if self.scale_by_std:
@@ -55,7 +55,7 @@ class TreeGrpo(Grpo):
         return advantages.float()
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """As `advantages`: of each segment the sum over the leaves that have it."""
+        """Compute weights in the shape of `advantages`: for each segment, sum over its leaves."""
         forest = _Forest(summary)
         shares, tokens = forest.shares(), summary.response_tokens.tolist()
         weights: dict[int, float] = defaultdict(float)
@@ -67,12 +67,12 @@ class TreeGrpo(Grpo):
 
 
 class _Forest:
-    """The batch's trees. A node is a segment's number, or ("leaf", row); what stands above first
-    segments is ("group", its number)."""
+    """The batch's trees. A node is a segment's number or ("leaf", row). The parent of first
+    segments is ("group", number of the group)."""
 
     def __init__(self, summary: Summary) -> None:
         self._turns = summary.segments  # (N, K)
-        if self._turns is None:  # (N,): nothing forks, a segment for each trajectory
+        if self._turns is None:  # (N,): without forks, one segment for each trajectory
             self._turns = summary.groups.new_ones(len(summary.groups)).cumsum(0) - 1
         rows = self._turns.view(len(summary.groups), -1).tolist()
         self.paths = [list(dict.fromkeys(s for s in row if s >= 0)) for row in rows]
@@ -82,7 +82,7 @@ class _Forest:
                 self._below[parent][node] = None
 
     def beside_siblings(self, rewards: list[float]) -> dict[int, float]:
-        """V of each segment less the mean of V over it and its siblings."""
+        """Compute V of each node less the mean of V over it and its siblings."""
         values = {("leaf", row): reward for row, reward in enumerate(rewards)}
         found = {}
         for parent, nodes in reversed(self._below.items()):
@@ -91,12 +91,12 @@ class _Forest:
         return found
 
     def shares(self) -> list[float]:
-        """Of each leaf: 1 by the number of siblings at every fork above it."""
+        """Weight of each leaf: the product of 1 / number of siblings over the forks above it."""
         return [math.prod(1 / len(self._below[segment]) for segment in path) for path in self.paths]
 
     def of_turns(self, values: dict[int, float]) -> Tensor:
-        """Of each segment -> (N, K) or (N,) float64, 0 where there is no turn."""
-        table = self._turns.new_zeros(int(self._turns.max()) + 2).double()  # [-1]: no turn's
+        """Values of segments -> of turns, (N, K) or (N,) float64; 0 where there is no turn."""
+        table = self._turns.new_zeros(int(self._turns.max()) + 2).double()  # last: 0, for no turn
         for segment, value in values.items():
             if not isinstance(segment, tuple):
                 table[segment] = value

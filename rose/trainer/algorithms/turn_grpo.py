@@ -1,23 +1,24 @@
-"""Turn-level GRPO: a turn's advantage is that of its own return-to-go, beside the trajectory's.
+"""Turn-level GRPO: a turn's advantage is a mix of its return-to-go's and the trajectory's
+advantage.
 
 For turn k of trajectory i, with rewards r of turns, R[i, k] = sum over l >= k of gamma^(l - k)
 r[i, l], and
 
     A[i, k] = (1 - w) * normalised(R[i, k]) + w * normalised(reward[i])
 
-both by GRPO's (x - mean) / std within the group, w = `trajectory_weight`. The mixture of a turn's
-and an outcome's advantage is MT-GRPO's (Zeng et al. 2025, arXiv:2505.11821), at GRPO's scale;
-w = 0.5 is its 1 : 1, and GiGPO's (Feng et al. 2025, arXiv:2505.10978, omega = 1). With one turn it
-is GRPO.
+where both terms are normalised as in GRPO, (x - mean) / std within the group, and w is
+`trajectory_weight`. Mixing a turn's and an outcome's advantage is MT-GRPO's idea (Zeng et al. 2025,
+arXiv:2505.11821), here at GRPO's scale. w = 0.5 is its 1 : 1, and GiGPO's (Feng et al. 2025,
+arXiv:2505.10978, omega = 1). With one turn it is GRPO.
 
 R[i, k] is compared with the returns of the group's other trajectories at the same turn k, as
-MT-GRPO compares a turn's rewards. A baseline over all turns of the group would be blind to how much
-of the way is left: returns shrink from turn to turn as rewards are collected, so early turns would
-look good and late ones bad, whatever was done in them. Trajectories that have ended before turn k
-take no part in it. Where only one trajectory is left, or all returns are equal, nothing is known of
-the turn, and the trajectory's term stands alone. MT-GRPO's turn term has the turn's reward alone,
-and its turns a fixed number; here a turn also answers for what it leads to. Left out: GiGPO's
-groups of turns that stand in the same state, which environments would have to name.
+MT-GRPO compares a turn's rewards. A baseline over all turns of the group would ignore that returns
+shrink from turn to turn as rewards are collected, so early turns would seem good and late ones bad,
+whatever was done in them. Trajectories that ended before turn k are not compared. If only one
+trajectory is left, or all returns are equal, the turn's term is 0 and the trajectory's term stands
+alone. In MT-GRPO the turn's term has only the turn's reward, and the number of turns is fixed; here
+a turn is also credited with later rewards. Left out: GiGPO's groups of turns in the same state,
+which environments would have to name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class TurnGrpo(Grpo):
-    """Loss and weights are GRPO's. `gamma` discounts by turns, not tokens."""
+    """Turn-level GRPO, with GRPO's loss and weights. `gamma` discounts by turns, not tokens."""
 
     gamma: Share
     trajectory_weight: Share
@@ -48,12 +49,12 @@ class TurnGrpo(Grpo):
     needs_turn_rewards: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
-        """(N, K) float32, 0 in the turn's term where a trajectory has no such turn. Raises
+        """Compute (N, K) float32. The turn's term is 0 behind a trajectory's last turn. Raises
         `ValueError` for a trajectory without rewards of turns."""
         rewards = summary.turn_rewards
         if rewards is None:
             rewards = summary.rewards.new_full((len(summary.rewards), 1), math.nan).double()
-        spoke = summary.response_tokens > 0  # where no prompt fits the context there is no turn
+        spoke = summary.response_tokens > 0  # no turn if the prompt is longer than the context
         if (rewards.isnan().all(1) & spoke).any():
             raise ValueError(
                 "algorithm=turn_grpo: the batch has trajectories without rewards of turns"
@@ -70,7 +71,7 @@ class TurnGrpo(Grpo):
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """Rewards of turns (N, K) float64, NaN where there is no turn -> the same."""
+    """Rewards of turns (N, K) float64, NaN where there is no turn -> returns in the same form."""
     returns, later = rewards.clone(), 0.0
     for k in reversed(range(rewards.shape[1])):
         returns[:, k] += gamma * later
