@@ -196,8 +196,8 @@ async def branch(episode: Scripted, ways: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Save:
-    """Of the turns that were captured as `kind`: their share of all, the median of the seconds, and
-    the mean of the bytes that were new to the store."""
+    """The turns that were captured as `kind`: their share of all turns, the median seconds, and the
+    mean of the bytes that were new to the store."""
 
     kind: str
     share: float

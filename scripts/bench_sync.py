@@ -4,12 +4,12 @@ slow link, by each encoding.
     python scripts/bench_sync.py outputs/smollm                    # 1 Gbit/s and 200 Mbit/s
     python scripts/bench_sync.py RUN RUN --rates 200 --receivers 1 --steps 2
 
-The last `--steps` versions of each run's store (it has as many as its transfer.keep_versions says)
-are published again, by every encoding, through `Publisher` on two ranks, a relay beside the store,
-the link, a second relay, and `Receiver`. The link is two network namespaces and tc's tbf; rate 0:
-the loopback. Seconds: from the order to publish until the last receiver has flipped; bytes of the
-link: the kernel's, headers and requests' answers included. Every receiver's weights are compared
-with the run's after every sync. Dense is synced of the first run only: its bytes are the same at
+The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
+published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
+link, a second relay, and `Receiver`. The link is two network namespaces and tc's tbf; rate 0 is the
+loopback. Seconds: from the order to publish until the last receiver has flipped. Bytes of the link:
+the kernel's, including headers and requests' answers. After every sync, each receiver's weights are
+compared with the run's. Dense is synced for the first run only, because its bytes are the same for
 all. Left out: full versions and collecting, latency, an engine around the receiver (`gpu_check.py
 --device cpu engine` has one).
 """

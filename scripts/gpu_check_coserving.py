@@ -28,7 +28,8 @@ from harness import PATHS, configured
 GIB = 2**30
 LOOK_S = 0.02
 STOP_S = 5.0
-# of the KV budget, by which lending may raise what is in use: pages that both sides need a part of
+# Share of the KV budget by which lending may raise the memory in use, because both sides need a
+# part of some pages.
 BEYOND = 0.15
 # Seconds until S must have its pages again. A page takes about 0.1 ms, but S maps only 256 MiB in
 # each of its steps.
@@ -510,7 +511,7 @@ CHECKS = (
         "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
         coserving,
         {"cuda": GPU, "cpu": CPU},
-        660.0,  # alone it measures the profile first
+        660.0,  # includes the profile if this check runs alone
         "the log and online.log beside it have the engines' words; docs/serving.md",
     ),
 )

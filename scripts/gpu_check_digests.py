@@ -10,7 +10,8 @@ import msgspec
 from gpu_check_frame import Check, Report
 
 COLUMNS = 4096
-# Of the memory's bandwidth: 512 blocks at a time are a quarter of what this GPU holds of warps.
+# Least share of the memory's bandwidth. It is low because 512 blocks at a time are a quarter of the
+# warps that this GPU holds.
 SHARE = 0.03
 
 
