@@ -8,17 +8,17 @@ after the other, and at each number of borrowed ranks `--steps` training steps a
 of the ranks are asked to leave (SIGUSR2: the rank finishes its turns first), and the other half is
 killed (SIGKILL to every process of the rank). Prints median, smallest and largest over all rounds:
 
-        ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
-        joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
-        stall per join        the longest time that the coordinator's clock was late (it ticks every 0.5 s) between
-                              ask and first token, beside the longest in an equal time without a join: the time
-                              that the training loop may wait
-        kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
-        lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
-                              the time since its last message, at most 0.1 s), and tokens of its turns'
-                              contexts that another rank prefills again (unless it has them cached)
-        drain                 from SIGUSR2 to the rank's goodbye
-        step time             by the number of borrowed ranks
+    ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
+    joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
+    stall per join        the longest time that the coordinator's clock was late (it ticks every 0.5 s) between
+                          ask and first token, beside the longest in an equal time without a join: the time
+                          that the training loop may wait
+    kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
+    lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
+                          the time since its last message, at most 0.1 s), and tokens of its turns'
+                          contexts that another rank prefills again (unless it has them cached)
+    drain                 from SIGUSR2 to the rank's goodbye
+    step time             by the number of borrowed ranks
 
 The script records only the times of kills and signals. All else is read from the run's own journal
 and metrics afterwards. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes

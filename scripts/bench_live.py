@@ -1,13 +1,13 @@
 """Measure the gain from borrowed engines and better policies, live on this machine: step time of
 fixed, rose and best, as ratios.
 
-        python scripts/bench_live.py                                  # about an hour
-        python scripts/bench_live.py --seeds 1 --steps 4              # a quick run
-        python scripts/bench_live.py --csv docs/results/bench_live.csv
+    python scripts/bench_live.py                                  # about an hour
+    python scripts/bench_live.py --seeds 1 --steps 4              # a quick run
+    python scripts/bench_live.py --csv docs/results/bench_live.csv
 
-        fixed  two dedicated engines, synchronous steps, cache-affine routing
-        rose   fixed with two engines of serving devices: ROSE's provisioning and routing
-        best   the devices of rose, earliest-finish routing, unfinished groups carried over to the next step
+    fixed  two dedicated engines, synchronous steps, cache-affine routing
+    rose   fixed with two engines of serving devices: ROSE's provisioning and routing
+    best   the devices of rose, earliest-finish routing, unfinished groups carried over to the next step
 
 Each engine has a CPU quota of its own (live_runs.py). A serving device is one quota for two
 engines: the online server, which replays a trace of bursty traffic over HTTP, and the rollout

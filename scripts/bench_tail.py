@@ -1,10 +1,10 @@
 """Measure the gain from training before the tail of rollouts ends, live on this machine: steps with
 and without trainer.stream. With --hybrid, measure an engine on the trainer's device instead.
 
-        python scripts/bench_tail.py                 # ten minutes
-        python scripts/bench_tail.py --pairs 3       # a quick run
-        python scripts/bench_tail.py --hybrid --quota 0.5
-        python scripts/bench_tail.py --csv docs/results/bench_tail.csv
+    python scripts/bench_tail.py                 # ten minutes
+    python scripts/bench_tail.py --pairs 3       # a quick run
+    python scripts/bench_tail.py --hybrid --quota 0.5
+    python scripts/bench_tail.py --csv docs/results/bench_tail.csv
 
 The tiny model plays FrozenLake. The first move takes seconds, drawn by the task: log-normal with a
 median of --median s, so that of a step's 32 groups the slowest takes three times as long. That time

@@ -1,11 +1,11 @@
 """Check which of ROSE's GPU paths work on this machine. Run this first where GPUs are, before a
 long job.
 
-        python scripts/gpu_check.py                       # all checks that this machine can run; one GPU is enough
-        python scripts/gpu_check.py engine trainer        # only these
-        python scripts/gpu_check.py --list                # the names of all checks
-        python scripts/gpu_check.py --json figures.json --minutes 8
-        python scripts/gpu_check.py --device cpu          # the same code on the CPU, with the tiny model
+    python scripts/gpu_check.py                       # all checks that this machine can run; one GPU is enough
+    python scripts/gpu_check.py engine trainer        # only these
+    python scripts/gpu_check.py --list                # the names of all checks
+    python scripts/gpu_check.py --json figures.json --minutes 8
+    python scripts/gpu_check.py --device cpu          # the same code on the CPU, with the tiny model
 
 Each check runs in a process of its own with a deadline: a check that hangs or crashes does not end
 the others. At the end a table shows for each check ok / FAILED / not possible here, measured and
