@@ -45,7 +45,7 @@ class Row(NamedTuple):
     MB: float
     of_bound: float
     of_raw: float
-    encode_GBs: float  # on one thread
+    encode_GBs: float  # GB/s on one thread
     decode_GBs: float
     encode_all_GBs: float
     decode_all_GBs: float

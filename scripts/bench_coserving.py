@@ -132,7 +132,9 @@ def say(words: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all context managers exit
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # runs the exits of all context managers
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with Bench(options) as bench:

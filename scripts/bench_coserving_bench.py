@@ -181,7 +181,9 @@ class Bench:
 
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of every engine."""
-        return {"VLLM_RPC_BASE_PATH": str(self.folder)}  # for sockets that a killed engine leaves
+        return {
+            "VLLM_RPC_BASE_PATH": str(self.folder)
+        }  # folder of sockets, which a killed engine leaves
 
     def _lends(self) -> dict[str, str]:
         """Return the environment variables of the engines on a lent device. The first call

@@ -64,8 +64,8 @@ class Run:
 class Alone:
     """Rollout tokens per second of processor time when R has the whole device, a number a seed."""
 
-    engine: list[float]  # on R's own engine
-    server: list[float]  # as low-priority requests of a server that serves both
+    engine: list[float]  # R's own engine
+    server: list[float]  # low-priority requests to a server that serves both
 
 
 def percentile(values: list[float | None], share: float) -> float:

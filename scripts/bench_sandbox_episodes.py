@@ -15,7 +15,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Turn:
-    """One command. `tokens`: those of the model that chose it; `shown`: its output."""
+    """A command. `tokens`: those of the model that chose it; `shown`: its output."""
 
     command: str
     tokens: tuple[int, ...] = ()

@@ -31,9 +31,9 @@ POLICIES = (CHAT, ONLY_FILES, REPLAY, FULL, CLASSIFIED)
 
 @dataclass
 class Played:
-    """One episode without a fault. `shown`: the output of its check. `exposed`: for each turn,
-    seconds that the agent's next command waited for the checkpoint. `work`: seconds that the
-    checkpoint took, including those during which the agent thought."""
+    """A fault-free episode. `shown`: the output of its check. `exposed`: for each turn, seconds
+    that the next command waited for the checkpoint. `work`: seconds that the checkpoint took,
+    including those during which the agent thought."""
 
     turns: list[Turn]
     shown: str = ""

@@ -172,7 +172,7 @@ def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
         listed = lines(SMI)
         count = gpu_check_machine.visible(len(listed))
         if not listed:
-            listed = lines((sys.executable, "-c", TORCH))  # only visible GPUs
+            listed = lines((sys.executable, "-c", TORCH))  # visible GPUs only
             count = len(listed)
         gpu, memory = (listed[0][0], float(listed[0][1]) / 1024) if listed else ("none", None)
     return Setup(

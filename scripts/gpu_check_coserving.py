@@ -120,7 +120,7 @@ def overrides(report: Report) -> list[str]:
     model."""
     sizes = report.sizes
     gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
-    cpus = ["serving.lending.revoke_after_s=20"]  # on a CPU that may have other work
+    cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
     slo = ", ".join(
         f"{name}: {value}"
         for name, value in zip(

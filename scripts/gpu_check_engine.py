@@ -386,7 +386,7 @@ async def _forgets(report: Report, running, awake: int, others: int) -> None:
     began = time.monotonic()
     await running.deactivate()
     report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
-    if report.gpus:  # on a CPU, released pages return only when touched
+    if report.gpus:  # not on a CPU, where released pages return only when touched
         report.figure(
             "memory given back again",
             (awake - _used(report, running, others)) / GIB,

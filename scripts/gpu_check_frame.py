@@ -209,8 +209,8 @@ def run(
     tell: Callable[[str], None],
     script: Path = REPOSITORY / "scripts" / "gpu_check.py",
 ) -> Outcome:
-    """Run one check in a process (and session) of its own, and end it after `deadline_s`. `tell` is
-    called with each line of progress. `script --child NAME SETUP EVENTS` calls `child`.
+    """Run one check in a process (and session) of its own, and end it after `deadline_s`. The
+    callback gets each line of progress. `script --child NAME SETUP EVENTS` calls `child`.
 
     The caller must have called `rose.processes.adopt_orphans`: so processes that the check leaves
     behind are found and ended, and the check fails.

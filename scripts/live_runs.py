@@ -150,7 +150,7 @@ class Quota:
                 self._folder.rmdir()
                 return
             except OSError:
-                time.sleep(0.1)  # until the last process is gone
+                time.sleep(0.1)  # retried until the last process is gone
 
 
 class Stolen(NamedTuple):
