@@ -1,6 +1,5 @@
-"""Measure the cost of the gateway and of slow rewards. The gateway: FrozenLake by ROSE's own loop
-and by agents that call the gateway over HTTP, on one engine. Rewards: in an environment and in the
-pool of reward workers.
+"""Measure the cost of the gateway and of slow rewards: FrozenLake by ROSE's own loop and by agents
+over HTTP, on one engine; rewards in an environment and in the pool of reward workers.
 
     python scripts/bench_agents.py [--parts tiny smollm2 bodies rewards] [--agents 64] [--rounds 3]
 
@@ -12,8 +11,7 @@ kind after the other, with `--agents` trajectories at once:
     function  the gateway with a forked process for each trajectory, as env.args.function
     command   the gateway with a started process for each trajectory, as env.args.command
 Prints medians of turns/s and tokens/s, the ratio of tokens/s to the loop's, and the milliseconds of
-an HTTP call beyond its turn, for one agent alone and for all at once. The model samples freely, so
-turns differ a little from round to round.
+an HTTP call beyond its turn, for one agent and for all at once. Turns differ a little by round.
 
 bodies: `--agents` agents call the gateway over HTTP. Instead of an engine, each turn takes
 `TURN_S`. The agents first run alone, then beside a client that sends calls of 10 MB. Prints P50 and
@@ -108,8 +106,7 @@ class Engine:
 
 
 class Idle:
-    """An engine that answers after `TURN_S`, so that the time of a call is spent in the gateway and
-    in the event loop."""
+    """An engine that answers after `TURN_S`, so that calls time gateway and event loop."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._chunk = SimpleNamespace(

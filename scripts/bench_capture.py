@@ -2,8 +2,8 @@
 
     python scripts/bench_capture.py [--backend namespaces] [--times 15] [--folder /dev/shm]
 
-Prints milliseconds: the fastest, which is the cost on an idle machine, and the median. State
-`server` has a Python HTTP server in the background. Left out: storing (scripts/bench_sandbox.py).
+Prints milliseconds: the fastest, as on an idle machine, and the median. State `server` has a Python
+HTTP server in the background. Left out: storing (scripts/bench_sandbox.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ SERVER = (
 
 
 async def once(box: Sandbox, kind: str, folder: Path) -> tuple[float, float, int]:
-    """Return milliseconds of a capture, milliseconds of a restore with one turn, and the capture's
-    bytes."""
+    """Return milliseconds of a capture and of a restore with one turn, and the capture's bytes."""
     began = time.perf_counter()
     await box.capture(kind, folder)
     captured = time.perf_counter()

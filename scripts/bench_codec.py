@@ -1,5 +1,4 @@
-"""Compare the transfer codec with its rivals: bytes, their ratio to the entropy bound, and the
-speed of encoding and decoding.
+"""Compare the transfer codec with its rivals: bytes, their ratio to the entropy bound, and speed.
 
     python scripts/bench_codec.py                              # made-up values
     python scripts/bench_codec.py outputs/smollm --steps 2     # and the last versions of a run's store
@@ -33,8 +32,7 @@ from rose.transfer import codec
 
 BLOCK = 1 << 22  # values
 FRACTIONS = (0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
-# Share of differences of synthetic weights that are larger by one more step. With the sign, a
-# difference has 1.64 bits of entropy.
+# Chance that a synthetic difference grows by one more: 1.64 bits of entropy with the sign.
 STEP_TAIL = 0.13
 Block = tuple[Patterns, Patterns]  # new, old values
 
@@ -52,8 +50,7 @@ class Row(NamedTuple):
 
 
 def made_up(elements: int, fraction: float) -> list[Block]:
-    """Return Gaussian weights in bfloat16. A share `fraction` moved, most of them by one bit
-    pattern up or down."""
+    """Return Gaussian bfloat16 weights, a `fraction` of them moved, mostly by one bit pattern."""
     draw = np.random.default_rng(0)
     blocks = []
     for size in sizes(elements):
@@ -81,8 +78,7 @@ def sizes(elements: int) -> list[int]:
 
 
 def of_run(run: Path, steps: int) -> list[list[Block]]:
-    """Return the blocks of a run's last `steps` versions, each paired with the version before
-    it."""
+    """Return the blocks of a run's last `steps` versions, each with that of the version before."""
     from rose.transfer.receive import materialise
 
     before, found = None, []

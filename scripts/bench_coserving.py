@@ -1,5 +1,4 @@
-"""Measure the effect of rollouts on online users of the same device, and the throughput of the
-rollouts: real vLLM, real HTTP traffic.
+"""Measure how rollouts and online users share a device: real vLLM, real HTTP traffic.
 
     python scripts/bench_coserving.py                                   # a quarter of an hour
     python scripts/bench_coserving.py trace=AzureLLMInferenceTrace_conv_2023.csv seconds=60 seeds=5
@@ -59,8 +58,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def measure(bench: Bench, out: Path) -> list[dict]:
-    """Run all scenarios and return the table's rows. After each seed, `out` has the results so
-    far."""
+    """Run all scenarios and return the table's rows. Each seed updates the results in `out`."""
     chosen = bench.options.scenarios.split(",")
     bench.start(ALONE)
     for words in bench.calibrate():
@@ -132,9 +130,7 @@ def say(words: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # runs the exits of all context managers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends all context managers
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with Bench(options) as bench:

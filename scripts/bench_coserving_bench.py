@@ -1,5 +1,4 @@
-"""The engines of each scenario of bench_coserving.py, the traffic, a single run and its
-counters."""
+"""The engines of bench_coserving.py's scenarios, the traffic, a single run and its counters."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
 EPOCH_S = 10.0  # seconds of a training step; a frozen KV budget may grow again at the next one
-# A run is calm if the hypervisor took at most this share of the machine's time. After TRIES runs,
-# the calmest counts.
+# Largest share of a run's time that the hypervisor may take, and most attempts to keep it.
 CALM, TRIES = 0.04, 3
 STARTS = 16  # random slices, of which the one with the load nearest to the whole trace's is used
 
@@ -61,8 +59,7 @@ class Options:
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
     model: str = "512x2"  # hidden size x layers of S
     rollout_model: str = "512x2"
-    # Factor of the trace's prompt lengths. At 0.4, a prompt takes as long as several decode steps,
-    # as on a GPU.
+    # Factor of the trace's prompt lengths. A prompt then costs several decode steps, as on a GPU.
     prompt_scale: float = 0.4
     output_scale: float = 0.05
     # File that rose.lending.profile wrote for these models and this core; measured if empty.
@@ -74,8 +71,7 @@ class Options:
 
 
 class Bench:
-    """All processes of the bench. A context manager that ends every process and removes every
-    folder that it created."""
+    """All processes of the bench. A context manager: it ends them and removes its folders."""
 
     def __init__(self, options: Options) -> None:
         self.options, self._stack = options, ExitStack()
@@ -106,8 +102,7 @@ class Bench:
     # ----------------------------------------------------------------- what takes part
 
     def start(self, *scenarios: str) -> None:
-        """Start the processes that these scenarios need and that are not up, all at once, and park
-        them."""
+        """Start all processes that these scenarios need and that are not up, and park them."""
         # Starting takes a core several times as long.
         os.sched_setaffinity(0, self.host | self.device)
         new: list[Process] = []
@@ -181,9 +176,7 @@ class Bench:
 
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of every engine."""
-        return {
-            "VLLM_RPC_BASE_PATH": str(self.folder)
-        }  # folder of sockets, which a killed engine leaves
+        return {"VLLM_RPC_BASE_PATH": str(self.folder)}  # sockets, which a killed engine leaves
 
     def _lends(self) -> dict[str, str]:
         """Return the environment variables of the engines on a lent device. The first call
@@ -256,8 +249,7 @@ class Bench:
     # ----------------------------------------------------------------- one run
 
     def slice(self, seed: int, seconds: float) -> traces.Trace:
-        """Draw several slices and return the one whose tokens per second are nearest to the whole
-        trace's."""
+        """Draw several slices and return the one whose load is nearest to the whole trace's."""
         length = seconds / self.factor
         if length > self.trace.seconds:
             raise Failed(
@@ -274,8 +266,7 @@ class Bench:
 
     def calm_run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
         """Run a scenario until the hypervisor takes at most CALM of the machine, at most TRIES
-        times. Return the calmest run, because other tenants of the host are no property of a
-        scenario."""
+        times. Return the calmest run: the host's other tenants are no property of a scenario."""
         found: list[Run] = []
         while len(found) < TRIES and (not found or found[-1].stolen > CALM):
             if found:
@@ -312,8 +303,7 @@ class Bench:
     ) -> Run:
         await asyncio.sleep(SETTLE_S)
         before = await asyncio.to_thread(self._counts, scenario, server, side)
-        # A new seed for the prompts, so that they are not in the prefix cache of a server that has
-        # had the same traffic.
+        # New prompts each time: a server that had the same traffic would have them in its cache.
         self._replays += 1
         sending = asyncio.create_task(
             replay(server.url, server.served, traffic, self._replays, DRAIN_S)
@@ -347,8 +337,8 @@ class Bench:
         )
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
-        """Return counters that only grow. They are read right before and right after a run, so that
-        the reading itself is in neither."""
+        """Return counters that only grow. A run reads them twice, so that the reading is outside
+        it."""
         found = {
             "at": time.monotonic(),
             "busy": busy_s(server.engine()),
@@ -409,8 +399,8 @@ class Bench:
     # ----------------------------------------------------------------- all of them
 
     def calibrate(self) -> Iterator[str]:
-        """Set the factor of the trace's times so that S alone is busy for `busy` of the time. Yield
-        a line of text for each finding."""
+        """Set the factor of the trace's times so that S alone is busy for `busy`. Yield lines of
+        text."""
         for seconds in CALIBRATE_S:
             rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
             self.factor = len(self.trace) / self.trace.seconds / rate
@@ -448,8 +438,7 @@ class Bench:
 
 
 def _work(trace: traces.Trace) -> float:
-    """Return the trace's work in prompt tokens. A generated token counts as ten, because it takes
-    about as long as ten prompt tokens."""
+    """Return the trace's work in prompt tokens. A generated token takes as long as ten."""
     return float(trace.prompt_tokens.sum() + 10 * trace.output_tokens.sum())
 
 
@@ -458,8 +447,7 @@ def _reasons(requests: list[Request]) -> list[str]:
 
 
 def model(shape: str, seed: int) -> Path:
-    """Return the folder of a random model of this shape, created in the cache if it is not
-    there."""
+    """Return the folder of a random model of this shape, created in the cache if missing."""
     script = Path(__file__).with_name("bench_coserving_model.py")
     try:
         hidden, layers = map(int, shape.split("x"))

@@ -1,6 +1,5 @@
 """The users of bench_coserving.py: an open loop over HTTP. Each request is sent at its time,
-whether or not others have been answered, and every latency counts from the time at which the
-request should have been sent."""
+whether or not others are answered. Latencies count from the time at which it should be sent."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ import numpy as np
 from rose.sim.traces import Trace
 
 CONNECT_S = 10.0
-# Seconds that an idle connection is kept. uvicorn closes it after 5 s, and a request that is sent
-# just then would fail.
+# Seconds that an idle connection is kept. uvicorn closes it after 5 s, when a request might fail.
 IDLE_S = 1.0
 WORDS = 4096  # vocabulary size of the models; token 0 is the end of text
 
@@ -59,9 +57,8 @@ async def replay(
     """Send `trace` to the completions endpoint at `url`. Requests that have not ended `drain_s`
     after the last arrival are cancelled and not done. Prompts are random tokens drawn with `seed`.
 
-    `leave`: number of a request -> seconds after which its client disconnects. `start`:
-    CLOCK_MONOTONIC at the traffic's start, by default the present. `words`: the model's vocabulary
-    size."""
+    `leave`: number of a request -> seconds after which its client disconnects. `start`: the
+    traffic's start by CLOCK_MONOTONIC, by default now. `words`: the vocabulary size."""
     draw = np.random.default_rng(seed)
     prompts = [
         draw.integers(1, words, max(1, int(length))).tolist() for length in trace.prompt_tokens

@@ -1,5 +1,4 @@
-"""The processes of bench_coserving.py: servers, rollout sides and the operator; where they run and
-how they end.
+"""The processes of bench_coserving.py: servers, rollout sides and the operator.
 
 One core stands for the device. Engine processes are confined to it, and everything else (HTTP front
 ends, clients, this bench) to the other cores, as the host's processors are separate from the GPU.
@@ -68,8 +67,7 @@ class Guard:
 
 class Process(Child):
     """A command in a process group of its own, with a log. All commands are in one session: Linux
-    gives each session an equal share of a core (autogroup), so nice values would not count between
-    two sessions."""
+    gives each session an equal share of a core (autogroup), so nice only counts within one."""
 
     def __init__(
         self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}
@@ -81,8 +79,7 @@ class Process(Child):
     # ----------------------------------------------------------------- where and when it runs
 
     def engine(self) -> int:
-        """Return the pid of the vLLM engine, the descendant that vLLM named EngineCore. Raises
-        `Failed` if there is none."""
+        """Return the pid of the descendant that vLLM named EngineCore. Raises `Failed`."""
         for process in psutil.Process(self.popen.pid).children(recursive=True):
             if "EngineCore" in " ".join(process.cmdline()) or "EngineCore" in process.name():
                 return process.pid
@@ -105,8 +102,8 @@ class Process(Child):
         os.killpg(self.popen.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill all processes of the tree at once, except Python's resource tracker, which then
-        unlinks the shared memory of the others."""
+        """Kill all processes of the tree at once, except Python's resource tracker, which unlinks
+        shared memory."""
         for one in self.tree():
             try:
                 if "resource_tracker" not in " ".join(one.cmdline()):
@@ -165,8 +162,7 @@ class Server(Process):
         super().__init__(guard, name, command, folder / f"{name}.log", env)
 
     def ready(self) -> None:
-        """Wait until the server is healthy. Raises `Failed` if it ends or takes longer than
-        START_S."""
+        """Wait until the server is healthy. Raises `Failed` if it ends or takes over START_S."""
         end = time.monotonic() + START_S
         while time.monotonic() < end:
             if self.popen.poll() is not None:

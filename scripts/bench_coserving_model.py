@@ -1,5 +1,4 @@
-"""Create the random models of bench_coserving.py: Qwen3 architecture, one token a word, loadable by
-any server.
+"""Create the random models of bench_coserving.py: Qwen3 architecture, one token a word.
 
     python scripts/bench_coserving_model.py OUT HIDDEN LAYERS SEED
 
@@ -26,8 +25,7 @@ HEAD = 64
 
 
 def save(out: Path, hidden: int, layers: int, seed: int) -> int:
-    """Save a model and its tokenizer in `out` and return the number of parameters. `hidden` must be
-    a multiple of 128."""
+    """Save a model in `out` and return its parameters. `hidden` must be a multiple of 128."""
     torch.manual_seed(seed)
     heads = hidden // HEAD
     model = Qwen3ForCausalLM(

@@ -1,5 +1,4 @@
-"""Run R's side of bench_coserving.py: a closed loop of turns, so that the rollout engine always has
-work.
+"""Run R's side of bench_coserving.py: a closed loop of turns, which keeps the engine busy.
 
     python scripts/bench_coserving_rollout.py engine JSON   # rose.engine.vllm_engine.Engine, as a borrowed rank has it
     python scripts/bench_coserving_rollout.py http JSON     # turns at low priority to a server that serves both
@@ -28,14 +27,12 @@ from rose.lending.vllm import priority
 
 # vLLM's priority of turns on a server that serves both sides. Users' requests have 0 and go first.
 PRIORITY = 1000
-# Seconds until the loop sends a new turn after one that failed or was aborted. An aborted turn
-# would continue on another engine.
+# Seconds until a new turn follows one that was aborted, and would continue on another engine.
 ELSEWHERE_S = 0.25
 
 
 class Turns:
-    """Endless turns in groups. Each is a pair of prompt (int32 array of tokens) and number of new
-    tokens."""
+    """Endless turns in groups, each a prompt (int32 array) and a number of new tokens."""
 
     def __init__(self, job: dict) -> None:
         self._draw = np.random.default_rng(job["seed"])
@@ -52,8 +49,7 @@ class Turns:
 
 
 class Loop:
-    """A loop that keeps `concurrency` turns running. A subclass's `_turn` runs one and counts its
-    tokens."""
+    """A loop that keeps `concurrency` turns running. `_turn` runs one and counts its tokens."""
 
     def __init__(self, job: dict) -> None:
         self._job, self._turns, self._tasks = job, Turns(job), []

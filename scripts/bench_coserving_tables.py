@@ -49,8 +49,7 @@ class Run:
         return percentile(getattr(self, kind), float(share))
 
     def meets(self, slo: Slo) -> list[bool]:
-        """Return for each request whether it met the targets. A request that was not done did
-        not."""
+        """Return for each request whether it was done and met the targets."""
         return [
             done and ttft <= slo.ttft_p99 and (tpot is None or tpot <= slo.tpot_p99)
             for done, ttft, tpot in zip(self.done, self.ttft, self.tpot, strict=False)
@@ -149,8 +148,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def shown(rows: list[dict], slo: Slo) -> Table:
-    """Return the table. Latencies are ratios to S alone under the same traffic: mean (range of the
-    seeds)."""
+    """Return the table. Latencies are ratios to S alone: mean (range of the seeds)."""
     made = Table(
         title=f"targets: TTFT {1e3 * slo.ttft_p50:.0f} and {1e3 * slo.ttft_p99:.0f} ms, TPOT "
         f"{1e3 * slo.tpot_p50:.1f} and {1e3 * slo.tpot_p99:.1f} ms",

@@ -1,5 +1,4 @@
-"""Measure tokens per engine step and rollout time with and without drafts, on one engine each, in
-turns.
+"""Measure tokens per engine step and rollout time with and without drafts, on two engines in turn.
 
     python scripts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
 

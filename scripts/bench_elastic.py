@@ -201,8 +201,7 @@ class Story:
 
 
 def read(entries, killed: dict[str, float]) -> Story:
-    """Return the history of borrowed workers. `entries`: those of a journal, without the
-    snapshot."""
+    """Return the history in a journal's `entries`, which are without the snapshot."""
     story = Story(losses={worker: Loss() for worker in killed})
     size: dict[str, int] = {}  # tokens of each open turn: context and generated
     holder: dict[str, str] = {}
@@ -265,8 +264,8 @@ def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
 
 
 def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
-    """Return the largest lateness during each join, and during an equal time just before it if no
-    other rank joined then. Milliseconds."""
+    """Return the largest lateness (ms) in each join, and in as long a time before it without a
+    join."""
     spans = [
         (asked[worker], story.first_token[worker])
         for worker in asked
@@ -322,8 +321,7 @@ def bench(
 
 
 def gone(training: Training, worker: str) -> float | None:
-    """Return the wall-clock time at which the coordinator noted that the worker was gone, or
-    None."""
+    """Return when the coordinator noted that the worker was gone, wall clock, or None."""
     return next(
         (
             row["time"]

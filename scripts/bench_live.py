@@ -1,5 +1,4 @@
-"""Measure the gain from borrowed engines and better policies, live on this machine: step time of
-fixed, rose and best, as ratios.
+"""Measure the gain from borrowed engines and better policies, live on this machine, as ratios.
 
     python scripts/bench_live.py                                  # about an hour
     python scripts/bench_live.py --seeds 1 --steps 4              # a quick run
@@ -146,8 +145,7 @@ class Device:
                 )
 
     def look(self) -> None:
-        """Confine the engines that have started. Call this often, because an engine that ended is
-        started again."""
+        """Confine the engines that have started. Call this often, because engines restart."""
         self._quota.add(self._process.pid)
 
     def limit(self) -> None:
@@ -173,8 +171,7 @@ class Measured(NamedTuple):
 def profile(
     folder: Path, options: argparse.Namespace, model: Path, core: int | None = None
 ) -> Path:
-    """Measure the profile of a device with this quota. Its engines run on `core` if one is
-    given."""
+    """Measure a device with this quota. Its engines run on `core` if one is given."""
     file, quota = folder / "profile.json", Quota("profile", options.quota, core)
     command = [
         sys.executable,

@@ -8,8 +8,7 @@ coordinator) generate the same number of tokens from the same contexts, the turn
 one after the other as in the loop. Prints the step time split into rollout, train, sync and idle;
 tokens/s of both; and their ratio, which is 1 when coordination is free. The two alternate for
 `--rounds` rounds, since a machine's speed drifts. Figures are medians over the rounds, with the
-smallest and largest ratio. Weights differ by a few updates, which changes no timing, because the
-token counts are forced.
+smallest and largest ratio. Weights differ by a few updates, which changes no timing.
 
     python scripts/bench_loop.py --branch 4 8 --at 8 12 [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
 
@@ -78,8 +77,7 @@ def main() -> int:
 
 
 def measure(engines: int, steps: int, overrides: list[str]) -> dict:
-    """Run the loop and bare vLLM once. Return medians over the counted steps, in seconds and
-    tokens/s."""
+    """Run the loop and bare vLLM once. Return medians over the steps: seconds, tokens/s."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         run = launched(folder, steps, [f"rollout.workers={engines}", *overrides])
         loop = rows_of(read_metrics(run), "step")[1:]
@@ -163,8 +161,7 @@ def a_step(run: Path, steps: int) -> dict:
 
 
 def run_alone(run: Path, engines: int, steps: int) -> float:
-    """Return the median tokens/s of the same steps on bare engines, one process each, started
-    together."""
+    """Return the median tokens/s of the same steps on bare engines, one process each."""
     rates = []
     with ExitStack() as stack:
         children = []
@@ -197,8 +194,7 @@ def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
 
 
 async def drive_alone(run: Path, index: int, engines: int) -> int:
-    """Run bare engine `index`: for each step ordered on stdin, generate its share of the step's
-    turns."""
+    """Run bare engine `index`: generate its share of each step that is ordered on stdin."""
     from rose.engine import start
 
     say, config = answers(), cfg.load(run / "config.json")
@@ -221,8 +217,7 @@ async def drive_alone(run: Path, index: int, engines: int) -> int:
 
 
 async def play(llm, run: Path, step: int, index: int, engines: int) -> int:
-    """Run all of a step's trajectories that fall to this engine at once. Return the number of
-    tokens generated."""
+    """Run this engine's trajectories of a step at once and return the tokens generated."""
     groups = replay.load(run, step)[index::engines]
     made = await asyncio.gather(*(play_trajectory(llm, step, t) for group in groups for t in group))
     return sum(made)

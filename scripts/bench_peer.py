@@ -119,8 +119,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def endless(folder: Path) -> Path:
-    """Create SmolLM2 with another token as the end of a message, so that no answer ends by
-    itself."""
+    """Create SmolLM2 with another end-of-message token, so that no answer ends by itself."""
     source = resolve(configured("model=smollm2").model)
     folder.mkdir()
     for file in source.iterdir():

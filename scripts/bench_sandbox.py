@@ -1,5 +1,4 @@
-"""Measure sandboxes: starts, turns, inspections, recovery of killed ones by policy, crowds,
-branches.
+"""Measure sandboxes: starts, turns, inspections, recovery by policy, crowds, branches, costs.
 
     python scripts/bench_sandbox.py [--only starts looks recovery crowd branch costs] [--think 2]
 
@@ -187,8 +186,7 @@ async def branches(args: argparse.Namespace) -> Table:
 
 
 async def costs(args: argparse.Namespace) -> Table:
-    """Return the table of costs. The seconds of a capture are without the inspector's look, which
-    the simulator counts separately."""
+    """Return the table of costs. A capture is without the look, which the simulator adds."""
     title = "turns by what is captured: share, milliseconds, bytes in the store"
     table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
     for episode in EPISODES:

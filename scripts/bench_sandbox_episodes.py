@@ -23,8 +23,7 @@ class Turn:
 
 
 class Episode(Protocol):
-    """An agent's episode of `length` turns. `check`: a command whose output must be the same with
-    and without faults."""
+    """An agent's episode of `length` turns. Faults must not change the output of `check`."""
 
     name: str
     check: str

@@ -101,7 +101,7 @@ async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Checkpo
 class Recovered:
     """The recovery of one policy on one episode. `right`: kills after which the episode ended as
     without a fault; `captured`: bytes of its captures; `stored`: bytes that were new to the store;
-    `restores`: seconds of each restore."""
+    `restores`: seconds of each."""
 
     played: Played
     right: int = 0
@@ -151,8 +151,7 @@ async def kill_at_each_turn(
 async def crowd(
     episodes: list[Episode], policy: str, think_s: float, spread_s: float
 ) -> list[Played]:
-    """Play all episodes at once. They start evenly over `spread_s` seconds, because agents don't
-    answer in step."""
+    """Play all at once, started evenly over `spread_s`, because agents don't answer in step."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
 
@@ -233,8 +232,7 @@ async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
 
 
 async def restoring(episode: Episode, times: int) -> tuple[float, int]:
-    """Return the median seconds of a restore after the episode's last turn, from a full checkpoint,
-    and the checkpoint's bytes."""
+    """Return the median seconds of a restore from a full checkpoint of the end, and its bytes."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             async with await Sandbox.start(Spec()) as box:

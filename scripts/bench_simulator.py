@@ -1,5 +1,4 @@
-"""Measure the cost of the simulator: time, memory and events/s at three sizes, and beside simpy on
-the same small model.
+"""Measure the simulator's time, memory and events/s at three sizes, and compare it with simpy.
 
     python scripts/bench_simulator.py                          # 100, 1,000 and 10,000 GPUs (a few minutes)
     python scripts/bench_simulator.py --sizes 10000 --csv docs/results/bench_simulator.csv
@@ -59,8 +58,7 @@ def arrivals(workers: int) -> tuple[list[float], list[int]]:
 
 
 def simpy_servers(workers: int) -> float:
-    """Simulate with simpy and return the mean seconds in the system. Each worker serves one arrival
-    at a time."""
+    """Return the mean seconds in simpy's system. Workers serve one arrival at a time."""
     import simpy
 
     world, total = simpy.Environment(), 0.0
@@ -85,8 +83,8 @@ def ours(workers: int) -> float:
 
 
 def pace(run: Callable[[int], float], workers: int) -> str:
-    """Return arrivals per second of this thread's processor time, and the mean time in the system,
-    which shows that both simulate the same."""
+    """Return arrivals per second of this thread's processor time, and the mean time in the
+    system."""
     began = time.thread_time()
     mean = run(workers)
     took = time.thread_time() - began

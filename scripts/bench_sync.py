@@ -1,5 +1,4 @@
-"""Measure the time from publish to flip, from two trainer ranks to receivers behind a relay on a
-slow link, by each encoding.
+"""Measure publish to flip by each encoding, from two ranks to receivers behind a slow link.
 
     python scripts/bench_sync.py outputs/smollm                    # 1 Gbit/s and 200 Mbit/s
     python scripts/bench_sync.py RUN RUN --rates 200 --receivers 1 --steps 2

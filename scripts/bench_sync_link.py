@@ -1,5 +1,4 @@
-"""The link of bench_sync.py: two sides of one machine, with a limited rate between them, and every
-byte counted.
+"""The link of bench_sync.py: two sides of one machine, a rate limit, every byte counted.
 
 `Namespaces`: two network namespaces joined by a veth pair, tc's token bucket (tbf) on both ends,
 bytes from the kernel's counters of the serving end, including headers. No latency is added, because

@@ -1,5 +1,4 @@
-"""Compare the trainer's step with a plain transformers loop over the same rows, alternating in one
-run.
+"""Compare the trainer's step with a plain transformers loop over the same rows, alternating.
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
@@ -180,8 +179,7 @@ def serve(name: str, options: dict[str, Any]) -> int:
 
 
 class Plain:
-    """The trainer's step as one would write it with transformers alone, except that it computes no
-    logits that the loss doesn't need."""
+    """A trainer's step with transformers alone, without logits that the loss doesn't need."""
 
     def __init__(self, config: Config, groups: list[list[p.Trajectory]], options: dict) -> None:
         import torch
@@ -215,8 +213,8 @@ class Plain:
 
 
 def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
-    """Return the padded tokens, (B, T) int64, and a mask of the tokens after the first that the
-    policy generated, (B, T - 1)."""
+    """Return padded tokens, (B, T) int64, and which after the first are the policy's, (B, T -
+    1)."""
     import torch
 
     masks = [torch.from_numpy(np.frombuffer(t.mask, np.uint8).astype(bool)) for t in rows]
@@ -271,8 +269,7 @@ def operations(
 ) -> float:
     """Return the floating-point operations that forward and backward passes need. Not counted:
     padding, and masked pairs of tokens. Counted once: each distinct token of a tree. Logits are
-    those of the answers' tokens. With an adapter, gradients of the model's weights are not
-    needed."""
+    those of the answers' tokens. An adapter needs no gradients of the weights."""
     s = read_shape(resolve(config.model))
     head = s.vocab * s.hidden
     layers = s.parameters - head * (1 if s.tied_embeddings else 2)

@@ -1,5 +1,4 @@
-"""Tables of scripts: CSV files of results, and Markdown between marks in the docs. Not a
-command."""
+"""Tables of results: CSV files, and Markdown between marks in the docs. Not a command."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def merge(
     key: Callable[[Mapping[str, Any]], Any],
     order: Callable[[Mapping[str, Any]], Any],
 ) -> None:
-    """Write `rows` to the file, together with its rows that have another `key`, sorted by
-    `order`."""
+    """Write `rows` beside the file's rows that have another `key`, sorted by `order`."""
     new = {key(row) for row in rows}
     kept = [row for row in (read_csv(path) if path.exists() else []) if key(row) not in new]
     write_csv(path, sorted([*kept, *rows], key=order))

@@ -1,5 +1,4 @@
-"""Check which of ROSE's GPU paths work on this machine. Run this first where GPUs are, before a
-long job.
+"""Check which of ROSE's GPU paths work on this machine: the first thing to run before a long job.
 
     python scripts/gpu_check.py                       # all checks that this machine can run; one GPU is enough
     python scripts/gpu_check.py engine trainer        # only these
@@ -115,8 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def clear(scratch: Path, logs: bool) -> None:
-    """Remove the model and the stores, which take gigabytes, from the scratch folder; with `logs`,
-    remove the whole folder."""
+    """Remove the model and the stores, which take gigabytes; with `logs`, the whole folder."""
     for path in scratch.iterdir():
         if path.is_symlink():
             path.unlink()
@@ -181,8 +179,7 @@ def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
 
 
 def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Run a command that prints a line a GPU and return (name, MiB) of each, or nothing if it
-    fails."""
+    """Return (name, MiB) of each GPU, as `command` prints them; nothing if it fails."""
     try:
         words = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_S, check=True

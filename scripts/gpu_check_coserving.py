@@ -28,11 +28,9 @@ from harness import PATHS, configured
 GIB = 2**30
 LOOK_S = 0.02
 STOP_S = 5.0
-# Share of the KV budget by which lending may raise the memory in use, because both sides need a
-# part of some pages.
+# Share of the KV budget by which lending may raise the memory in use: some pages are shared.
 BEYOND = 0.15
-# Seconds until S must have its pages again. A page takes about 0.1 ms, but S maps only 256 MiB in
-# each of its steps.
+# Seconds until S must have its pages again. A page takes 0.1 ms, but a step maps only 256 MiB.
 REMAP_S = 15.0
 
 
@@ -116,8 +114,7 @@ def page_pool(pool, free: Callable[[], int]) -> str:
 
 
 def overrides(report: Report) -> list[str]:
-    """Return the overrides of a run whose engine is lent beside an online server of the same
-    model."""
+    """Return the overrides of a run with an engine beside an online server of the same model."""
     sizes = report.sizes
     gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
     cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
@@ -280,8 +277,7 @@ class Both:
         return (await self.engine._llm.collective_rpc("rose_kv_layout"))[0]["mapped_bytes"]
 
     async def rollouts(self, number: int) -> None:
-        """Run turns one after the other. After an aborted turn a new one starts; in a run it would
-        continue on another engine."""
+        """Run turns one after the other. An aborted turn is not continued here."""
         from rose import protocol
 
         dice, (prompt, new) = np.random.default_rng(number), self.report.sizes.turn
@@ -302,8 +298,7 @@ class Both:
                 await asyncio.sleep(LOOK_S)
 
     async def requests(self, number: int, client: aiohttp.ClientSession) -> None:
-        """Send the requests of an online user, one after the other. The pause after each is as long
-        as the request took."""
+        """Send an online user's requests, each followed by a pause of its own duration."""
         dice, (prompt, new) = np.random.default_rng(1000 + number), self.report.sizes.request
         while True:
             began = time.monotonic()
@@ -407,8 +402,7 @@ async def _rate(both: Both, seconds: float) -> float:
 
 
 async def _stopped(report: Report, both: Both) -> None:
-    """Stop lending under load: R must stop within revoke_after_s, and the device must have the
-    memory again."""
+    """Stop lending under load: R must stop in time, and the device must have the memory again."""
     revoke_s = both.config.serving.lending.revoke_after_s
     had, lent = await both.mapped(), _used()
     both.control.stop("gpu_check")
@@ -440,8 +434,7 @@ async def _stopped(report: Report, both: Both) -> None:
     if lent is not None:  # R and S share one budget
         bound = BEYOND * report.sizes.kv_gib * GIB
         with suppress(RuntimeError):  # a timeout shows in the figure below, which has the limit
-            # S's board shows the memory that S may use. S maps it afterwards, a piece in each of
-            # its steps.
+            # S's board shows the memory that S may use. S maps it later, a piece in each step.
             took = await both.until(lambda: abs(lent - _used()) <= bound, REMAP_S, "S's memory")
             report.figure("S has mapped the memory again after", took, "s")
         report.figure(

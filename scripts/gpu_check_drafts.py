@@ -1,5 +1,4 @@
-"""The check of speculative decoding for gpu_check.py: an engine with drafts must sample from the
-distribution of an engine without."""
+"""The check of speculative decoding for gpu_check.py: drafts must not change the distribution."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ KEPT = (
     "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and "
     "weights lie in its pool"
 )
-# Least factor by which the old weights must fit worse than the new ones. Otherwise the comparison
-# shows nothing.
+# Least factor by which the old weights must fit worse, or the comparison shows nothing.
 OLD_WEIGHTS = 3.0
 
 
@@ -60,8 +59,7 @@ SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
 
 
 def settings(report: Report, *overrides: str):
-    """Return the checked configuration of an engine of this model, from conf/rollout as in a
-    run."""
+    """Return the checked configuration of an engine of this model, by conf/rollout."""
     sizes, gpus = report.sizes, report.gpus
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
     words = (
@@ -123,8 +121,7 @@ async def turn(
     begun: asyncio.Event | None = None,
     temperature: float = 1.0,
 ) -> Turn:
-    """Generate exactly `new` tokens. A turn that the model ends early is continued, so that all
-    turns are equally long."""
+    """Generate exactly `new` tokens: a turn that the model ends early is continued."""
     from rose import protocol
 
     made, part = Turn(prompt), 0
@@ -381,8 +378,7 @@ async def _sleep(report: Report) -> None:
 
 
 async def _forgets(report: Report, running, awake: int, others: int) -> None:
-    """Deactivate and activate the engine, as an idle lent engine does: it reads its weights from
-    the model's folder again."""
+    """Deactivate an engine, as when it idles. Activated, it reads the folder's weights again."""
     began = time.monotonic()
     await running.deactivate()
     report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
@@ -400,8 +396,7 @@ async def _forgets(report: Report, running, awake: int, others: int) -> None:
 
 
 async def _greedy(report: Report, running) -> list[list[int]]:
-    """Run greedy turns one after the other, because turns in the same batch change the rounding of
-    sums."""
+    """Run greedy turns one by one, because a batch's other turns change the rounding of sums."""
     return [
         (await turn(running, f"greedy-{i}", prompt, report.sizes.new, temperature=0.0)).tokens
         for i, prompt in enumerate(prompts(report, report.sizes.turns, 11))

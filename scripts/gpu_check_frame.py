@@ -1,5 +1,4 @@
-"""Run the checks of gpu_check.py, each in a process of its own with a deadline; their reports and
-the table.
+"""Run the checks of gpu_check.py, each in a process with a deadline; their reports; the table.
 
 Imports neither torch nor vLLM. A check is a function of a `Report`. It reports figures with their
 expected values, raises `Impossible` where this machine can't run it, and any other exception when
@@ -293,8 +292,7 @@ def _follow(
 
 
 def _end_all(process: subprocess.Popen) -> list[str]:
-    """End all processes of a check. If the check itself had ended, return those that it left
-    behind, as text."""
+    """End all processes of a check. Return those that outlived the check itself, as text."""
     late = process.poll() is None
     if late:
         process.terminate()
@@ -335,8 +333,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Return a table of check, state, measured and expected values; for failures with the reason
-    and the remedy."""
+    """Return a table of checks: state, values and expectations, reasons and remedies."""
     rows: list[tuple[str, str, str, str]] = [("check", "state", "measured", "expected")]
     for one in outcomes:
         why = f": {one.words}" if one.words else ""
@@ -373,8 +370,7 @@ def tail(log: str) -> str:
 
 
 def write_json(path: Path, setup: Setup, outcomes: list[Outcome]) -> None:
-    """Write all figures so far. This is called after each check, so that the file has them if the
-    run is interrupted."""
+    """Write all figures so far, after each check, so that an interrupted run keeps them."""
     found = [
         msgspec.to_builtins(one)
         | {

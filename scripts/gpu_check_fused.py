@@ -18,8 +18,7 @@ import numpy as np
 from gpu_check_frame import Check, Impossible, Report
 from gpu_check_trainer import LIKE, Training, _shape, batch, settings, spawn, started
 
-# Least speed relative to the step without the option. Below it the option only costs its
-# compilation.
+# Least speed relative to the step without the option. Below it the option gains nothing.
 NO_SLOWER = 0.95
 HPZ = 2  # ranks in a group that holds a copy
 EXACT = 1e-5  # largest relative difference in float32

@@ -50,8 +50,7 @@ ON_GPU = [
 ]
 # The command of a user with one GPU, with another model.
 IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]
-# Covers vLLM's fused experts, the names of experts in a version, and a trainer that routes as the
-# engine did.
+# Covers vLLM's fused experts, their names in a version, and routing replayed by the trainer.
 EXPERTS = ["+model.recipe.experts=8", "trainer.router_replay=true"]
 # Two trainer ranks compute each row together. Two engines use the same GPUs in turn.
 LONG = [

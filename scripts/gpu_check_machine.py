@@ -1,5 +1,4 @@
-"""The checks of the machine for gpu_check.py: driver, packages, compilers, raw speeds, and at the
-end that no memory is held.
+"""The checks of the machine for gpu_check.py: driver, packages, compilers, speeds, memory left.
 
 Raw speeds come first, because all other speeds are read against them: a GPU that is throttled,
 shared or cut by MIG shows here.
@@ -106,8 +105,7 @@ def _host(report: Report) -> None:
 
 
 def _driver(report: Report) -> None:
-    """Report the findings of the doctor, of torch and of the environment about driver and devices,
-    and check that they agree."""
+    """Check that the doctor, torch and the environment agree about driver and devices."""
     from rose.doctor import devices
 
     for finding in devices.of_node(max(1, report.setup.gpus), 0.0):
@@ -270,8 +268,7 @@ def _synchronize(torch, device) -> None:
 
 
 def nccl(report: Report) -> None:
-    """Run the doctor's all-reduce with a rank per GPU, which checks the sum, and report its
-    bandwidth."""
+    """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
     from rose.doctor.finding import run
 
     ranks = report.sizes.ranks or report.setup.gpus

@@ -1,5 +1,4 @@
-"""The model of gpu_check.py and its versions: a random model of Qwen3-0.6B's shape, stores of
-changed weights, scores.
+"""The model of gpu_check.py: a random one of Qwen3-0.6B's shape, changed versions, scores.
 
 Without --model nothing is downloaded: tokenizer and chat template come from the tiny model of the
 default run, its config gets other sizes, and the weights are drawn on the device.
@@ -21,8 +20,7 @@ from run_weights import Whole
 
 DEVIATION = 0.02  # standard deviation of the weights; norms are ones
 AT_ONCE = 2**24  # values that are drawn at once, which bounds the memory on the device
-# Steps of the tiny model's recipe: enough conversations for its tokenizer, in a quarter of the
-# time.
+# Steps of the tiny model's recipe: enough for its tokenizer, in a quarter of the time.
 TOKENIZER_STEPS = 63
 FOLDER = "model"  # name within the scratch folder
 
@@ -74,8 +72,7 @@ def model(report: Report) -> None:
 
 
 def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
-    """Create a random model with the tokenizer of `tiny`, whose tokens are the first of the
-    vocabulary."""
+    """Create a random model whose vocabulary begins with the tokens of `tiny`'s tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,8 +100,7 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
 
 
 class Versions(Whole):
-    """A store of versions of the model folder's weights with some values changed. `tensors` are the
-    newest, on the CPU."""
+    """A store of changed versions of the folder's weights. `tensors` are the newest, on the CPU."""
 
     lora = None  # all weights change
 
@@ -124,8 +120,7 @@ class Versions(Whole):
         self.version = 0
 
     def change(self, share: float) -> int:
-        """Move a random share of the values by random amounts, with standard deviation DEVIATION.
-        Publish and return the new version."""
+        """Move a random share of the values, with deviation DEVIATION. Publish the new version."""
         import torch
 
         there = {"generator": self._generator, "device": self._device}

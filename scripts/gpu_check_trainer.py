@@ -37,8 +37,7 @@ class Training(msgspec.Struct):
     micro_batch_tokens: int
     checkpointing: bool
     offload: (
-        # Offloads the optimizer to the host. It needs nvcc and a minute to build, so it is off by
-        # default.
+        # Offloads the optimizer to the host. Off by default: it needs nvcc and a minute.
         bool
     )
     timed: int  # timed steps of each kind, after one that is not timed
@@ -49,8 +48,7 @@ class Moves(msgspec.Struct):
     shares: list[float]  # shares of values that change, a version for each
     stage_gib: float  # GiB for blocks that are staged whole
     peak_share: (
-        # Largest amount of the device's memory that staging may take, as a multiple of the weights'
-        # bytes.
+        # Largest memory that staging may take on the device, as a multiple of the weights.
         float
     )
 
@@ -60,8 +58,7 @@ CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
 
 
 def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
-    """Return the configuration of `world` trainer ranks, from conf/trainer/zero3_gpu as in a
-    run."""
+    """Return the configuration of `world` trainer ranks, by conf/trainer/zero3_gpu."""
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
     return configured(
         *gpus,
@@ -300,8 +297,7 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
 
 
 def _in_turn(report: Report, made, train) -> dict[str, float]:
-    """Release the device's memory as for an engine's turn and reclaim it. The next step must be
-    like the last."""
+    """Release the device's memory as for an engine and reclaim it, then train another step."""
     import torch
 
     made.share_device(report.folder)
@@ -323,8 +319,7 @@ def _in_turn(report: Report, made, train) -> dict[str, float]:
 
 
 def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:
-    """Return the amount that a rank computes: tokens, those among them that the policy generated,
-    and attended pairs."""
+    """Return what a rank computes: tokens, those among them by the policy, attended pairs."""
     from rose.trainer.batching import Padded, size_of
 
     tokens = sum(size_of(m, packing) for m in micro_batches)
@@ -332,8 +327,7 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
     length = sizes.shared + sizes.own
     if isinstance(packing, Padded):
         pairs = rows * length**2 / 2
-    # The own part of a row attends to itself and to the shared part. The shared part's own pairs
-    # count once per tree.
+    # A row's own part attends to itself and the shared part, whose own pairs count once per tree.
     else:
         pairs = (
             rows * (sizes.own**2 / 2 + sizes.own * sizes.shared)
@@ -343,8 +337,7 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
 
 
 def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
-    """Return rows of random tokens. The `members` rows of a group begin alike, and every other one
-    is a success."""
+    """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
     from rose import protocol
 
     dice, rows = np.random.default_rng(0), {}
@@ -387,8 +380,7 @@ def started(report: Report, config, rank: int, world: int, port: int):
 
 def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
     """Return the number of tensors of the newest version, and how many of them differ from the
-    float32 weights that DeepSpeed gathers, rounded. All ranks must call it together; rank 0
-    compares."""
+    float32 weights that DeepSpeed gathers, rounded. All ranks call it; rank 0 compares."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -437,8 +429,8 @@ def transfer(report: Report) -> None:
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
-    """Move versions with several shares of changes from ZeRO's shards on the device through a store
-    into other tensors on the device."""
+    """Move versions from ZeRO's shards through a store into tensors, at several shares of
+    changes."""
     import torch
 
     from rose.transfer.live import Live
@@ -490,8 +482,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
 
 
 def _move(weights, share: float, generator) -> dict:
-    """Multiply a share of the float32 weights by 9/8. Return all tensors as they must be
-    published."""
+    """Multiply a share of the weights by 9/8. Return all tensors as they must be published."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 

@@ -1,5 +1,4 @@
-"""The configuration of a run, and processes that answer in lines of JSON, for several scripts. Not
-a command."""
+"""Shared by scripts: a run's configuration, and processes that answer in JSON. Not a command."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
 
 
 def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names in a comma-separated option, or all of `known` if it is empty. Raises
-    `Failed` for an unknown name."""
+    """Return a comma-separated option's names, all of `known` if it is empty. Raises `Failed`."""
     found = [word for word in text.split(",") if word]
     if unknown := set(found) - set(known):
         raise Failed(f"{key}={text}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -89,8 +87,7 @@ def free_port() -> int:
 
 
 class Child:
-    """A command whose stdout is read line by line; stderr goes to its log. It dies with this
-    process."""
+    """A command that dies with this process. Its stdout is read by line, stderr is its log."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, env: Mapping[str, str] = {}, **popen

@@ -1,7 +1,6 @@
 """Short live runs on this machine whose engines are confined to a CPU quota each.
 
-Shared by validate_sim.py, bench_live.py, bench_tail.py and the proof of prove_promise.py. Not a
-command.
+Shared by validate_sim.py, bench_live.py, bench_tail.py and prove_promise.py. Not a command.
 
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
 are as short as the kernel allows, so that a step of a few milliseconds is stretched and not
@@ -122,8 +121,7 @@ class Quota:
                 os.sched_setaffinity(thread.id, {self._core})
 
     def limit(self) -> None:
-        """Set the limit. Raises `SystemExit` if no engine was found, because its figures would be
-        those of another machine."""
+        """Set the limit. Raises `SystemExit` if there is no engine in the quota."""
         if self._folder is None:
             return
         if not (self._folder / "cgroup.procs").read_text(encoding="utf-8"):
@@ -169,8 +167,7 @@ class Stolen(NamedTuple):
 
 
 def wait_for_calm(log: Callable[[str], None]) -> None:
-    """Wait until the hypervisor leaves all busy cores to this machine for WATCH_S, at most
-    PATIENCE_S."""
+    """Wait until the hypervisor leaves this machine its cores for WATCH_S, at most PATIENCE_S."""
     end, logged = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < end:
         before = Stolen.now()
@@ -203,13 +200,11 @@ class Ran:
         return (self.run / "status" / "finished.json").exists()
 
     def steps(self, skip: int) -> list[dict]:
-        """Return the steps' rows of metrics.jsonl, without the first `skip`, in which kernels are
-        compiled and quotas set."""
+        """Return the steps of metrics.jsonl after the first `skip`, which compile kernels."""
         return rows_of(read_metrics(self.run), "step")[skip:]
 
     def calm_steps(self, skip: int) -> list[dict]:
-        """Return those rows of `steps` during which the hypervisor took less than CALM of the
-        machine."""
+        """Return the rows during which the hypervisor took less than CALM of the machine."""
         rows = self.steps(skip)
         return [
             row
@@ -310,8 +305,7 @@ class Live(Ran):
             self._limited = True
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until the run ends. Raises `SystemExit` with its log's name if it fails or takes
-        longer than `deadline_s`."""
+        """Wait until the run ends. Raises `SystemExit` naming its log if it fails or is late."""
         end = time.monotonic() + deadline_s
         try:
             while not self.over:
@@ -354,8 +348,7 @@ def end_in_order() -> None:
 
 class Durations:
     """A journal that collects the seconds from a group's admission to the end of each of its
-    training trajectories, from step `from_step` on. The simulator writes to it; a live run's
-    journal is read into it."""
+    training trajectories, from step `from_step` on. A simulator or a journal's reader fills it."""
 
     def __init__(self, from_step: int) -> None:
         self._from, self._step = from_step, 0

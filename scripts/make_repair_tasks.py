@@ -1,5 +1,4 @@
-"""Make repair tasks for env=terminal: small Python modules with one bug each, and tests that show
-it.
+"""Make repair tasks for env=terminal: small Python modules with one bug each, and their tests.
 
     python scripts/make_repair_tasks.py --out tasks --count 200 --held-out 40 --seed 1
     python launch.py env=terminal env.args.tasks=tasks model=...
@@ -215,8 +214,7 @@ def write(folder: Path, name: str, whole: str, broken: str, cases: list, shown: 
 
 
 def make(out: Path, count: int, held_out: int, seed: int) -> None:
-    """Write the tasks of both splits. Raises `SystemExit` when there are too few different
-    tasks."""
+    """Write the tasks of both splits. Raises `SystemExit` if there are too few of them."""
     rng, seen = random.Random(seed), set()
     split_of: dict[str, str] = {}  # split of each module's source
     for split, wanted in (("train", count - held_out), ("held_out", held_out)):

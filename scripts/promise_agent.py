@@ -1,5 +1,4 @@
-"""The agent of prove_promise.py: an OpenAI client whose one tool, bash, acts in a sandbox of its
-own.
+"""The agent of prove_promise.py: an OpenAI client whose one tool, bash, has a sandbox of its own.
 
     python launch.py env=agent env.args.function=scripts/promise_agent.py:play ...
 

@@ -1,5 +1,4 @@
-"""The one-machine Slurm of prove_promise.py, its jobs, and the quotas of their engines. Not a
-command."""
+"""The one-machine Slurm of prove_promise.py, its jobs, their engines' quotas. Not a command."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ PORT = 19_000  # port of the cluster's daemons, the first of 130
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[None]:
-    """Start the cluster, to which Slurm's commands refer inside the context. Raises `SystemExit`
-    naming the parts that this machine lacks."""
+    """Start the cluster that Slurm's commands use inside. Raises `SystemExit` if parts are
+    missing."""
     settings = {"FOLDER": str(folder), "NODES": str(NODES), "PORT": str(PORT), "GPUS": "0"}
     _dev_cluster("stop", settings)  # cluster of a proof that was killed
     os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
@@ -59,8 +58,7 @@ def _dev_cluster(word: str, settings: Mapping[str, str]) -> None:
 
 
 def command(*words: str) -> str:
-    """Run one of Slurm's commands and return its output. Raises `SystemExit` with its error if it
-    fails."""
+    """Run a Slurm command and return its output. Raises `SystemExit` with its error."""
     done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=COMMAND_S)
     if done.returncode:
         raise SystemExit(f"prove_promise: {' '.join(words[:3])}: {done.stderr or done.stdout}")
@@ -243,8 +241,7 @@ class Serving(Job):
         return None
 
     def kill(self) -> str:
-        """Kill the lending process and its engine by SIGKILL. Return what was killed, '' if nothing
-        lends."""
+        """Kill the lending process and its engine. Return what was killed, '' if nothing lends."""
         member = self.member
         if member is None:
             return ""

@@ -1,5 +1,4 @@
-"""Count the trajectories of a run of prove_promise.py from the files that it left. Pure; not a
-command.
+"""Count the trajectories of prove_promise.py's runs, from their files. Pure; not a command.
 
 A trajectory is named GROUP.MEMBER, or GROUP.MEMBERrN if it replaces one whose work was thrown away.
 In a synchronous run that finished, every group admitted up to the last trained one is trained, once
@@ -35,8 +34,7 @@ class Counts(NamedTuple):
 
 
 def count(run: Path, steps: int, batch: int) -> Counts:
-    """Count the trajectories of steps 1 to `steps`. Raises `ValueError` naming a file of rollouts/
-    that is missing."""
+    """Count steps 1 to `steps`. Raises `ValueError` naming a file of rollouts/ that is missing."""
     trained = [replay.load(run, step) for step in range(1, steps + 1)]
     admitted: dict[str, int] = {}
     dropped: set[str] = set()
@@ -97,8 +95,7 @@ def device_hours(run: Mapping[str, Any], at: float = math.inf) -> float:
 
 
 def group_rewards(run: Path, steps: int) -> list[list[float]]:
-    """Return the mean reward of each group that each step trained. Raises `ValueError` naming a
-    file of rollouts/ that is missing."""
+    """Return each group's mean reward, by step. Raises `ValueError` naming a missing file."""
     trained = [replay.load(run, step) for step in range(1, steps + 1)]
     return [[fmean(t.reward for t in group) for group in step] for step in trained]
 

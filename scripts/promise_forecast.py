@@ -89,8 +89,8 @@ def _figures(ran: Result) -> dict[str, float]:
 
 
 def _targets(plan: Plan, engine: spec.Engine, seed: int) -> tuple[float, float]:
-    """Return the targets of lending, P99 of TTFT and TPOT, as the runs get them: a multiple of what
-    serving alone gives."""
+    """Return the targets of lending, P99 of TTFT and TPOT, as multiples of those of serving
+    alone."""
     served = [online.serve(trace, _online(engine)) for trace in plan.requests(seed)]
     latencies = ([one.ttft_s for one in served], [one.tpot_s for one in served])
     ttft, tpot = (float(np.nanquantile(np.concatenate(one), online.P99)) for one in latencies)

@@ -21,8 +21,7 @@ PERCENTILES = (50, 99)
 
 
 class Request(NamedTuple):
-    """An online request: its time and its latencies in seconds. A request of a single token has no
-    TPOT."""
+    """An online request: its time and latencies in seconds. A single token has no TPOT."""
 
     at: float
     ttft: float

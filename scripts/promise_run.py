@@ -47,8 +47,7 @@ START_S, STEP_S = 600.0, 600.0  # deadlines in seconds: of all starts, and of a 
 PROMPT, OUTPUT = (64.0, 0.6), (24.0, 0.6)  # tokens of the generated trace: median, sigma
 MOST_PROMPT, MOST_OUTPUT = 300, 100
 STORM = ("n3", "spare", "host", "n4")  # borrowed engines by node, an environment host
-# Seconds after which a victim that isn't there is skipped; seconds of the more urgent job on the
-# spare device.
+# Seconds until a missing victim is skipped; seconds of the more urgent job on the spare device.
 VICTIM_S, AWAY_S = 20.0, 30.0
 TRACE_S = 1200.0  # seconds of the users' traffic
 SOON_S, BURST_S = 240.0, 20.0  # seconds that each run lasts at least; seconds of a burst
@@ -127,14 +126,12 @@ class Plan:
 
     def steps_of(self, side: str) -> int:
         """Return the steps of a side. `alone` has fewer, because one engine is slow and nothing is
-        claimed of its reward. Its latencies are compared over the traffic that both it and the
-        borrowed side had."""
+        claimed of its reward. Latencies are compared over the traffic that both sides had."""
         return 2 * self.steps // 5 if side == "alone" else self.steps
 
 
 def _fullest(window: traces.Trace) -> int:
-    """Return the number of requests in the window's largest burst, within the time that each run
-    lasts at least."""
+    """Return the requests of the window's largest burst within the least time of a run."""
     soon = window.at[window.at < SOON_S]
     return int(np.bincount((soon / BURST_S).astype(np.int64), minlength=1).max())
 
@@ -165,10 +162,7 @@ class Storm:
     def look(self) -> None:
         steps, amid, now = len(self.training.steps()), self.training.amid(), time.monotonic()
         if amid and not self._requeued and steps >= self.plan.steps // 2:
-            self._requeued, self._due = (
-                True,
-                max(self._due, now + VICTIM_S),
-            )  # no strike while it leaves
+            self._requeued, self._due = True, max(self._due, now + VICTIM_S)  # no strikes meanwhile
             command("scontrol", "requeue", self.training.id)
             self._note(f"requeued the training job after step {steps}")
         elif amid and now >= self._due:
@@ -192,8 +186,7 @@ class Storm:
         return self.lent[DEVICES.index(victim)].kill()
 
     def _kill_host(self) -> str:
-        """Kill the process that runs the agents by SIGKILL. Return what was done, '' if it isn't
-        there."""
+        """Kill the process that runs the agents. Return what was done, '' if it isn't there."""
         for rank in self.training.ranks(Role.ENVIRONMENT)[-1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(rank.pid).children():

@@ -1,5 +1,4 @@
-"""Measure the drafts that a recorded run would have had accepted, by the number of siblings that
-had ended: a table for the simulator.
+"""Tabulate for the simulator the drafts that a recorded run would have accepted, by siblings.
 
     python scripts/replay_drafts.py run=outputs/smollm                            # prints it
     python scripts/replay_drafts.py run=outputs/smollm out=conf/sim/draft/calls.yaml
@@ -38,8 +37,7 @@ MEMORY = 2**30  # bytes for the texts of all groups, which is no bound here
 
 
 class Cut:
-    """A stand-in for the engines' gate: each draft continues while its chance is at least
-    `chance`."""
+    """A stand-in for the engines' gate: a draft goes on while its chance is at least `chance`."""
 
     def __init__(self, chance: float) -> None:
         self.chance = chance
@@ -80,8 +78,7 @@ class Replay:
         self.proposer.drop([name])
 
     def _turn(self, tokens: np.ndarray, start: int, end: int) -> tuple[int, int, int]:
-        """Return the turn's steps after the prompt's, the tokens drafted in them, and those
-        accepted."""
+        """Return the turn's steps after the prompt's, and their drafted and accepted tokens."""
         at, new, steps, drafted, accepted = start + 1, 1, 0, 0, 0
         while True:
             began = time.perf_counter()
@@ -106,8 +103,7 @@ def turns(sample: trajectories.Sample) -> Iterator[tuple[int, int]]:
 
 
 def recorded(run: Path) -> dict[str, list[trajectories.Sample]]:
-    """Return the groups of trajectories that have a single history each. Raises `Failed` if no
-    group has several members."""
+    """Return the groups with one history a member. Raises `Failed` if none has several members."""
     found: dict[str, list[trajectories.Sample]] = {}
     for step in trajectories.saved_steps(run):
         for shown in trajectories.read(run, step):

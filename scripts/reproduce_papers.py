@@ -1,5 +1,4 @@
-"""Compare each rival's own evaluation with the simulator's: the gain in its paper and the gain
-here.
+"""Compare the gain in each rival's paper with its gain in the simulator.
 
     python scripts/reproduce_papers.py                            every row; half an hour on two cores
     python scripts/reproduce_papers.py only=seer_72b,rlboost_8b seeds=1,2
@@ -33,7 +32,7 @@ from rose.sim.study.outcome import Outcome, by_system, values
 
 class Row(NamedTuple):
     """A number of a paper: that of `system` in `setting`, for ratios over `rival` in
-    `rival_setting` ("" is the same). `paper`: (lowest, highest) published value. `overrides` hold
+    `rival_setting` ("" is the same). `paper`: (lowest, highest) published value. `overrides` are
     for both."""
 
     setting: str

@@ -1,5 +1,4 @@
-"""Compare the numbers of ROSE's paper (arXiv 2605.06534) with the simulator's, with one parameter
-set for all systems.
+"""Compare ROSE's paper (arXiv 2605.06534) with the simulator, by one parameter set for all.
 
     python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
@@ -55,8 +54,7 @@ SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"
 
 
 class Published(NamedTuple):
-    """A number of the paper: `what` over, under or of `rival`, as (low, high) for each setting.
-    `mine` is our system on ROSE's side."""
+    """A number of the paper: `what` of `rival`, (low, high) per setting. `mine`: ROSE's side."""
 
     what: str
     rival: str
@@ -204,8 +202,7 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
-    """Return ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its
-    value."""
+    """Return ROSE's gains over some rivals with each parameter at 0.8 and 1.2 of its value."""
     base = composed(setting, overrides)
     points: list[tuple[str, float, list[str]]] = [("as it is", 1.0, [])]
     for name, keys in SENSITIVITY.items():
@@ -327,8 +324,7 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
     """Format rose_sensitivity.csv as tables of Markdown: the ratios at 0.8 and 1.2 times a
-    parameter's value. Parameters that change no ratio by more than `SAME` are listed in one
-    line."""
+    parameter's value. Those that change no ratio by more than `SAME` share a line."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
@@ -404,8 +400,7 @@ def _measure(
     processes: int,
     varied: bool,
 ) -> None:
-    """Simulate the settings and systems, and merge the rows into the files, whose other rows
-    stay."""
+    """Simulate the settings and systems, and merge the rows into the files' other rows."""
     for setting in settings:
         c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
         outcomes = outcomes_of([c], processes)
@@ -426,8 +421,7 @@ def _measure(
 
 
 def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:
-    """Merge rows into a file of several settings. They replace the rows with the same setting and
-    the same `parts` (columns)."""
+    """Merge rows into a file of several settings. They replace those of the same `parts`."""
     order = list(SETTINGS)
     merge(
         path,

@@ -1,5 +1,4 @@
-"""Versions of weights for scripts: bit patterns, the rivals of the codec, and a store of whole
-tensors. Not a command."""
+"""Versions of weights: bit patterns, the codec's rivals, a store of tensors. Not a command."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def patterns(tensor) -> Patterns:
 
 
 class Rival(NamedTuple):
-    """A rival encoding, written with numpy as in its source. `apply` changes the older values in
-    place."""
+    """A rival encoding, in numpy as in its source. `apply` changes the older values in place."""
 
     name: str
     encode: Callable[[Patterns, Patterns], Any]
@@ -55,8 +53,7 @@ class Rival(NamedTuple):
 
 
 def pack(*arrays: np.ndarray, level: int | None = 1) -> bytes:
-    """Concatenate the arrays, each compressed by zstandard (as it is if `level` is null), after its
-    length."""
+    """Join the arrays, each after its length, compressed by zstandard unless `level` is null."""
     raw = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays]
     if level is not None:
         raw = [zstandard.ZstdCompressor(level=level).compress(part) for part in raw]
@@ -181,8 +178,7 @@ class Alone:
 class Whole:
     """A publisher of `tensors`, whole ones on the CPU, which its owner may replace between
     versions. Each rank writes its blocks. `shape`: the model's, cut for engines of these
-    tensor-parallel `degrees`. `base`: the frozen weights below the tensors, if these are an
-    adapter's."""
+    tensor-parallel `degrees`. `base`: the frozen weights below an adapter."""
 
     def __init__(
         self, store: Path, tensors: dict, shape, degrees=(1, 2), peers=None, base=None

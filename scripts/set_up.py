@@ -95,8 +95,8 @@ class Environment:
         self.install(*BUILD_TOOLS)
 
     def install(self, *arguments: str, hint: str = "") -> None:
-        """pip install, without dependencies and uncompiled. Raises `Failed` with pip's last lines
-        and `hint`."""
+        """Run pip install without dependencies, uncompiled. Raises `Failed` with pip's end and
+        `hint`."""
         command = self._pip("install", "--no-deps", "--no-compile", *arguments)
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(command)}\n")
@@ -182,8 +182,7 @@ def torch_pin() -> str:
 
 
 def install_torch(env: Environment, index: str) -> None:
-    """Install torch from the first place that offers it (see this file's docstring), and report its
-    size on disk."""
+    """Install torch from the first place that offers it (see this file's docstring)."""
     pin = torch_pin()
     for_cpus = f"{pin}+cpu"
     have = pin.replace("==", "-")

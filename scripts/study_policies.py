@@ -118,8 +118,7 @@ class Round(NamedTuple):
     kept: int
 
 
-# Steps of a policy that lets two batches run at once are long and short by turns: an even number
-# must be counted.
+# An even number of steps counts: with two batches at once, steps are long and short by turns.
 ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
 # Arguments that bound staleness. one_step_off has none, and its bound is 1.
 BOUNDS = ("eta", "alpha", "staleness")
@@ -158,8 +157,7 @@ KEPT = (  # compositions that go through all rounds, and are named in the tables
 
 def shipped(name: str) -> Composition:
     """Return the composition of conf/sim/systems/NAME.yaml. Arguments that it doesn't set are those
-    of the option's file and not of BATCHING, so it equals a searched composition only where these
-    agree."""
+    of the option's file and not of BATCHING, so these may keep it out of the search."""
     tree = yaml.safe_load(
         (REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
     )
@@ -173,8 +171,7 @@ def shipped(name: str) -> Composition:
 
 
 def _whole(kind: str, name: str, given: dict[str, Any]) -> Choice:
-    """Return a choice with the arguments that KINDS varies, as given or else as in the option's
-    file."""
+    """Return a choice with the arguments that KINDS varies, as given or as in its file."""
     args = _option(kind, name)["args"] | given
     varied = KINDS[kind][name][0] if name in KINDS[kind] else {}
     return Choice(name, tuple((key, args[key]) for key in varied))
@@ -241,8 +238,7 @@ def system(what: Composition, c: Config) -> SimSystem:
 
 
 def divided(c: Config, by: int) -> list[str]:
-    """Return overrides that leave a `by`th of a setting: engines, borrowed devices, the trainer's
-    GPUs and the batch."""
+    """Return overrides that divide engines, borrowed devices, trainer GPUs and batch by `by`."""
     return [
         f"rollout.workers={c.rollout.workers // by}",
         f"trainer.ranks={c.trainer.ranks // by}",
@@ -308,8 +304,7 @@ def rows_of(
 
 
 def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
-    """True unless one of `rows` is at least as good in all of speed, mean and largest staleness,
-    and better in one of them."""
+    """True unless one of `rows` is better in speed, mean or largest staleness and worse in none."""
 
     def points(each: dict[str, Any]) -> tuple[float, float, float]:
         return -each["tokens_s"], each["staleness"], each["staleness_max"]
@@ -351,8 +346,7 @@ def search(
     seeds: Sequence[int],
     carried_out: Callable[[Config], list[Outcome]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each round as it ends. `carried_out` returns the outcomes of a
-    configuration's systems and seeds."""
+    """Yield the rows of each round as it ends. `carried_out` simulates a configuration."""
     always = [what for _, what in KEPT] + [shipped("best"), shipped("best_sync")]
     all_of_them = {str(each): each for each in [*candidates, *always]}
     left = list(all_of_them)

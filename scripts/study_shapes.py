@@ -64,7 +64,7 @@ class Shapes(NamedTuple):
             *(
                 (
                     f"{pool}.elastic=true",
-                    f"{pool}.switch_s=1.0",  # same as sim.pool.cooperative, where a borrowed engine wakes
+                    f"{pool}.switch_s=1.0",  # seconds to wake, as in sim.pool.cooperative
                     f"{policy}.name=elastic",
                     f"+{policy}.args.gain=0.05",
                     f"+{policy}.args.switch_s=1.5",
@@ -110,8 +110,7 @@ def simulated(
 
 
 def study(setting: str, system: str, given: Sequence[str], processes: int) -> list[dict]:
-    """Return a row for each of the shapes: throughput (trained tokens a second) over the best
-    single degree."""
+    """Return a row a shape: throughput (trained tokens/s) over the best single degree."""
     rows = ROWS[setting]
     alone = [row for row in rows if row.kind == "single"]
     outcomes = simulated(setting, system, alone, 0, given, processes)

@@ -98,8 +98,7 @@ def families() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def save(family: str, more: dict[str, Any], folder: str) -> None:
-    """Save a small random model. Raises any error of the family's own code, and `ValueError` if the
-    model doesn't become small."""
+    """Save a small random model. Raises errors of its code, `ValueError` if it is large."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,8 +114,7 @@ def save(family: str, more: dict[str, Any], folder: str) -> None:
 
 
 class Engine:
-    """A policy on this CPU with the parts of a `DeepSpeedEngine` that the probe uses, and with
-    prefix trees if the model allows them."""
+    """A policy on this CPU in place of a `DeepSpeedEngine`, with prefix trees if possible."""
 
     def __init__(self, folder: str) -> None:
         import torch

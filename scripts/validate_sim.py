@@ -206,8 +206,8 @@ def ways(
     knew.
 
     A turn of n tokens is in the n steps up to that one. It arrived at an unknown time during the
-    step before them, so the middle of the possible times is used. Turns that found all seats taken
-    have no delay to the engine."""
+    step before them, so the middle of the possible times is used. Turns without a free seat have
+    none."""
     seats = cfg.load(live.run / "config.json").rollout.max_sequences
     begins, ends = (
         np.array([step["start"] for step in steps]),
@@ -322,8 +322,7 @@ def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
 def run_all(
     folder: Path, names: list[str], options: argparse.Namespace, alike: list[str], console: Console
 ) -> dict[str, list[Ran]]:
-    """Run all configurations in rounds, until each has ENOUGH steps. Raises `SystemExit` if some
-    have too few after the last round."""
+    """Run all configurations until each has ENOUGH steps. Raises `SystemExit` if some don't."""
     done: dict[str, list[Ran]] = {name: [] for name in names}
 
     def lacking() -> dict[str, int]:
