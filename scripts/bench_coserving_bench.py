@@ -337,8 +337,7 @@ class Bench:
         )
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
-        """Return counters that only grow. A run reads them twice, so that the reading is outside
-        it."""
+        """Return counters that only grow. A run is the time between two readings."""
         found = {
             "at": time.monotonic(),
             "busy": busy_s(server.engine()),
@@ -399,8 +398,7 @@ class Bench:
     # ----------------------------------------------------------------- all of them
 
     def calibrate(self) -> Iterator[str]:
-        """Set the factor of the trace's times so that S alone is busy for `busy`. Yield lines of
-        text."""
+        """Set the factor of the trace's times by which S alone is busy for `busy`. Yields text."""
         for seconds in CALIBRATE_S:
             rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
             self.factor = len(self.trace) / self.trace.seconds / rate

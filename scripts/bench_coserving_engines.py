@@ -102,8 +102,7 @@ class Process(Child):
         os.killpg(self.popen.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill all processes of the tree at once, except Python's resource tracker, which unlinks
-        shared memory."""
+        """Kill all at once, except Python's resource tracker, which then unlinks shared memory."""
         for one in self.tree():
             try:
                 if "resource_tracker" not in " ".join(one.cmdline()):

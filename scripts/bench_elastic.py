@@ -264,8 +264,8 @@ def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
 
 
 def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
-    """Return the largest lateness (ms) in each join, and in as long a time before it without a
-    join."""
+    """Return the largest lateness (ms) in each join, and in as long a time before, without
+    joins."""
     spans = [
         (asked[worker], story.first_token[worker])
         for worker in asked

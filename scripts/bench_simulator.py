@@ -83,8 +83,7 @@ def ours(workers: int) -> float:
 
 
 def pace(run: Callable[[int], float], workers: int) -> str:
-    """Return arrivals per second of this thread's processor time, and the mean time in the
-    system."""
+    """Return arrivals per second of this thread's CPU time, and the mean time in the system."""
     began = time.thread_time()
     mean = run(workers)
     took = time.thread_time() - began

@@ -1,7 +1,8 @@
-"""Run a process of bench_sync.py: `bench_sync_roles.py ROLE JSON`. It talks in lines of JSON.
+"""Run a process of bench_sync.py: `bench_sync_roles.py ROLE JSON`. Orders and answers are lines of
+JSON.
 
-publish     a rank that publishes versions, as often as ordered, in the encoding ordered
-receive     the weights of an engine without the engine: `Receiver` over tensors
+    publish     a rank that publishes versions, as often as ordered, in the encoding ordered
+    receive     the weights of an engine without the engine: `Receiver` over tensors
 """
 
 from __future__ import annotations

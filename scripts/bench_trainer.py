@@ -213,8 +213,7 @@ class Plain:
 
 
 def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
-    """Return padded tokens, (B, T) int64, and which after the first are the policy's, (B, T -
-    1)."""
+    """Return the padded tokens, (B, T) int64, and the policy's after the first, (B, T - 1) bool."""
     import torch
 
     masks = [torch.from_numpy(np.frombuffer(t.mask, np.uint8).astype(bool)) for t in rows]

@@ -429,8 +429,7 @@ def transfer(report: Report) -> None:
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
-    """Move versions from ZeRO's shards through a store into tensors, at several shares of
-    changes."""
+    """Move versions of several shares of changes from ZeRO's shards through a store to tensors."""
     import torch
 
     from rose.transfer.live import Live

@@ -56,8 +56,8 @@ ALIKE = (
     "algorithm=decoupled_ppo",
     "trainer.optimizer.lr=1e-9",  # negligible, so that the policy and its lengths stay the same
     f"+rollout.engine_args.scheduler_cls={SCHEDULER}",
-    "+rollout.engine_args.block_size=32",
     # vLLM's default on a CPU is 128. On average half a block of a turn's context is computed again.
+    "+rollout.engine_args.block_size=32",
 )
 
 

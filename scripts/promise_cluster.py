@@ -32,8 +32,7 @@ PORT = 19_000  # port of the cluster's daemons, the first of 130
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[None]:
-    """Start the cluster that Slurm's commands use inside. Raises `SystemExit` if parts are
-    missing."""
+    """Start the cluster that Slurm's commands use inside. Raises `SystemExit` if it can't start."""
     settings = {"FOLDER": str(folder), "NODES": str(NODES), "PORT": str(PORT), "GPUS": "0"}
     _dev_cluster("stop", settings)  # cluster of a proof that was killed
     os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"

@@ -95,8 +95,8 @@ class Environment:
         self.install(*BUILD_TOOLS)
 
     def install(self, *arguments: str, hint: str = "") -> None:
-        """Run pip install without dependencies, uncompiled. Raises `Failed` with pip's end and
-        `hint`."""
+        """pip install, without dependencies and uncompiled. Raises `Failed` with pip's last lines
+        and `hint`."""
         command = self._pip("install", "--no-deps", "--no-compile", *arguments)
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {' '.join(command)}\n")
