@@ -1,26 +1,28 @@
-"""What the gateway costs: FrozenLake by ROSE's own loop and by agents that call the gateway over
-HTTP, on one engine; and what slow rewards cost in an environment and in the pool of reward workers.
+"""Measure the cost of the gateway and of slow rewards: FrozenLake by ROSE's own loop and by agents
+over HTTP, on one engine; rewards in an environment and in the pool of reward workers.
 
     python scripts/bench_agents.py [--parts tiny smollm2 bodies rewards] [--agents 64] [--rounds 3]
 
-tiny and smollm2, the models: four ways take turns for `--rounds` rounds on the same seeds,
-`--agents` trajectories at once: the loop; the gateway with coroutines of this process as agents
-(raw HTTP, so that it is the gateway's cost and not a client library's); the gateway with a forked
-process for each trajectory, as env.args.function has it; the gateway with a started one, as
-env.args.command. Printed: medians of turns/s and tokens/s, their ratio to the loop's, and
-what a call takes beside its turn, of one agent alone and of all at once, from the request's first
-byte to the answer's last. The model plays freely, so turns differ a little from round to round.
+tiny and smollm2, the models: four kinds of agent run for `--rounds` rounds on the same seeds, one
+kind after the other, with `--agents` trajectories at once:
+    loop      ROSE's own loop
+    http      the gateway with coroutines of this process as agents (raw HTTP, so that the cost is
+              the gateway's and not a client library's)
+    function  the gateway with a forked process for each trajectory, as env.args.function
+    command   the gateway with a started process for each trajectory, as env.args.command
+Prints medians of turns/s and tokens/s, the ratio of tokens/s to the loop's, and the milliseconds of
+an HTTP call beyond its turn, for one agent and for all at once. Turns differ a little by round.
 
-bodies: `--agents` agents call the gateway over HTTP, in place of an engine turns that take
-`TURN_S`; first alone, then beside one more agent that sends calls of 10 MB, by turns. Printed: P50
-and P99 of the calls of the others, the ratio of the P99s in the same round (2 at most is wanted),
-and what becomes of the large calls. In the last round the context holds a million tokens, so that
-the body may fit by its characters: it becomes tokens in a thread, and is refused after that.
+bodies: `--agents` agents call the gateway over HTTP. Instead of an engine, each turn takes
+`TURN_S`. The agents first run alone, then beside a client that sends calls of 10 MB. Prints P50 and
+P99 of the agents' calls, the ratio of the P99s in the same round (the target is at most 2), and how
+the large calls end. In the last round the context holds a million tokens, so that the body may fit
+by its characters: the gateway tokenizes it in a thread and then refuses it.
 
 rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
-each trajectory's end inside the environment, in asyncio's own threads (`asyncio.to_thread`); with 2
-s in `reward=function`. Printed: the median step after the first, and how much of what the delay
-costs inside the environment is hidden by the pool.
+the end of each trajectory inside the environment, in asyncio's own threads (`asyncio.to_thread`);
+with 2 s in `reward=function`. Prints the median step after the first, and the share of the delay
+inside the environment that the pool hides.
 """
 
 from __future__ import annotations
@@ -65,14 +67,14 @@ from rose.agent.loop import run_trajectory
 from rose.observe.metrics import read_metrics, rows_of
 from rose.reward.episode import Episode
 
-NEW = 16  # tokens of a turn
+NEW = 16  # new tokens of a turn
 SAMPLING = p.Sampling(NEW)
-# of each model: turns of a trajectory, trajectories of a round, GiB of KV cache for 64 at once
+# For each model: turns of a trajectory, trajectories of a round, GiB of KV cache for 64 at once.
 SIZES = {"tiny": (10, 256, 0.25), "smollm2": (3, 64, 1.5)}
 DELAY_S = 2.0
 STEPS = 4
-BODY = "x y " * 2_500_000  # 10 MB, as a log that an agent read
-MILLION = 1_000_000  # tokens of a context that the body may fit by its characters
+BODY = "x y " * 2_500_000  # 10 MB, as a log file that an agent read
+MILLION = 1_000_000  # tokens of a context into which `BODY` may fit by its characters
 PAUSE_S = 1.0  # seconds between two large bodies
 TURN_S = 0.05  # seconds of a turn without an engine
 DEADLINE_S = 600.0
@@ -80,7 +82,7 @@ Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
 
 
 class Engine:
-    """The engine's turns, counted and timed."""
+    """A turn function on an engine, which counts turns, tokens and seconds."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self.tokens, self.turns, self.busy_s = engine, 0, 0, 0.0
@@ -104,8 +106,7 @@ class Engine:
 
 
 class Idle:
-    """An engine that answers after `TURN_S`, so that a call's time is the gateway's and the event
-    loop's."""
+    """An engine that answers after `TURN_S`, so that calls time gateway and event loop."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._chunk = SimpleNamespace(
@@ -118,7 +119,7 @@ class Idle:
 
 
 class SlowLake(FrozenLake):
-    """Takes `DELAY_S` for the reward, when an episode ends."""
+    """FrozenLake that takes `DELAY_S` to compute the reward at the end of an episode."""
 
     turns = 0
 
@@ -131,7 +132,7 @@ class SlowLake(FrozenLake):
 
 
 def slow_score(episode: Episode) -> float:
-    """For `reward=function`."""
+    """Return the episode's reward after `DELAY_S`, for `reward=function`."""
     time.sleep(DELAY_S)
     return episode.reward
 
@@ -146,7 +147,7 @@ class Bench:
         program, given = f"{REPOSITORY}/scripts/bench_agents_program.py", ["BENCH_TURNS"]
         self.function = Agent(function=f"{program}:solve", environment=given)
         self.command = Agent(command=[sys.executable, program], environment=given)
-        self.beside: list[float] = []  # of each call, seconds beside its turn
+        self.beside: list[float] = []  # seconds of each call beyond its turn
         self.calls: list[float] = []  # seconds of each call
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
@@ -195,7 +196,7 @@ class Bench:
         )  # fmt: skip
 
     async def run(self, play: Any, tag: str, episodes: int, agents: int) -> dict[str, float]:
-        """Turns/s, tokens/s and milliseconds a call beside its turn."""
+        """Return turns/s, tokens/s and the median milliseconds of a call beyond its turn."""
         gate = asyncio.Semaphore(agents)
         self.engine.tokens = self.engine.turns = 0
         self.beside.clear()
@@ -220,8 +221,8 @@ class Bench:
 
 @asynccontextmanager
 async def large_bodies(bench: Bench, context: int) -> AsyncIterator[list[str]]:
-    """A client in a process of its own sends `BODY` again and again meanwhile; what it was
-    answered, with the seconds."""
+    """Send `BODY` repeatedly from a client process while the context is open. On exit, the yielded
+    list is filled with each answer's status, error code and seconds."""
 
     async def never(request: p.TurnRequest) -> p.TurnResult:
         raise RuntimeError("a body of 10 MB reached the model")
@@ -236,7 +237,7 @@ async def large_bodies(bench: Bench, context: int) -> AsyncIterator[list[str]]:
     )  # fmt: skip
     answers: list[str] = []
     try:
-        await client.stdout.readline()  # The client is there, and begins.
+        await client.stdout.readline()  # The client has started and begins to send.
         yield answers
     finally:
         client.stdin.close()
@@ -246,7 +247,7 @@ async def large_bodies(bench: Bench, context: int) -> AsyncIterator[list[str]]:
 
 
 def send(url: str, key: str) -> None:
-    """The client of `large_bodies`, until its input ends."""
+    """Run the client of `large_bodies` until its stdin ends."""
     import http.client
     import select
     from urllib.parse import urlsplit
@@ -298,7 +299,7 @@ async def bodies(args: argparse.Namespace) -> None:
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float]:
-    """P50 and P99 in milliseconds."""
+    """Return P50 and P99 in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100)
     return 1e3 * cuts[49], 1e3 * cuts[98]
 
@@ -329,7 +330,7 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
             "function": bench.by_function,
             "command": bench.by_command,
         }
-        for way, play in ways.items():  # caches and imports
+        for way, play in ways.items():  # warm-up of caches and imports
             await bench.run(play, f"warm-{way}", 8, 8)
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
@@ -361,7 +362,7 @@ def show(name: str, found: dict[str, list[dict[str, float]]]) -> None:
 
 
 def step_s(scratch: str, name: str, *overrides: str) -> float:
-    """Median seconds of a step of a run, the first left out."""
+    """Run launch.py and return the median seconds of a step, without the first."""
     command = [
         sys.executable,
         str(REPOSITORY / "launch.py"),

@@ -1,4 +1,4 @@
-"""The agent of scripts/bench_agents.py: a file that imports no more than it needs, as a user's."""
+"""The agent of scripts/bench_agents.py, which imports as little as a user's agent would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rose.agent.envs.frozen_lake import FrozenLake
 
 
 async def converse(seed: int, turns: int, ask: Callable[[dict], Awaitable[dict]]) -> None:
-    """FrozenLake over chat completions: `ask` posts a body and returns the answer's."""
+    """Play FrozenLake over chat completions. `ask` posts a body and returns the answer's body."""
     lake = FrozenLake()
     start = await lake.reset(seed)
     messages = list(start.messages)
@@ -39,7 +39,7 @@ async def converse(seed: int, turns: int, ask: Callable[[dict], Awaitable[dict]]
 
 
 def solve(task: dict) -> float:
-    """`converse` as env.args.function calls it."""
+    """Run `converse` the way that env.args.function calls an agent."""
 
     async def ask(body: dict) -> dict:
         request = urllib.request.Request(

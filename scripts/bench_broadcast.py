@@ -1,11 +1,12 @@
-"""One trainer rank's file to 1, 2, 4 rollout ranks over MPI: ours against a plain Bcast.
+"""Time the broadcast of one trainer rank's file to 1, 2, 4 rollout ranks against a plain MPI Bcast.
 
     python scripts/bench_broadcast.py --mib 64 --repeats 3 --receivers 1 2 4
 
 Starts its own ranks with mpiexec on this machine. Seconds are the root's, until the last receiver
-has every byte; `blocked` is what of them the root spent inside of the transport: the best of
-`--repeats`. Receivers of a Bcast block in MPI; ours poll from an event loop and write to a mirror
-in /dev/shm, each as a node of its own. Left out: other machines' networks, GPUs.
+has every byte; `blocked` is the part that the root spent inside the transport. All are the best of
+`--repeats`. Receivers of a Bcast block in MPI. Receivers of ROSE's broadcast poll from an event
+loop and write to a mirror in /dev/shm, each as if it were alone on its node. Left out: networks
+between machines, GPUs.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def rank_main(mib: int, repeats: int) -> None:
     mpi_process.unlink_shared(world)
     rank, receivers = world.Get_rank(), world.Get_size() - 1
     whole = np.random.default_rng(7).integers(0, 256, mib << 20, dtype=np.uint8)
-    memory = SHARED_MEMORY / f"rose-bench-{os.getpid()}"  # of a node of its own
+    # Each rank has its own mirror folder, as if it were alone on its node.
+    memory = SHARED_MEMORY / f"rose-bench-{os.getpid()}"
     memory.mkdir()
     rollouts = range(1, receivers + 1)
     limit = 2 * whole.size
     broadcast = Broadcast(world, [0], rollouts, 60, Path.cwd(), limit, folder=memory)
     loop = asyncio.new_event_loop()
-    receiving = loop.create_task(broadcast.receive())  # for as long as the rank lives
+    receiving = loop.create_task(broadcast.receive())  # running as long as the rank lives
 
     def ours(edge: str) -> None:
         if rank == 0:
@@ -52,7 +54,7 @@ def rank_main(mib: int, repeats: int) -> None:
         world.Bcast([whole, MPI.BYTE])
 
     def once(way: Callable[[str], None], edge: str) -> tuple[float, float]:
-        """Seconds until all have it, and the root was blocked."""
+        """Return seconds until all ranks have the file, and seconds that this rank was blocked."""
         world.Barrier()
         began = time.perf_counter()
         way(edge)

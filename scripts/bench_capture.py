@@ -1,9 +1,9 @@
-"""Captures of a sandbox: how long they take, how long a restore with its first turn, and their size.
+"""Measure captures of a sandbox: their time, the time of a restore with its first turn, their size.
 
     python scripts/bench_capture.py [--backend namespaces] [--times 15] [--folder /dev/shm]
 
-Milliseconds: the fastest, which is what it costs on an idle machine, and the median. `server`: with
-a Python HTTP server in the background. Left out: storing (scripts/bench_sandbox.py).
+Prints milliseconds: the fastest, as on an idle machine, and the median. State `server` has a Python
+HTTP server in the background. Left out: storing (scripts/bench_sandbox.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVER = (
 
 
 async def once(box: Sandbox, kind: str, folder: Path) -> tuple[float, float, int]:
-    """Milliseconds of a capture and of a restore with a turn, and the capture's bytes."""
+    """Return milliseconds of a capture and of a restore with one turn, and the capture's bytes."""
     began = time.perf_counter()
     await box.capture(kind, folder)
     captured = time.perf_counter()

@@ -1,16 +1,15 @@
-"""The transfer codec beside its rivals: bytes, their ratio to the entropy bound, encode and decode
-speed.
+"""Compare the transfer codec with its rivals: bytes, their ratio to the entropy bound, and speed.
 
     python scripts/bench_codec.py                              # made-up values
     python scripts/bench_codec.py outputs/smollm --steps 2     # and the last versions of a run's store
     python scripts/bench_codec.py outputs/smollm --elements 0 --only ours,gapdiff
 
-Every encoding works on blocks of 4 Mi values and is undone in place on the older values; every
-result is compared bit by bit. Speed is in GB/s of model bytes, the best of `--rounds`: of one
-thread by the CPU's clock, so that other programs on the machine count less, and of `--threads` over
-blocks by the wall's. bound: entropy of which values change plus entropy of the integer differences,
-each as independent draws over the whole model. A run's versions are of `model.dtype`; it has as
-many as its transfer.keep_versions says.
+Every encoding works on blocks of 4 Mi values and is decoded in place onto the older values; every
+result is compared bit by bit. Speed is in GB/s of model bytes, the best of `--rounds`. One thread
+is timed by the CPU clock, so that other programs on the machine count less; `--threads` over blocks
+are timed by the wall clock. bound: entropy of which values change plus entropy of the integer
+differences, each as independent draws over the whole model. A run stores its versions in
+`model.dtype`, and keeps transfer.keep_versions of them.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from rose.transfer import codec
 
 BLOCK = 1 << 22  # values
 FRACTIONS = (0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
-# of differences of made-up steps that go on by one more: 1.64 bits of entropy with the sign
+# Chance that a synthetic difference grows by one more: 1.64 bits of entropy with the sign.
 STEP_TAIL = 0.13
-Block = tuple[Patterns, Patterns]  # new, old
+Block = tuple[Patterns, Patterns]  # new, old values
 
 
 class Row(NamedTuple):
@@ -44,14 +43,14 @@ class Row(NamedTuple):
     MB: float
     of_bound: float
     of_raw: float
-    encode_GBs: float  # one thread
+    encode_GBs: float  # GB/s on one thread
     decode_GBs: float
     encode_all_GBs: float
     decode_all_GBs: float
 
 
 def made_up(elements: int, fraction: float) -> list[Block]:
-    """Gaussian weights in bfloat16, of which `fraction` moved by mostly one pattern up or down."""
+    """Return Gaussian bfloat16 weights, a `fraction` of them moved, mostly by one bit pattern."""
     draw = np.random.default_rng(0)
     blocks = []
     for size in sizes(elements):
@@ -66,7 +65,7 @@ def made_up(elements: int, fraction: float) -> list[Block]:
 
 
 def noise(elements: int) -> list[Block]:
-    """Nothing that could be saved."""
+    """Return blocks of uniform random bits, which no encoding can shrink."""
     draw = np.random.default_rng(0)
     return [
         tuple(draw.integers(0, 65536, size, dtype=np.uint16) for _ in range(2))
@@ -79,7 +78,7 @@ def sizes(elements: int) -> list[int]:
 
 
 def of_run(run: Path, steps: int) -> list[list[Block]]:
-    """Blocks of the last `steps` versions of a run, each beside the one before."""
+    """Return the blocks of a run's last `steps` versions, each with that of the version before."""
     from rose.transfer.receive import materialise
 
     before, found = None, []
@@ -99,13 +98,13 @@ def of_run(run: Path, steps: int) -> list[list[Block]]:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Bits of one draw."""
+    """Return the entropy of one draw in bits."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def bound(blocks: list[Block]) -> float:
-    """Bytes."""
+    """Return the entropy bound of all blocks in bytes."""
     total, changed = sum(new.size for new, _ in blocks), []
     for new, old in blocks:
         at = np.flatnonzero(new != old)
@@ -119,7 +118,7 @@ def bound(blocks: list[Block]) -> float:
 def measure(
     rival: Rival, workload: str, blocks: list[Block], limit: float, threads: int, rounds: int
 ) -> Row:
-    """Encode and decode all blocks; raises `SystemExit` if one comes back different."""
+    """Encode and decode all blocks. Raises `SystemExit` if a block comes back different."""
     raw = sum(new.nbytes for new, _ in blocks)
     speeds = []
     for workers, clock in ((1, time.process_time), (threads, time.perf_counter)):
@@ -143,7 +142,7 @@ def measure(
 
 
 def whole(name: str, blocks: list[Patterns]) -> str:
-    """What blocks without a base take, one thread."""
+    """Return the size and speed of blocks that are encoded without a base, on one thread."""
     raw = sum(block.nbytes for block in blocks)
     began = time.process_time()
     payloads = [codec.encode(block, None) for block in blocks]

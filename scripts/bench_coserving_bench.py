@@ -1,5 +1,4 @@
-"""What all runs of bench_coserving.py share: the engines of each scenario, the traffic, one run and
-its counters."""
+"""The engines of bench_coserving.py's scenarios, the traffic, a single run and its counters."""
 
 from __future__ import annotations
 
@@ -37,43 +36,42 @@ PLAN = {
     "priority": ("priority", "priority_load"),
     "ours": ("ours", "ours"),
 }
-# the latter two as conf/serving/borrow.yaml
+# The last two values are those of conf/serving/borrow.yaml.
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
-CALIBRATE_S = (6.0, 12.0)  # runs of S alone, each at the load that the one before suggests
+CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
 PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
-EPOCH_S = 10.0  # of a training step, as far as the budget's freezes are concerned
-CALM, TRIES = 0.04, 3  # of the machine's time, that a hypervisor may take from a run
-STARTS = 16  # slices looked at for one that is about as loaded as the whole trace
+EPOCH_S = 10.0  # seconds of a training step; a frozen KV budget may grow again at the next one
+# Largest share of a run's time that the hypervisor may take, and most attempts to keep it.
+CALM, TRIES = 0.04, 3
+STARTS = 16  # random slices, of which the one with the load nearest to the whole trace's is used
 
 
 @dataclasses.dataclass
 class Options:
-    trace: str = ""  # a file; empty: made
-    seconds: float = 25.0  # of traffic a run
+    trace: str = ""  # file; generated if empty
+    seconds: float = 25.0  # seconds of traffic in a run
     seeds: int = 3
     scenarios: str = ",".join(PLAN)
-    busy: float = 0.25  # of the device by S alone
-    slack: float = 1.25  # targets / percentiles of S alone
-    slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, by commas
-    model: str = "512x2"  # hidden x layers, of S
+    busy: float = 0.25  # share of the device's time that S alone uses
+    slack: float = 1.25  # targets, as multiples of the percentiles of S alone
+    slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
+    model: str = "512x2"  # hidden size x layers of S
     rollout_model: str = "512x2"
-    prompt_scale: float = (
-        0.4  # of the trace's lengths: a prompt then takes several decode steps, as on a GPU
-    )
+    # Factor of the trace's prompt lengths. A prompt then costs several decode steps, as on a GPU.
+    prompt_scale: float = 0.4
     output_scale: float = 0.05
-    profile: str = (
-        ""  # of rose.lending.profile, for these very models and this core; empty: measured
-    )
-    concurrency: int = 32  # turns of R at a time
-    kv_mib: float = 64.0  # of the device
-    device: int = max(os.sched_getaffinity(0))  # core
+    # File that rose.lending.profile wrote for these models and this core; measured if empty.
+    profile: str = ""
+    concurrency: int = 32  # concurrent turns of R
+    kv_mib: float = 64.0  # MiB of KV memory of the device
+    device: int = max(os.sched_getaffinity(0))  # number of a core
     out: str = str(REPOSITORY / "outputs" / "bench_coserving")
 
 
 class Bench:
-    """A context manager that ends every process and removes every folder of its own."""
+    """All processes of the bench. A context manager: it ends them and removes its folders."""
 
     def __init__(self, options: Options) -> None:
         self.options, self._stack = options, ExitStack()
@@ -81,13 +79,13 @@ class Bench:
         self.host = os.sched_getaffinity(0) - self.device
         self.servers: dict[str, Server] = {}
         self.rollouts: dict[str, Rollouts] = {}
-        self.operator: Operator | None = None  # of the engines with our schedulers
-        self._lent: dict[str, str] = {}  # their environment
+        self.operator: Operator | None = None  # operator of the engines that have ROSE's schedulers
+        self._lent: dict[str, str] = {}  # environment variables of those engines
         self.slo: Slo | None = None
         self.trace = traces.read(options.trace) if options.trace else traces.generate(0)
         self.trace = self.trace.tokens_scaled(options.prompt_scale, options.output_scale)
         self.trace = self.trace.clipped(MAX_PROMPT, MAX_OUTPUT)
-        self.factor = 1.0  # of the trace's times; set by `calibrate`
+        self.factor = 1.0  # factor of the trace's times, set by `calibrate`
         self._replays = 0
 
     def __enter__(self) -> Bench:
@@ -104,8 +102,8 @@ class Bench:
     # ----------------------------------------------------------------- what takes part
 
     def start(self, *scenarios: str) -> None:
-        """Start what these scenarios need and is not up, all at once, and park it."""
-        # starting takes a core's time several times over
+        """Start all processes that these scenarios need and that are not up, and park them."""
+        # Starting takes a core several times as long.
         os.sched_setaffinity(0, self.host | self.device)
         new: list[Process] = []
         for server, rollouts in (PLAN[name] for name in scenarios):
@@ -177,12 +175,12 @@ class Bench:
         return made
 
     def _environment(self) -> dict[str, str]:
-        """Of every engine."""
+        """Return the environment variables of every engine."""
         return {"VLLM_RPC_BASE_PATH": str(self.folder)}  # sockets, which a killed engine leaves
 
     def _lends(self) -> dict[str, str]:
-        """What the engines of a lent device are told. It is described, and said to be lent, at the
-        first call."""
+        """Return the environment variables of the engines on a lent device. The first call
+        describes the device and starts to lend it."""
         if self.operator is None:
             profile = self.profile()
             slo = ", ".join(f"{name}_s: {seconds}" for name, seconds in vars(self.slo).items())
@@ -200,7 +198,7 @@ class Bench:
         return self._lent
 
     def _online(self) -> list[str]:
-        """Of the server's configuration."""
+        """Return the overrides of the server's configuration."""
         given = {
             "model": model(self.options.model, 0),
             "dtype": "float32",
@@ -212,8 +210,8 @@ class Bench:
         return [f"serving.online.{key}={value}" for key, value in given.items()]
 
     def profile(self) -> Path:
-        """Of this device and these models; measured, once, on the device's core, with all else
-        parked."""
+        """Return the profile of this device and these models. The first call measures it on the
+        device's core, while all other processes are parked."""
         options, file = self.options, self.folder / "profile.json"
         if options.profile:
             return Path(options.profile)
@@ -251,8 +249,7 @@ class Bench:
     # ----------------------------------------------------------------- one run
 
     def slice(self, seed: int, seconds: float) -> traces.Trace:
-        """Of several slices drawn, the one whose tokens per second are nearest to the whole
-        trace's."""
+        """Draw several slices and return the one whose load is nearest to the whole trace's."""
         length = seconds / self.factor
         if length > self.trace.seconds:
             raise Failed(
@@ -268,9 +265,8 @@ class Bench:
         return min(cuts, key=lambda cut: abs(_work(cut) - wanted)).scaled(self.factor)
 
     def calm_run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
-        """Of at most TRIES runs the first from which the hypervisor took no more than CALM of the
-        machine, or the one from which it took least: what others do on the host is no property of a
-        scenario."""
+        """Run a scenario until the hypervisor takes at most CALM of the machine, at most TRIES
+        times. Return the calmest run: the host's other tenants are no property of a scenario."""
         found: list[Run] = []
         while len(found) < TRIES and (not found or found[-1].stolen > CALM):
             if found:
@@ -307,7 +303,7 @@ class Bench:
     ) -> Run:
         await asyncio.sleep(SETTLE_S)
         before = await asyncio.to_thread(self._counts, scenario, server, side)
-        # no run finds its prompts in the cache of the server that had the same traffic before
+        # New prompts each time: a server that had the same traffic would have them in its cache.
         self._replays += 1
         sending = asyncio.create_task(
             replay(server.url, server.served, traffic, self._replays, DRAIN_S)
@@ -317,7 +313,7 @@ class Bench:
         requests = await sending
         passed = after["at"] - before["at"]
         grown = {name: after[name] - before[name] for name in before}
-        if scenario == "priority":  # its engine counts the tokens of both sides
+        if scenario == "priority":  # engine's counter has the tokens of both sides
             grown["made"] -= sum(
                 sum(at <= seconds for at in request.chunks) for request in requests
             )
@@ -341,8 +337,7 @@ class Bench:
         )
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
-        """Counters that only grow. At once on both sides of a run, so that what they take is in
-        neither."""
+        """Return counters that only grow. A run is the time between two readings."""
         found = {
             "at": time.monotonic(),
             "busy": busy_s(server.engine()),
@@ -369,9 +364,8 @@ class Bench:
         return found
 
     def baseline(self, name: str) -> float:
-        """Tokens that this side makes per second of its engine's processor time, with nothing
-        beside it: per second, on a machine that does nothing else, and the same on one that
-        does."""
+        """Return the tokens that this side generates per second of its engine's processor time,
+        with nothing beside it. Processor time is the same on a machine with other load."""
         side, server = (
             self.rollouts[name],
             self.servers["priority"] if name.endswith("_load") else None,
@@ -404,8 +398,7 @@ class Bench:
     # ----------------------------------------------------------------- all of them
 
     def calibrate(self) -> Iterator[str]:
-        """Set the factor of the trace's times such that S alone is busy for `busy` of the time;
-        yields what it found."""
+        """Set the factor of the trace's times by which S alone is busy for `busy`. Yields text."""
         for seconds in CALIBRATE_S:
             rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
             self.factor = len(self.trace) / self.trace.seconds / rate
@@ -415,7 +408,7 @@ class Bench:
                     f"ended {sum(found.done)} of {len(found.done)} requests at "
                     f"{rate:.2f} a second ({'; '.join(found.why)})"
                 )
-            # a short slice may be empty
+            # The factor changes at most fourfold, because a short slice may be empty.
             self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))
             yield (
                 f"calibration: {rate:.2f} requests/s keep S's engine busy for "
@@ -429,8 +422,8 @@ class Bench:
         )
 
     def warm(self, scenario: str) -> None:
-        """A run that isn't counted: an engine's heap grows until it has had the largest steps of
-        many compositions, and those in which it does take up to twice as long."""
+        """Make a run that isn't counted. An engine's heap grows until it has had the largest steps
+        of many compositions, and a step in which the heap grows takes up to twice as long."""
         self.run(scenario, 1000, self.slice(2000, self.options.seconds), self.options.seconds)
 
     def targets(self) -> Slo:
@@ -443,7 +436,7 @@ class Bench:
 
 
 def _work(trace: traces.Trace) -> float:
-    """Tokens, a made one counted as the ten of a prompt that take about as long."""
+    """Return the trace's work in prompt tokens. A generated token takes as long as ten."""
     return float(trace.prompt_tokens.sum() + 10 * trace.output_tokens.sum())
 
 
@@ -452,7 +445,7 @@ def _reasons(requests: list[Request]) -> list[str]:
 
 
 def model(shape: str, seed: int) -> Path:
-    """Folder of a random model of this shape, made in the cache if it is not there."""
+    """Return the folder of a random model of this shape, created in the cache if missing."""
     script = Path(__file__).with_name("bench_coserving_model.py")
     try:
         hidden, layers = map(int, shape.split("x"))

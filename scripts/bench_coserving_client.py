@@ -1,6 +1,5 @@
 """The users of bench_coserving.py: an open loop over HTTP. Each request is sent at its time,
-whatever became of the others, and every latency counts from the time at which it should have been
-sent."""
+whether or not others are answered. Latencies count from the time at which it should be sent."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ import numpy as np
 from rose.sim.traces import Trace
 
 CONNECT_S = 10.0
-# of a kept connection: uvicorn closes it after 5, and closing as a request leaves is an error here
+# Seconds that an idle connection is kept. uvicorn closes it after 5 s, when a request might fail.
 IDLE_S = 1.0
-WORDS = 4096  # of the models' vocabulary; 0 is the end of text
+WORDS = 4096  # vocabulary size of the models; token 0 is the end of text
 
 
 @dataclass
 class Request:
-    """Times in seconds from the traffic's start."""
+    """A request and its latencies. Times are in seconds from the traffic's start."""
 
-    at: float  # when it should be sent
+    at: float  # time at which it should be sent
     prompt_tokens: int
-    output_tokens: int  # asked for; no end of text shortens it
-    late: float = 0.0  # sent after `at`: the client's own fault
-    # when tokens came; the server merges what it sends late
+    output_tokens: int  # tokens asked for; no end of text shortens the answer
+    late: float = 0.0  # seconds between `at` and the sending, which is the client's own fault
+    # Arrival times of chunks. The server merges tokens that it sends late into one chunk.
     chunks: list[float] = field(default_factory=list)
-    done: bool = False  # all its tokens came
-    why: str = ""  # else
+    done: bool = False  # all its tokens arrived
+    why: str = ""  # reason if it is not done
     ended: float = 0.0
 
     @property
@@ -39,7 +38,7 @@ class Request:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per output token after the first."""
+        """Mean seconds per output token after the first."""
         if not self.done or self.output_tokens < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
@@ -55,10 +54,11 @@ async def replay(
     start: float | None = None,
     words: int = WORDS,
 ) -> list[Request]:
-    """Send `trace` to the completions endpoint at `url`; what has not ended `drain_s` after the
-    last arrival is cut off and not done. Prompts are random tokens of `seed`. `leave`: number of a
-    request -> seconds after which its client disconnects. `start`: of the traffic, CLOCK_MONOTONIC;
-    at once if none is given. `words`: of the model's vocabulary."""
+    """Send `trace` to the completions endpoint at `url`. Requests that have not ended `drain_s`
+    after the last arrival are cancelled and not done. Prompts are random tokens drawn with `seed`.
+
+    `leave`: number of a request -> seconds after which its client disconnects. `start`: the
+    traffic's start by CLOCK_MONOTONIC, by default now. `words`: the vocabulary size."""
     draw = np.random.default_rng(seed)
     prompts = [
         draw.integers(1, words, max(1, int(length))).tolist() for length in trace.prompt_tokens

@@ -1,9 +1,8 @@
-"""The processes of bench_coserving.py: servers, rollout sides, the operator's board; where they run
-and how they end.
+"""The processes of bench_coserving.py: servers, rollout sides and the operator.
 
-What stands for the device is one core: engine processes are confined to it, and everything else
-(HTTP front ends, clients, this bench) to the other cores, as the host's processors are not the GPU.
-Those that take no part in a run are stopped by SIGSTOP, so that they use nothing of it.
+One core stands for the device. Engine processes are confined to it, and everything else (HTTP front
+ends, clients, this bench) to the other cores, as the host's processors are separate from the GPU.
+Processes that take no part in a run are stopped by SIGSTOP, so that they use none of the machine.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from rose.engine.start import environment
 from rose.lending import board
 
 START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
-LEAVE_S = 5.0  # for the rest of a group whose first process has ended
+LEAVE_S = 5.0  # seconds for the other processes of a group after its first has ended
 BEAT_S = 0.05
-NICE = 19  # of R's front end, which shares the host's core with S's
+NICE = 19  # priority of R's front end, which shares the host's cores with S's
 VARIABLES = environment(gpus=False, threads=1)
 
-# Told of process groups by its stdin; kills them when that ends, even if the bench was killed by
-# SIGKILL.
+# A program that reads process groups from stdin, and kills them when stdin ends. It does so even if
+# the bench itself was killed by SIGKILL.
 GUARD = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,7 +49,7 @@ for group in groups:
 
 
 class Guard:
-    """Ends every process group of the bench, however the bench ends."""
+    """A child process that ends every process group of the bench, however the bench ends."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -67,9 +66,8 @@ class Guard:
 
 
 class Process(Child):
-    """A command in a process group of its own, with its log. All are of one session: Linux gives
-    each session an equal share of a core (autogroup), so that between two of them an idle priority
-    would count for nothing."""
+    """A command in a process group of its own, with a log. All commands are in one session: Linux
+    gives each session an equal share of a core (autogroup), so nice only counts within one."""
 
     def __init__(
         self, guard: Guard, name: str, command: list[str], log: Path, env: dict[str, str] = {}
@@ -81,8 +79,7 @@ class Process(Child):
     # ----------------------------------------------------------------- where and when it runs
 
     def engine(self) -> int:
-        """Pid of its vLLM engine process: of its descendants, the one that vLLM named so. Raises
-        `Failed`."""
+        """Return the pid of the descendant that vLLM named EngineCore. Raises `Failed`."""
         for process in psutil.Process(self.popen.pid).children(recursive=True):
             if "EngineCore" in " ".join(process.cmdline()) or "EngineCore" in process.name():
                 return process.pid
@@ -105,8 +102,7 @@ class Process(Child):
         os.killpg(self.popen.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """All of it at once, but for Python's resource tracker, which then unlinks what the others
-        had shared."""
+        """Kill all at once, except Python's resource tracker, which then unlinks shared memory."""
         for one in self.tree():
             try:
                 if "resource_tracker" not in " ".join(one.cmdline()):
@@ -115,7 +111,7 @@ class Process(Child):
                 pass
 
     def end(self) -> None:
-        """Politely, then not; nothing of its group is left."""
+        """End the process group: by SIGTERM, then by SIGKILL, until no process of it is left."""
         if self.popen.poll() is None:
             os.killpg(self.popen.pid, signal.SIGCONT)
             self.popen.terminate()
@@ -128,7 +124,7 @@ class Process(Child):
             try:
                 os.killpg(self.popen.pid, signal.SIGKILL if passed > LEAVE_S else 0)
             except ProcessLookupError:
-                break  # all are gone
+                break  # no process of the group left
             self.popen.poll()
             time.sleep(0.02)
         self._guard.say("drop", self.popen.pid)
@@ -137,7 +133,7 @@ class Process(Child):
 
 
 class Server(Process):
-    """vLLM's OpenAI server. Up after `ready`."""
+    """vLLM's OpenAI server. It serves once `ready` has returned."""
 
     def __init__(
         self,
@@ -165,7 +161,7 @@ class Server(Process):
         super().__init__(guard, name, command, folder / f"{name}.log", env)
 
     def ready(self) -> None:
-        """Raises `Failed`."""
+        """Wait until the server is healthy. Raises `Failed` if it ends or takes over START_S."""
         end = time.monotonic() + START_S
         while time.monotonic() < end:
             if self.popen.poll() is not None:
@@ -182,7 +178,7 @@ class Server(Process):
             return answer.read().decode()
 
     def metric(self, name: str) -> float:
-        """Sum of a Prometheus metric over its labels."""
+        """Return the sum of a Prometheus metric over its labels."""
         lines = self.get("/metrics").splitlines()
         return sum(
             float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name
@@ -190,7 +186,7 @@ class Server(Process):
 
 
 class Rollouts(Process):
-    """A process of bench_coserving_rollout.py. Up after `ready`."""
+    """A process of bench_coserving_rollout.py. It accepts orders once `ready` has returned."""
 
     def __init__(
         self, guard: Guard, name: str, kind: str, job: dict, folder: Path, env: dict[str, str] = {}
@@ -205,7 +201,7 @@ class Rollouts(Process):
         )
 
     def ready(self) -> None:
-        self.pid = self.answer(START_S)["engine"]  # None: it has no engine of its own
+        self.pid = self.answer(START_S)["engine"]  # None if it has no engine of its own
         for process in self.tree():
             if process.pid != self.pid:
                 each_thread(
@@ -220,8 +216,8 @@ class Rollouts(Process):
 
 
 class Operator:
-    """The lender's part: says that the device is lent, and of each new training step. Its folder
-    goes with it."""
+    """The operator of a lent device: publishes that the device is lent, and the number of the
+    training step. `close` removes its folder."""
 
     def __init__(self, name: str, epoch_s: float) -> None:
         self.folder, self._epoch_s = board.folder(name), epoch_s
@@ -243,7 +239,7 @@ class Operator:
             self._writer.write()
 
     def read(self, name: str, kind: type) -> board.Online | board.Rollout | None:
-        """A board as it is, however old; None if there is none."""
+        """Return the state of a board, however old; None if there is no such board."""
         try:
             reader = board.Reader(self.folder / name, kind)
         except (OSError, ValueError):
@@ -268,12 +264,12 @@ class Operator:
 
 def each_thread(pid: int, do: Callable[[int], None]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # thread that has just ended
             do(int(thread))
 
 
 def confine(processes: list[Process], device: set[int], host: set[int]) -> None:
-    """Engines to the device's cores, all else of them to the host's."""
+    """Confine engines to the device's cores and all other processes to the host's."""
     for process in processes:
         engine = process.engine()
         for one in process.tree():
@@ -282,6 +278,6 @@ def confine(processes: list[Process], device: set[int], host: set[int]) -> None:
 
 
 def busy_s(pid: int) -> float:
-    """Processor time of a process since its start."""
+    """Return the processor seconds of a process since its start."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system

@@ -1,10 +1,9 @@
-"""The random models of bench_coserving.py: Qwen3 architecture, one token a word, so that any server
-can load them.
+"""Create the random models of bench_coserving.py: Qwen3 architecture, one token a word.
 
     python scripts/bench_coserving_model.py OUT HIDDEN LAYERS SEED
 
-Weights are random: what is measured is time, and time does not depend on them. `OUT` is there whole
-or not at all.
+Weights are random, because the bench measures time, which does not depend on them. `OUT` is written
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 4096
-END = 0  # the only special token; prompts are drawn from the others
+END = 0  # the only special token; prompts use the other tokens
 POSITIONS = 4096
 HEAD = 64
 
 
 def save(out: Path, hidden: int, layers: int, seed: int) -> int:
-    """Parameters. `hidden`: a multiple of 128."""
+    """Save a model in `out` and return its parameters. `hidden` must be a multiple of 128."""
     torch.manual_seed(seed)
     heads = hidden // HEAD
     model = Qwen3ForCausalLM(

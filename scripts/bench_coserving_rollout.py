@@ -1,11 +1,10 @@
-"""R's side of bench_coserving.py: a closed loop of turns, so that the rollout engine always has
-work.
+"""Run R's side of bench_coserving.py: a closed loop of turns, which keeps the engine busy.
 
     python scripts/bench_coserving_rollout.py engine JSON   # rose.engine.vllm_engine.Engine, as a borrowed rank has it
     python scripts/bench_coserving_rollout.py http JSON     # turns at low priority to a server that serves both
 
-Orders come as lines of JSON on stdin, answers go to stdout: start, stop, count. Turns of one group
-share their prompt, as samples of one task do.
+Orders (start, stop, count) arrive as lines of JSON on stdin, answers go to stdout. Turns of one
+group share their prompt, as samples of one task do.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from rose import protocol
 from rose.engine import plugin
 from rose.lending.vllm import priority
 
-PRIORITY = (
-    1000  # vLLM's, of turns on a server that serves both: users' requests have 0, and go first
-)
-ELSEWHERE_S = (
-    0.25  # an aborted turn goes to another engine; the next one for this engine comes by and by
-)
+# vLLM's priority of turns on a server that serves both sides. Users' requests have 0 and go first.
+PRIORITY = 1000
+# Seconds until a new turn follows one that was aborted, and would continue on another engine.
+ELSEWHERE_S = 0.25
 
 
 class Turns:
-    """Endless turns in groups: (prompt, int32 array of prompt tokens; new tokens)."""
+    """Endless turns in groups, each a prompt (int32 array) and a number of new tokens."""
 
     def __init__(self, job: dict) -> None:
         self._draw = np.random.default_rng(job["seed"])
@@ -52,7 +49,7 @@ class Turns:
 
 
 class Loop:
-    """`concurrency` turns at a time. `_turn` of a subclass runs one and counts what it made."""
+    """A loop that keeps `concurrency` turns running. `_turn` runs one and counts its tokens."""
 
     def __init__(self, job: dict) -> None:
         self._job, self._turns, self._tasks = job, Turns(job), []
@@ -78,7 +75,7 @@ class Loop:
                 await asyncio.sleep(ELSEWHERE_S)
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
-        """Whether it ended by itself."""
+        """Run one turn. True if it ended by itself, without being aborted."""
         raise NotImplementedError
 
 
@@ -96,7 +93,7 @@ class EngineLoop(Loop):
         args = job["engine_args"]
         rollout = msgspec.structs.replace(config.rollout, engine_args=args)
         if plugin.FOLDER in os.environ:
-            os.nice(priority.NICE)  # as rose.lending.rank.member
+            os.nice(priority.NICE)  # nice value of a borrowed rank, see rose.lending.rank.member
         self._number = 0
         self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
         return {"ready": True, "engine": self._engine.pid}

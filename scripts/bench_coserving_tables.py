@@ -1,4 +1,4 @@
-"""What bench_coserving.py measured, as a table."""
+"""The results of bench_coserving.py as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 
 @dataclass
 class Slo:
-    """Seconds; a request meets it if it meets both P99 targets."""
+    """Latency targets in seconds. A request meets them if it meets both P99 targets."""
 
     ttft_p50: float
     ttft_p99: float
@@ -24,33 +24,32 @@ class Slo:
 
 @dataclass
 class Run:
-    """One scenario under one seed's traffic."""
+    """The results of one scenario under the traffic of one seed."""
 
     scenario: str
     seed: int
-    seconds: float  # of traffic
-    ttft: list[float | None]  # of each request; None: no token came
-    tpot: list[float | None]  # None: it has no second token, or was not done
+    seconds: float  # length of the traffic
+    ttft: list[float | None]  # seconds per request; None if no token arrived
+    tpot: list[float | None]  # seconds; None for requests with one token or not done
     done: list[bool]
-    late_p99: float  # by which the client sent its requests after their time
+    late_p99: float  # seconds between a request's time and its sending by the client
     busy: float  # share of the device's time that S's engine computed
     made: float = 0.0  # rollout tokens per second
-    evicted: int = 0  # turns that R's engine gave back
-    wasted: int = 0  # tokens of theirs, computed in vain
-    preempted: int = 0  # online requests that lost their memory
-    open: float | None = (
-        None  # share of the time that R's gate was open, of the time that it had work
-    )
-    why: list[str] = field(default_factory=list)  # requests that were not done
+    evicted: int = 0  # turns that R's engine aborted
+    wasted: int = 0  # prompt and output tokens of aborted turns
+    preempted: int = 0  # preemptions of online requests, which lost their KV memory
+    # Share of the time with rollout work in which R's gate was open.
+    open: float | None = None
+    why: list[str] = field(default_factory=list)  # reasons of requests that were not done
     began: float = 0.0  # CLOCK_MONOTONIC
-    stolen: float = 0.0  # share of the machine's time that a hypervisor gave to others meanwhile
+    stolen: float = 0.0  # share of the machine's time that the hypervisor took meanwhile
 
     def latency(self, metric: str) -> float:
         kind, _, share = metric.partition("_p")
         return percentile(getattr(self, kind), float(share))
 
     def meets(self, slo: Slo) -> list[bool]:
-        """Of each request; one that was not done has missed."""
+        """Return for each request whether it was done and met the targets."""
         return [
             done and ttft <= slo.ttft_p99 and (tpot is None or tpot <= slo.tpot_p99)
             for done, ttft, tpot in zip(self.done, self.ttft, self.tpot, strict=False)
@@ -62,10 +61,10 @@ class Run:
 
 @dataclass
 class Alone:
-    """What R makes of the whole device, tokens per second of processor time, one number a seed."""
+    """Rollout tokens per second of processor time when R has the whole device, a number a seed."""
 
-    engine: list[float]  # its own engine
-    server: list[float]  # as low-priority requests of a server that has the same weights
+    engine: list[float]  # R's own engine
+    server: list[float]  # low-priority requests to a server that serves both
 
 
 def percentile(values: list[float | None], share: float) -> float:
@@ -78,15 +77,15 @@ def slo_of(runs: list[Run], factor: float) -> Slo:
 
 
 def pooled(runs: list[Run], metric: str) -> float:
-    """A percentile over the requests of all these runs."""
+    """Return a percentile over the requests of all these runs."""
     kind, _, share = metric.partition("_p")
     return percentile([value for run in runs for value in getattr(run, kind)], float(share))
 
 
 def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
-    """One a seed: to the mean of S alone's runs under the very same traffic. Of S alone: each run
-    to the seed's other runs, which is the noise of the machine. Seeds in which S alone made too few
-    tokens for a latency are left out."""
+    """Return a ratio for each run of the scenario: its latency to the mean of S alone's runs with
+    the same seed. For S alone, each run is compared with the seed's other runs, which shows the
+    machine's noise. Seeds in which S alone generated too few tokens for a latency are left out."""
     found = []
     for run in runs:
         if run.scenario != scenario:
@@ -102,15 +101,16 @@ def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
 
 
 def harvest(runs: list[Run], scenario: str, alone: Alone) -> list[float]:
-    """Rollout tokens/s of what R would make in the time that S alone leaves idle; one a seed."""
+    """Return for each seed the share of the idle compute that rollouts used: rollout tokens/s,
+    divided by those that R would generate in the time that S alone leaves idle."""
     kind = alone.server if scenario == "priority" else alone.engine
     idle = 1 - mean(run.busy for run in runs if run.scenario == ALONE)
     return [run.made / (mean(kind) * idle) for run in runs if run.scenario == scenario]
 
 
 def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
-    """One row a scenario; latencies in seconds over the requests of all seeds; of the seeds'
-    ratios, attainment and harvest the lowest, the mean and the highest."""
+    """Return one row a scenario. Latencies are seconds over the requests of all seeds. Ratios,
+    attainment and harvest have the lowest, mean and highest value of the seeds."""
     rows = []
     for scenario in dict.fromkeys(run.scenario for run in runs):
         mine = [run for run in runs if run.scenario == scenario]
@@ -148,7 +148,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def shown(rows: list[dict], slo: Slo) -> Table:
-    """Latencies as ratios to S alone under the same traffic: mean (range of the seeds)."""
+    """Return the table. Latencies are ratios to S alone: mean (range of the seeds)."""
     made = Table(
         title=f"targets: TTFT {1e3 * slo.ttft_p50:.0f} and {1e3 * slo.ttft_p99:.0f} ms, TPOT "
         f"{1e3 * slo.tpot_p50:.1f} and {1e3 * slo.tpot_p99:.1f} ms",

@@ -1,14 +1,14 @@
-"""Tokens per engine step and rollout time with drafts and without, of one engine, alternating.
+"""Measure tokens per engine step and rollout time with and without drafts, on two engines in turn.
 
     python scripts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
 
 `work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), tiny
-(a model of 0.4M on FrozenLake), noise (the same at temperature 2, which repeats little).
-Trajectories come in groups of 16 with the same prompt. Two engines of one thread take turns, one
-without drafts; the other's are `method` of rollout/draft. A line of JSON a round, then a table:
-tokens per step, and how much faster the same tokens are made with drafts, in wall time and in CPU
-time of the engine's process, which other load on the machine doesn't lengthen; medians, and the
-extremes of rounds.
+(a model of 0.4M parameters on FrozenLake), noise (the tiny model at temperature 2, which repeats
+little). Trajectories come in groups of 16 with the same prompt. Two engines of one thread
+alternate: one without drafts, the other with `method` of rollout/draft. Prints a line of JSON a
+round, then a table: tokens per step, and how much faster the same tokens are generated with drafts,
+in wall time and in CPU time of the engine's process, which other load on the machine doesn't
+lengthen. Figures are medians over the rounds, with the extremes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORKS = {
 }
 
 
-# trajectories of a round
+# Least number of trajectories in a round.
 LEAST = {"calls": 8, "text": 8, "tiny": 64, "noise": 64}
 
 
@@ -55,11 +55,11 @@ class Round(NamedTuple):
     drafted: int
     accepted: int
     seconds: float
-    cpu_s: float  # of the engine's process
+    cpu_s: float  # CPU seconds of the engine's process
 
 
 class Bench:
-    """One workload on one engine."""
+    """A workload on an engine."""
 
     def __init__(self, config: Config, engine: Engine, work: str) -> None:
         self.config, self.engine, self.work = config, engine, work
@@ -67,7 +67,7 @@ class Bench:
         self._serial = 0
 
     async def run(self, seed: int, concurrent: int, trajectories: int) -> Round:
-        """Groups that are new to the engine, `concurrent` trajectories at once."""
+        """Run trajectories in groups that the engine has not seen, `concurrent` at once."""
         places, before, began = asyncio.Semaphore(concurrent), self.engine.stats(), time.time()
         cpu_s = self._cpu_s()
 
@@ -128,8 +128,11 @@ async def measure(
     benches = {name: Bench(config, engine, work) for name, engine in engines.items()}
     for at, bench in enumerate(benches.values()):
         await bench.run(
-            10_000 * (at + 1), GROUP, GROUP
-        )  # warm, and steps that the gate learns from
+            10_000 * (at + 1),
+            GROUP,
+            GROUP,
+            # A warm-up, and steps that the adaptive gate learns from.
+        )
     rows = []
     for each in concurrent:
         found: dict[str, list[Round]] = {name: [] for name in benches}
@@ -147,8 +150,8 @@ async def measure(
 
 
 def columns(without: list[Round], drafted: list[Round]) -> list[str]:
-    """Tokens per step without and with drafts and their ratio, the share of drafts accepted, and
-    how much faster the same tokens were made."""
+    """Return tokens per step without and with drafts, their ratio, the share of drafts accepted,
+    and how much faster the same tokens were generated (by wall time and by CPU time)."""
     steps = [statistics.median(r.tokens / r.steps for r in runs) for runs in (without, drafted)]
     share = sum(r.accepted for r in drafted) / max(1, sum(r.drafted for r in drafted))
     cells = [*(f"{s:.2f}" for s in steps), f"{steps[1] / steps[0]:.2f}", f"{share:.2f}"]

@@ -1,27 +1,28 @@
-"""What ranks that come and go cost a training run, on a real Slurm.
+"""Measure the cost to a training run of ranks that join and leave, on a real Slurm.
 
     slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/bench_elastic.py [--rounds 3]
     [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
 
-A training job with one dedicated engine runs all the while. In each round serving jobs join it one
-after the other; at each number of borrowed ranks `--steps` training steps are timed. Then one half
-of them is asked to leave (SIGUSR2: its turns finish first) and the other half is killed (SIGKILL to
-every process of the rank). Printed, as median, smallest and largest over all rounds:
+A training job with one dedicated engine runs throughout. In each round serving jobs join it one
+after the other, and at each number of borrowed ranks `--steps` training steps are timed. Then half
+of the ranks are asked to leave (SIGUSR2: the rank finishes its turns first), and the other half is
+killed (SIGKILL to every process of the rank). Prints median, smallest and largest over all rounds:
 
     ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
-    joined to first token of it at the coordinator: the current weights are loaded in between
-    stall per join        the coordinator's longest lateness between ask and first token (its clock ticks every 0.5 s),
-                          beside its longest in as long a time without a join: what the training
-                          loop may wait
-    kill to notice, kill to reroute: until its last turn is with another rank
-    lost, computed again  per kill: tokens made and never received (at most its rate times the time since its last word,
-                          0.1 s at most while it has turns), and tokens of its turns' contexts that
-                          another rank prefills again (unless it has them cached)
-    drain                 from SIGUSR2 to its goodbye
+    joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
+    stall per join        the longest time that the coordinator's clock was late (it ticks every 0.5 s) between
+                          ask and first token, beside the longest in an equal time without a join: the time
+                          that the training loop may wait
+    kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
+    lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
+                          the time since its last message, at most 0.1 s), and tokens of its turns'
+                          contexts that another rank prefills again (unless it has them cached)
+    drain                 from SIGUSR2 to the rank's goodbye
     step time             by the number of borrowed ranks
 
-All but the kills' and signals' moments is read from the run's own journal and metrics afterwards.
-The kills need the virtual nodes of slurm/dev_cluster.sh: their processes run on this machine.
+The script records only the times of kills and signals. All else is read from the run's own journal
+and metrics afterwards. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes
+run on this machine.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ RUN = (
     "trainer.checkpoint_every=1000000",
     "transfer.keep_versions=4",
 )
-REPORT_S = PROGRESS_S  # a rank with turns sends their new tokens so often
-RATE_S = 2.0  # a killed rank's rate of tokens is that of so long before its last word
+REPORT_S = PROGRESS_S  # seconds between two messages of a rank with turns
+RATE_S = 2.0  # seconds before a killed rank's last message over which its token rate is computed
 
 
 class Training:
-    """The training job."""
+    """The training job, submitted to Slurm."""
 
     def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
         self.folder, self.run = folder, folder / "bench"
@@ -107,10 +108,10 @@ class Training:
         return rows_of(read_metrics(self.run), "step")
 
     def next_steps(self, count: int) -> list[float]:
-        """Times of the next whole ones, seconds."""
+        """Wait for the next `count` whole steps and return their seconds."""
         first = (
             self.steps()[-1]["step"] if self.steps() else 0
-        ) + 2  # the present one may have begun otherwise
+        ) + 2  # skips the present step, which may have begun with other ranks
         self.until(
             lambda: self.steps() and self.steps()[-1]["step"] >= first + count - 1, f"{count} steps"
         )
@@ -118,7 +119,7 @@ class Training:
 
 
 class Serving:
-    """A serving job of one rank."""
+    """A Slurm job that lends one rank."""
 
     def __init__(self, training: Training, number: int) -> None:
         self.training, self.log = training, training.folder / f"serving-{number}.log"
@@ -143,8 +144,8 @@ class Serving:
         self.id = done.stdout.strip().split(";")[0]
 
     def joined(self) -> str:
-        """Its worker's name, once it has one; that of its present membership, should it have been
-        lost in between."""
+        """Wait until the rank has joined and return its worker's name. If it was lost and joined
+        again, return the name of its latest membership."""
         found = self.training.until(
             lambda: (
                 self.log.exists()
@@ -159,7 +160,7 @@ class Serving:
         return self.worker
 
     def kill(self) -> float:
-        """All of its processes; the wall clock then."""
+        """Kill all processes of the rank and return the wall-clock time."""
         member = psutil.Process(self.pid)
         lender = member.parent()
         at = time.time()
@@ -168,7 +169,7 @@ class Serving:
         return at
 
     def drain(self) -> float:
-        # its command, which begins no other membership
+        # The signal goes to the job's command, which then doesn't join again.
         psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)
         at = time.time()
         self.training.until(
@@ -180,7 +181,7 @@ class Serving:
 
 @dataclass
 class Loss:
-    """One killed rank; times in seconds since the kill, None if it did not come to that."""
+    """A killed rank. Times are seconds since the kill, None if the event did not happen."""
 
     notice: float | None = None
     reroute: float | None = None
@@ -191,21 +192,21 @@ class Loss:
 
 @dataclass
 class Story:
-    """What a journal tells of borrowed workers."""
+    """The history of borrowed workers, read from a journal."""
 
-    joined: dict[str, float] = field(default_factory=dict)  # wall clock
+    joined: dict[str, float] = field(default_factory=dict)  # wall-clock times
     first_token: dict[str, float] = field(default_factory=dict)
     ticks: list[float] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
 
 
 def read(entries, killed: dict[str, float]) -> Story:
-    """`entries`: a journal's, without the snapshot."""
+    """Return the history in a journal's `entries`, which are without the snapshot."""
     story = Story(losses={worker: Loss() for worker in killed})
-    size: dict[str, int] = {}  # of each open turn: tokens of its context, and made
+    size: dict[str, int] = {}  # tokens of each open turn: context and generated
     holder: dict[str, str] = {}
-    words: dict[str, list[tuple[float, int]]] = {}  # of each worker: when, tokens
-    orphans: dict[str, str] = {}  # turn -> the killed worker that had it
+    words: dict[str, list[tuple[float, int]]] = {}  # (time, tokens) of each message of each worker
+    orphans: dict[str, str] = {}  # turn -> the killed worker that held it
     for entry in entries:
         event = entry.event
         match event:
@@ -257,14 +258,14 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
 
 
 def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
-    """By how much the latest tick of this time came too late, seconds."""
+    """Return the largest lateness in seconds of a tick between `begin` and `end`."""
     late = [b - a - TICK_S for a, b in zip(ticks, ticks[1:], strict=False) if b > begin and a < end]
     return max(late, default=0.0)
 
 
 def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
-    """The greatest lateness in each join, and in as long a time just before it if nobody joined
-    then. Milliseconds."""
+    """Return the largest lateness (ms) in each join, and in as long a time before, without
+    joins."""
     spans = [
         (asked[worker], story.first_token[worker])
         for worker in asked
@@ -308,7 +309,7 @@ def bench(
                     lambda worker=job.worker: gone(training, worker), f"{job.worker} to be gone"
                 )
             serving.clear()
-        training.next_steps(1)  # the journal is flushed with it
+        training.next_steps(1)  # a step, with which the journal is flushed
     finally:
         subprocess.run(
             ["scancel", training.id, *(job.id for job in serving)], timeout=60, check=True
@@ -320,7 +321,7 @@ def bench(
 
 
 def gone(training: Training, worker: str) -> float | None:
-    """When the coordinator noted it, wall clock."""
+    """Return when the coordinator noted that the worker was gone, wall clock, or None."""
     return next(
         (
             row["time"]

@@ -1,27 +1,26 @@
-"""What borrowed engines and better policies gain, live on this machine: step time of fixed, ROSE
-and best, as ratios.
+"""Measure the gain from borrowed engines and better policies, live on this machine, as ratios.
 
     python scripts/bench_live.py                                  # about an hour
-    python scripts/bench_live.py --seeds 1 --steps 4              # a look
+    python scripts/bench_live.py --seeds 1 --steps 4              # a quick run
     python scripts/bench_live.py --csv docs/results/bench_live.csv
 
     fixed  two dedicated engines, synchronous steps, cache-affine routing
-    rose   the same and two engines of serving devices: ROSE's provisioning and routing
-    best   the same devices, earliest-finish routing, unfinished groups carried over to the next step
+    rose   fixed with two engines of serving devices: ROSE's provisioning and routing
+    best   the devices of rose, earliest-finish routing, unfinished groups carried over to the next step
 
 Each engine has a CPU quota of its own (live_runs.py). A serving device is one quota for two
 engines: the online server, which replays a trace of bursty traffic over HTTP, and the rollout
 engine behind the gate (docs/serving.md). So a borrowed engine is added compute, as a GPU would be,
-and what it has is what serving leaves. The servers and their traffic are there in all three
-systems, in fixed nothing is lent. The systems take turns within a seed, in another order each time;
-seeds set the tasks, the traffic and the engines' sampling alike. Counted are --steps steps in a
-row, from when all borrowed engines have joined: the first during which the hypervisor took less
-than 5% of a virtual machine (live_runs.CALM).
+limited to the part that serving leaves idle. The servers and their traffic run in all three
+systems; in fixed, nothing is lent. The systems alternate within a seed, in another order each time.
+A seed sets the tasks, the traffic and the engines' sampling. Counted are --steps consecutive steps
+after all borrowed engines have joined: the first in which the hypervisor took less than 5% of a
+virtual machine (live_runs.CALM).
 
-Printed: the mean step per system, its ratio to fixed within the same seed (median, smallest,
-largest), the share of tokens that borrowed engines made, and what serving's users got. The figures
-mean something on a machine that does nothing else, with 4 x quota cores and one and a half more for
-trainer, hosts and clients; under a quota of 0.15 an engine of this size runs for too short a time
+Prints the mean step per system, its ratio to fixed within the same seed (median, smallest,
+largest), the share of tokens that borrowed engines generated, and the latencies of the servers'
+users. The figures need a machine without other load that has 4 x quota cores, and 1.5 more for
+trainer, hosts and clients. Under a quota of 0.15 an engine of this size runs for too short a time
 at once.
 """
 
@@ -53,16 +52,16 @@ from rose.models import resolve
 from rose.processes import die_with_parent
 from rose.sim import traces
 
-DEADLINE_S = 1800.0  # of one run
-START_S = 600.0  # of a serving device
+DEADLINE_S = 1800.0  # seconds of one run
+START_S = 600.0  # seconds for a serving device to start
 TRACE_S, PIECE_S, DRAIN_S = 3600.0, 30.0, 10.0
 SERVED = "chat"
-BORROWED = 2  # serving devices
+BORROWED = 2  # number of serving devices
 BATCH = 256  # trajectories of a step
 RATE = 0.08  # online requests per second and device
 SLO = "{ttft_p50_s: 1.0, ttft_p99_s: 2.0, tpot_p50_s: 0.25, tpot_p99_s: 0.5}"
-# Ranks of a busy machine, where an engine's host has no core of its own, may be late by seconds;
-# none is lost here.
+# On a busy machine an engine's host has no core of its own, so ranks may be seconds late. No rank
+# is lost here, so the limit is generous.
 ALIKE = ("trainer.steps=1000000", "rollout.workers=2", "serving.lost_after_s=30")
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "fixed": ("serving=none", "scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
@@ -117,7 +116,7 @@ class Device:
             )
 
     async def ready(self) -> None:
-        """Serves. Raises `SystemExit`."""
+        """Wait until the device serves. Raises `SystemExit` if it does not within START_S."""
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
             if await asyncio.to_thread(self._healthy):
@@ -132,7 +131,8 @@ class Device:
         return False
 
     def _check_lends(self) -> None:
-        """With a profile it should: without, a run would wait for its borrowed engines in vain."""
+        """Raise `SystemExit` if the device has a profile but refuses to lend. The run would wait
+        for its borrowed engines until the deadline."""
         for line in (
             self.log.read_text(errors="replace", encoding="utf-8").splitlines()
             if self._lends
@@ -145,7 +145,7 @@ class Device:
                 )
 
     def look(self) -> None:
-        """Confine the engines that have come up; call often, as one that ended is started again."""
+        """Confine the engines that have started. Call this often, because engines restart."""
         self._quota.add(self._process.pid)
 
     def limit(self) -> None:
@@ -161,8 +161,8 @@ class Device:
 class Measured(NamedTuple):
     system: str
     seed: int
-    step_s: float  # mean: with groups carried over a short step follows a long one
-    borrowed_share: float  # of the tokens
+    step_s: float  # mean, as carried-over groups make short steps follow long ones
+    borrowed_share: float  # share of the tokens
     requests: int
     ttft_p99_s: float
     tpot_p99_s: float
@@ -171,7 +171,7 @@ class Measured(NamedTuple):
 def profile(
     folder: Path, options: argparse.Namespace, model: Path, core: int | None = None
 ) -> Path:
-    """Measure a device of this quota, whose engines run on `core` if one is given."""
+    """Measure a device with this quota. Its engines run on `core` if one is given."""
     file, quota = folder / "profile.json", Quota("profile", options.quota, core)
     command = [
         sys.executable,
@@ -199,7 +199,7 @@ def profile(
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if "measuring" in line:  # an engine has started
+        if "measuring" in line:  # printed once an engine has started
             quota.add(process.pid, everybody=True)
             quota.limit()
     quota.close()
@@ -241,7 +241,7 @@ async def measure(
             clients.append(
                 asyncio.create_task(users(device.url, trace.clipped(300, 100), seed, over, words))
             )
-        before = len(live.steps(0))  # without the traffic
+        before = len(live.steps(0))  # steps before the traffic began
         first = await _until(
             live, lambda: _first(live, before, wanted), f"{wanted} borrowed engines", devices
         )
@@ -285,8 +285,8 @@ async def _until(live: Live, ready, what: str, devices: Sequence[Device] = ()):
 
 
 def _first(live: Live, before: int, wanted: int) -> int:
-    """How many steps don't count: `before`, those up to the one in which the last of the borrowed
-    engines came, and the one after; 0 while one is missing."""
+    """Return the number of steps that don't count, or 0 while a borrowed engine is missing. They
+    are the first `before`, those until the last borrowed engine had joined, and the one after."""
     having = [
         at
         for at, row in enumerate(live.steps(0))
@@ -298,12 +298,12 @@ def _first(live: Live, before: int, wanted: int) -> int:
 async def users(
     url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int
 ) -> list[Request]:
-    """Replay the trace, piece by piece, until `over`, or its end."""
+    """Replay the trace, piece by piece, until `over` is set or the trace ends."""
     found, begins = [], 0.0
     while not over.is_set() and begins < trace.seconds:
         piece = trace.slice(begins, PIECE_S)
         began = time.monotonic()
-        # other prompts each time: those of a piece before would be found in the server's cache
+        # A seed for each piece: the server's prefix cache would have repeated prompts.
         found += await replay(url, SERVED, piece, 10_000 * seed + int(begins), DRAIN_S, words=words)
         if found and not any(request.done for request in found):
             raise SystemExit(f"{url} answers no request of the traffic: {found[-1].why}")
@@ -319,7 +319,7 @@ def _p99(values: list[float | None]) -> float:
 
 
 def save(found: list[Measured], file: Path) -> None:
-    """Rows of other seeds and systems that the file has stay as they are."""
+    """Merge the results into `file`. Its rows of other seeds and systems stay."""
     merge(
         file,
         [m._asdict() for m in found],
@@ -370,7 +370,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rose-bench-live-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        # the run's own, which the online servers serve, too
+        # The run's own model, which the online servers serve too.
         model = resolve(configured(*overrides).model)
         file = folder / "profile.json"
         if not file.exists():

@@ -1,23 +1,21 @@
-"""What coordination costs: the main job's rollout beside vLLM driven alone on the same turns, in
-one run.
+"""Measure the cost of coordination: the main job's rollout beside bare vLLM on the same turns.
 
     python scripts/bench_loop.py [--engines 1 2] [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
 
-For each number of engines it runs `launch.py`, takes every turn of its last steps from the saved
-trajectories, and has bare AsyncLLM engines (same arguments, same number, no MPI, no environment, no
-coordinator) make the same number of tokens from the same contexts, each trajectory's turns one
-after the other as in the loop. Printed: step time split into rollout, train, sync and idle;
-tokens/s of both; and their ratio, which is 1 when coordination is free. The two take turns for
-`--rounds` rounds, since a machine's speed drifts: medians over the rounds, and the smallest and
-largest ratio. Weights differ by a few updates, which changes no timing: the token counts are
-forced.
+For each number of engines it runs `launch.py` and takes every turn of the last steps from the saved
+trajectories. Then bare AsyncLLM engines (same arguments, same number, no MPI, no environment, no
+coordinator) generate the same number of tokens from the same contexts, the turns of a trajectory
+one after the other as in the loop. Prints the step time split into rollout, train, sync and idle;
+tokens/s of both; and their ratio, which is 1 when coordination is free. The two alternate for
+`--rounds` rounds, since a machine's speed drifts. Figures are medians over the rounds, with the
+smallest and largest ratio. Weights differ by a few updates, which changes no timing.
 
     python scripts/bench_loop.py --branch 4 8 --at 8 12 [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
 
-measures tree rollouts instead: as many trajectories that go on k ways from a turn, beside such that
-begin with the prompt: tokens made, and seconds of rollout and training, of a step. The overrides
-should make episodes that last: env.args.size=8 env.args.hole_probability=0.0 env.max_turns=16
-model.max_context=2048 trainer.micro_batch_tokens=8192.
+measures tree rollouts instead: trajectories that fork into k ways at a turn, beside an equal number
+that begin with the prompt. Prints the tokens generated, and the seconds of rollout and training, of
+a step. The overrides should make long episodes: env.args.size=8 env.args.hole_probability=0.0
+env.max_turns=16 model.max_context=2048 trainer.micro_batch_tokens=8192.
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ def main() -> int:
 
 
 def measure(engines: int, steps: int, overrides: list[str]) -> dict:
-    """One run of the loop and one of bare vLLM; medians over the counted steps, seconds and
-    tokens/s."""
+    """Run the loop and bare vLLM once. Return medians over the steps: seconds, tokens/s."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         run = launched(folder, steps, [f"rollout.workers={engines}", *overrides])
         loop = rows_of(read_metrics(run), "step")[1:]
@@ -97,7 +94,7 @@ def measure(engines: int, steps: int, overrides: list[str]) -> dict:
 
 
 def launched(folder: str, steps: int, overrides: list[str]) -> Path:
-    """The folder of a run that has ended."""
+    """Run launch.py to its end and return the run's folder."""
     command = [
         sys.executable,
         str(REPOSITORY / "launch.py"),
@@ -115,7 +112,7 @@ def launched(folder: str, steps: int, overrides: list[str]) -> Path:
 def branching(
     ways: list[int], turns: list[int], steps: int, rounds: int, overrides: list[str]
 ) -> None:
-    """Print a step of whole episodes, and of each number of ways at each turn."""
+    """Print a step of whole episodes, and a step of each number of ways at each turn."""
     kinds = {"from the prompt": ["algorithm=grpo"]} | {
         f"{k} ways at turn {turn}": [
             "algorithm=tree_grpo",
@@ -127,7 +124,7 @@ def branching(
         for k in ways
     }
     found: dict[str, list[dict]] = {name: [] for name in kinds}
-    size = 2 * max(ways)  # two trees at least
+    size = 2 * max(ways)  # trajectories of a group, at least two trees
     for _ in range(rounds):
         for name, chosen in kinds.items():
             common = [f"rollout.group_size={size}", f"trainer.batch_size={4 * size}"]
@@ -148,7 +145,7 @@ def branching(
 
 
 def a_step(run: Path, steps: int) -> dict:
-    """Medians over the steps after the first. Tokens of a turn count once."""
+    """Return medians over the steps after the first. Tokens of a shared turn count once."""
     made, turns = [], []
     for step in range(2, steps + 1):
         batch = [t for group in replay.load(run, step) for t in group]
@@ -164,7 +161,7 @@ def a_step(run: Path, steps: int) -> dict:
 
 
 def run_alone(run: Path, engines: int, steps: int) -> float:
-    """Median tokens/s of the same steps on bare engines, one process each, released together."""
+    """Return the median tokens/s of the same steps on bare engines, one process each."""
     rates = []
     with ExitStack() as stack:
         children = []
@@ -180,14 +177,14 @@ def run_alone(run: Path, engines: int, steps: int) -> float:
                 child.order({"step": step})
             tokens = sum(child.answer()["tokens"] for child in children)
             rates.append(tokens / (time.time() - began))
-        for child in children:  # by itself: its engine is shut down
+        for child in children:  # the process ends by itself and shuts its engine down
             child.popen.stdin.close()
             child.popen.wait(60)
     return statistics.median(rates)
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
-    """[(context tokens, tokens that the policy made)] of each turn."""
+    """Return (context tokens, number of tokens that the policy generated) of each turn."""
     tokens, mask = unpack_tokens(trajectory.tokens), np.frombuffer(trajectory.mask, np.uint8)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     return [
@@ -197,8 +194,7 @@ def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
 
 
 async def drive_alone(run: Path, index: int, engines: int) -> int:
-    """Bare engine `index`: for each step that is ordered, make its share of the step's
-    turns."""
+    """Run bare engine `index`: generate its share of each step that is ordered on stdin."""
     from rose.engine import start
 
     say, config = answers(), cfg.load(run / "config.json")
@@ -221,7 +217,7 @@ async def drive_alone(run: Path, index: int, engines: int) -> int:
 
 
 async def play(llm, run: Path, step: int, index: int, engines: int) -> int:
-    """All trajectories of a step that fall to this engine, at once; the number of tokens made."""
+    """Run this engine's trajectories of a step at once and return the tokens generated."""
     groups = replay.load(run, step)[index::engines]
     made = await asyncio.gather(*(play_trajectory(llm, step, t) for group in groups for t in group))
     return sum(made)
@@ -248,7 +244,7 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
 
 
 def show(measured: list[list[dict]]) -> None:
-    """`measured`: for each number of engines its rounds."""
+    """Print the table. `measured` has the rounds of each number of engines."""
     rows = []
     for rounds in measured:
         ratios = [one["ratio"] for one in rounds]

@@ -1,18 +1,18 @@
-"""Whole GRPO steps of SmolLM2-135M on this machine's cores beside TRL's GRPOTrainer.
+"""Time whole GRPO steps of SmolLM2-135M on this machine's cores beside TRL's GRPOTrainer.
 
     python scripts/bench_peer.py [prompts=4] [members=8] [tokens=64] [steps=4]
         [rounds=2] [threads=2] [wait=passive]
 
 A step is `prompts` questions with `members` answers each, all of exactly `tokens` tokens, their
 rewards (the share of distinct words), the update in float32, and weights from which the next step
-samples. Each round is a run of `launch.py` (one engine of all `threads`, which the trainer has in
-its turn) and one of TRL, which generates with transformers, without gradient checkpointing and all
-samples in one batch. The first step of each run, in which memory is touched and kernels are chosen,
-is left out. `wait` is TRL's OMP_WAIT_POLICY; as of itself its threads spin between operations,
-which is faster on a machine where nothing else runs and many times slower beside anything.
+samples. Each round is a run of `launch.py` (one engine of all `threads`, which engine and trainer
+use in turns) and one of TRL, which generates with transformers, without gradient checkpointing and
+all samples in one batch. The first step of each run is left out, because it touches memory and
+chooses kernels. `wait` is TRL's OMP_WAIT_POLICY. By default its threads spin between operations,
+which is faster on an idle machine and many times slower beside any other load.
 
-Needs requirements/test.txt. Printed: seconds of a step, and processor seconds of all processes of
-the run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.
+Needs requirements/test.txt. Prints seconds of a step, and processor seconds of all processes of the
+run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from rose.models import resolve
 from rose.observe.metrics import read_metrics, rows_of
 
 LOOK_S = 0.1
-SILENCE_S = 600.0  # without a step, after which a run has failed
-ALIKE = 0.97  # mean length of a step's answers, at least, as a share of `tokens`
-UNUSED = "<empty_output>"  # a token that SmolLM2 hardly ever makes
+SILENCE_S = 600.0  # seconds without a step after which a run has failed
+ALIKE = 0.97  # least mean length of a step's answers, as a share of `tokens`
+UNUSED = "<empty_output>"  # a token that SmolLM2 hardly ever generates
 TOPICS = ("a river", "an old clock", "the night train", "bread", "a lighthouse", "two cats")
 
 
@@ -119,7 +119,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def endless(folder: Path) -> Path:
-    """SmolLM2 with another token as the end of a message, so that no answer ends by itself."""
+    """Create SmolLM2 with another end-of-message token, so that no answer ends by itself."""
     source = resolve(configured("model=smollm2").model)
     folder.mkdir()
     for file in source.iterdir():
@@ -156,8 +156,8 @@ def trl_run(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]:
 def timed(
     command: list[str], env: dict[str, str], folder: Path, steps: int, done: Callable[[], int]
 ) -> list[tuple[float, float]]:
-    """(seconds, processor seconds of all its processes) of each step but the first of a command
-    that makes `steps` of them, of which `done` are finished."""
+    """Run a command that makes `steps` training steps. Return (seconds, processor seconds of all
+    its processes) of each step but the first. `done` returns the number of finished steps."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | env
@@ -172,7 +172,7 @@ def timed(
 def _marks(
     process: subprocess.Popen, steps: int, done: Callable[[], int], log: Path
 ) -> Iterator[tuple[float, float]]:
-    """(time, processor seconds) at each step's end."""
+    """Yield (time, processor seconds) at the end of each step."""
     seen, last = 0, time.monotonic()
     while seen < steps:
         if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
@@ -197,7 +197,7 @@ def processor_s(pid: int) -> float:
 
 
 def trl(options: dict[str, Any], folder: Path) -> int:
-    """In a process of its own: a byte into `folder`/steps at each step's end."""
+    """Run TRL in this process. It appends a byte to `folder`/steps at the end of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

@@ -1,17 +1,17 @@
-"""Sandboxes: starts and turns, what killed ones come back to by policy, crowds, branches, looks.
+"""Measure sandboxes: starts, turns, inspections, recovery by policy, crowds, branches, costs.
 
     python scripts/bench_sandbox.py [--only starts looks recovery crowd branch costs] [--think 2]
 
-starts     a turn is the builtin `:`, so that its time is overhead; beside it a plain bash
-looks      the inspector's look at a turn, by how many files were made before
-recovery   killed at every turn of three scripted episodes and one that the tiny model plays,
+starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
+looks      the inspector's look at a turn, by the number of files written before
+recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
            restored and played to the end
 crowd      1, 8 and 32 sandboxes at once, with thinking
 branch     sandboxes after an episode's last turn, from its checkpoint and by replaying its commands
-costs      what conf/sim/sandboxes/*.yaml have of an episode
+costs      the figures of an episode in conf/sim/sandboxes/*.yaml
 
-Milliseconds unless it says otherwise, medians and 95th percentiles. `--think`: seconds that an agent
-thinks between two turns; killed runs are played on without.
+Milliseconds unless stated otherwise, medians and 95th percentiles. `--think`: seconds that an agent
+thinks between two turns; restored episodes are played on without thinking.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from rose.sandbox.probe import close
 WAIT_S = 60.0
 LOOKS = 50
 RESTORES = 5
-FOLDERS = (0, 20, 200)  # of a hundred files each
+FOLDERS = (0, 20, 200)  # folders of a hundred files each
 
 
 async def timed(call) -> tuple[float, object]:
-    """Milliseconds of an awaitable, and what it gave."""
+    """Return the milliseconds of an awaitable, and its result."""
     began = time.perf_counter()
     made = await call
     return (time.perf_counter() - began) * 1e3, made
 
 
 async def plain_turn(turns: int) -> float:
-    """Milliseconds of the same turn in a bash without walls, by two pipes."""
+    """Return the milliseconds of the same turn in a bash without a sandbox, by two pipes."""
     bash = await asyncio.create_subprocess_exec(
         "bash", "--norc", "-s", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -123,7 +123,7 @@ async def looks(args: argparse.Namespace) -> Table:
 
 
 def sampled() -> Episode:
-    """The episode with a model; torch is imported where it is wanted."""
+    """Return the episode with a model. This imports torch only when it is needed."""
     from bench_sandbox_model import Sampled
 
     return Sampled(configured("+experiment=terminal").model)
@@ -186,7 +186,7 @@ async def branches(args: argparse.Namespace) -> Table:
 
 
 async def costs(args: argparse.Namespace) -> Table:
-    """A turn's seconds by kind have the look in them, which the simulator counts apart."""
+    """Return the table of costs. A capture is without the look, which the simulator adds."""
     title = "turns by what is captured: share, milliseconds, bytes in the store"
     table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
     for episode in EPISODES:

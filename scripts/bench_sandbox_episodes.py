@@ -1,9 +1,10 @@
-"""Scripted episodes for scripts/bench_sandbox.py: what an agent without a model does in a sandbox.
-(One with a model: bench_sandbox_model.py.)
+"""Scripted episodes for scripts/bench_sandbox.py: commands of an agent without a model. (For an
+episode with a model see bench_sandbox_model.py.)
 
 Three kinds, after Crab's (arXiv 2604.28138): state in the shell, a repair of code, a server in the
-background. Three quarters of their turns only read, as an agent's do. None depends on time: what is
-awaited is looked for. The last command shows the whole state; a fault-free run says what is right.
+background. Three quarters of their turns only read, as an agent's do. None depends on time: a
+command that waits polls for its condition. The last command shows the whole state; a fault-free run
+defines the right output.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Turn:
-    """`tokens`: of the model that chose the command; `shown`: what it printed."""
+    """A command. `tokens`: those of the model that chose it; `shown`: its output."""
 
     command: str
     tokens: tuple[int, ...] = ()
@@ -22,14 +23,14 @@ class Turn:
 
 
 class Episode(Protocol):
-    """`length` turns; `check`: a command that prints what must be the same whatever happened."""
+    """An agent's episode of `length` turns. Faults must not change the output of `check`."""
 
     name: str
     check: str
     length: int
 
     def next(self, turns: list[Turn]) -> Turn:
-        """The agent's turn after these, without what it shows."""
+        """Return the agent's next turn after `turns`, with `shown` left empty."""
         ...
 
 
@@ -126,7 +127,7 @@ SERVER = Scripted(
         f"cat > counter.py <<'X'\n{COUNTER}X",
         "cat > ask <<'X'\n#!/bin/bash\ncat < /dev/tcp/127.0.0.1/8080\nX\nchmod +x ask",
         "cat counter.py",
-        # 8080 in /proc's own way: a request would be counted
+        # Waits for port 8080 (1F90) in /proc, because the server would count a request.
         "python3 counter.py & until grep -q ':1F90 ' /proc/net/tcp; do :; done",
         "ps | head -3; ls -la",
         "./ask",

@@ -1,9 +1,9 @@
-"""The episode with a model, for scripts/bench_sandbox.py: errands in one shell, sampled commands.
+"""The episode with a model for scripts/bench_sandbox.py: errands in one shell, by sampled commands.
 
-The tiny model that `+experiment=terminal` begins with prints and changes files, one errand a turn;
-what the last commands showed stands in its system message, where it confuses the model least. Each
-turn has a seed of its own, so that an episode which goes on in the same state has the same tokens.
-Left out: engines with batches, whose rounding differs from run to run.
+The tiny model with which `+experiment=terminal` begins prints and changes files, one errand a turn.
+The output of the last commands is in its system message, where it confuses the model least. Each
+turn has its own seed, so that an episode that continues in the same state has the same tokens. Left
+out: engines with batches, whose rounding differs from run to run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rose.agent.envs.terminal import BASH
 from rose.config import Model
 from rose.models import resolve
 
-RUNGS = ("print", "replace")  # by turns; "find" has folders of the same names
+RUNGS = ("print", "replace")  # alternating; "find" would have folders of the same names
 SEEN_TURNS = 2
-SEEN = 160  # characters of what a command showed
+SEEN = 160  # characters of a command's output that the model sees
 NEW_TOKENS = 32
 WRITE = "mkdir work; cd work; for name in {names}; do echo {words} > $name; done"
 
 
 class Sampled:
-    """An `Episode` of `length` turns, the first of which makes the files. Raises `ConfigError`."""
+    """An `Episode` of `length` turns, the first of which writes the files. Raises `ConfigError`."""
 
     name = "model"
     check = "head *; pwd"
@@ -57,7 +57,7 @@ class Sampled:
 
     @torch.inference_mode()
     def _sample(self, context: list[int], seed: int) -> list[int]:
-        """Up to an end-of-turn token, or `NEW_TOKENS`."""
+        """Sample tokens until an end-of-turn token, at most `NEW_TOKENS`."""
         drawn, made = torch.Generator().manual_seed(seed), []
         step = self._model(torch.tensor([context]), use_cache=True)
         while len(made) < NEW_TOKENS and not (made and made[-1] in self._chat.eos_ids):
@@ -70,7 +70,7 @@ class Sampled:
 
 
 def _command(asked) -> str:
-    """What bash is called with; `:` where the model calls nothing."""
+    """Return the command of a call of bash, or `:` if the model called nothing."""
     call = getattr(asked, "call", None)
     command = call.arguments.get("command") if call is not None else None
     return command if isinstance(command, str) else ":"

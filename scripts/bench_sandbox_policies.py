@@ -1,8 +1,8 @@
-"""Sandboxes that are killed, for scripts/bench_sandbox.py: what each policy brings back, at what cost.
+"""Kill sandboxes for scripts/bench_sandbox.py: how much each policy recovers, at which cost.
 
-A policy is played once without a fault; then the sandbox is closed, and from what is stored of each
-turn one goes on to the end. What it shows then, and a model's tokens on the way, must be those of an
-episode without faults and without checkpoints.
+A policy is played once without a fault, and the sandbox is closed. Then, for each turn, a sandbox
+is restored from that turn's checkpoint and plays to the end. Its final output, and a model's tokens
+on the way, must equal those of an episode without faults and without checkpoints.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rose.sandbox.engine import Engine
 from rose.sandbox.inspector import FILES, NONE, PROCESS
 
 WAIT_S = 120.0
-KEPT = 1000  # turns of a sandbox: all
+KEPT = 1000  # turns kept of a sandbox, more than any episode has
 CHAT, ONLY_FILES, REPLAY = "chat only", "files only", "shell replay"
 POLICIES = (CHAT, ONLY_FILES, REPLAY, FULL, CLASSIFIED)
 
 
 @dataclass
 class Played:
-    """One episode without a fault. `shown`: by its check. Seconds; `exposed`: for each turn, that
-    the agent's next command waited for the checkpoint; `work`: that the checkpoint took, thinking
-    time included."""
+    """A fault-free episode. `shown`: the output of its check. `exposed`: for each turn, seconds
+    that the next command waited for the checkpoint. `work`: seconds that the checkpoint took,
+    including those during which the agent thought."""
 
     turns: list[Turn]
     shown: str = ""
@@ -43,7 +43,8 @@ class Played:
 
     @property
     def end(self) -> tuple:
-        """What a fault must not change. (Outputs may name times and processes.)"""
+        """The part of an episode that a fault must not change. Outputs of turns are left out,
+        because they may name times and processes."""
         return self.shown, [(turn.command, turn.tokens) for turn in self.turns]
 
 
@@ -70,8 +71,8 @@ async def play(
     keeper: Checkpointer | None = None,
     before: Sequence[Turn] = (),
 ) -> Played:
-    """The turns that follow those `before`, each followed by thinking, while the checkpoint is
-    taken, and the final check."""
+    """Play the turns that follow `before`, and the final check. After each turn the agent thinks
+    for `think_s` while the checkpoint is taken."""
     began, played = time.monotonic(), Played([*before])
     while (turn := len(played.turns) + 1) <= episode.length:
         made = await asyncio.to_thread(episode.next, played.turns)
@@ -98,8 +99,9 @@ async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Checkpo
 
 @dataclass
 class Recovered:
-    """Of one policy and episode: `right` of the kills went on to the fault-free end; `captured`:
-    bytes of its captures, `stored`: that were new to the store; `restores`: seconds of each."""
+    """The recovery of one policy on one episode. `right`: kills after which the episode ended as
+    without a fault; `captured`: bytes of its captures; `stored`: bytes that were new to the store;
+    `restores`: seconds of each."""
 
     played: Played
     right: int = 0
@@ -112,7 +114,7 @@ async def bring_back(policy: str, engine: Engine, saved: bytes | None) -> Sandbo
     if saved is None:
         return await Sandbox.start(Spec())
     box = (await restore(saved, engine)).box
-    if policy == ONLY_FILES:  # what was replayed into its shell goes with it
+    if policy == ONLY_FILES:  # ends the restored shell with the state replayed into it
         await box.run("kill -9 $$", WAIT_S)
     return box
 
@@ -120,7 +122,8 @@ async def bring_back(policy: str, engine: Engine, saved: bytes | None) -> Sandbo
 async def kill_at_each_turn(
     episode: Episode, policy: str, think_s: float, wanted: tuple
 ) -> Recovered:
-    """`wanted`: the episode's `end` without faults and without checkpoints."""
+    """Play the episode, then restore and finish it once for each turn. `wanted`: the episode's
+    `end` without faults and without checkpoints."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             box = await Sandbox.start(Spec())
@@ -148,7 +151,7 @@ async def kill_at_each_turn(
 async def crowd(
     episodes: list[Episode], policy: str, think_s: float, spread_s: float
 ) -> list[Played]:
-    """All at once, begun evenly over `spread_s` seconds: agents don't answer in step."""
+    """Play all at once, started evenly over `spread_s`, because agents don't answer in step."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
 
@@ -162,8 +165,8 @@ async def crowd(
 
 
 async def branch(episode: Scripted, ways: int) -> tuple[float, float]:
-    """Seconds until `ways` sandboxes stand after the episode's last turn: from its checkpoint, and
-    by replaying its commands."""
+    """Return the seconds until `ways` sandboxes are in the state after the episode's last turn:
+    from its checkpoint, and by replaying its commands."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             async with await Sandbox.start(Spec()) as box:
@@ -192,8 +195,8 @@ async def branch(episode: Scripted, ways: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Save:
-    """Of the turns that were captured as `kind`: their share of all, the median of the seconds, and
-    the mean of the bytes that were new to the store."""
+    """The turns that were captured as `kind`: their share of all turns, the median seconds, and the
+    mean of the bytes that were new to the store."""
 
     kind: str
     share: float
@@ -202,7 +205,7 @@ class Save:
 
 
 async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
-    """What the turns of an episode cost, by what was captured."""
+    """Play an episode and return the costs of its turns, by kind of capture."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine, await Sandbox.start(Spec()) as box:
             keeper = await begin(box, engine, "bench", policy)
@@ -229,8 +232,7 @@ async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
 
 
 async def restoring(episode: Episode, times: int) -> tuple[float, int]:
-    """(median seconds, bytes to be read) of a restore after the episode's last turn, from a
-    checkpoint of all."""
+    """Return the median seconds of a restore from a full checkpoint of the end, and its bytes."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         async with engine_in(Path(folder)) as engine:
             async with await Sandbox.start(Spec()) as box:

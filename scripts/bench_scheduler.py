@@ -1,17 +1,17 @@
-"""What a decision of the scheduler costs, by cluster size and policy.
+"""Measure the cost of a decision of the scheduler, by cluster size and policy.
 
     python scripts/bench_scheduler.py                                    # 100, 1,000 and 10,000 workers (2 minutes)
     python scripts/bench_scheduler.py --sizes 100 --policies rose --csv docs/results/bench_scheduler.csv
 
-Workers hold 4 turns each and there are 5 times as many trajectories, of 8 turns, in groups of 16: a
-fifth of the turns waits. So the queue, too, grows with the cluster. Each `handle(event)` is timed
-by itself; a decision is any event that may place a turn, so all but `TurnProgressed`. Without time:
-the driver ends a running turn drawn by chance, the trajectory asks for the next, or a new one takes
-its place; between them come ticks, capacities of borrowed workers that shrink and grow, turns given
-back, workers lost and joined. Where a step is trained every worker loads a version, one by one,
-while turns go on. Joining and the first assignments aren't counted. Times are of the thread's CPU
-clock, so that other programs on the machine count less; Python's collector of garbage is off, as it
-is in the simulator.
+Workers hold 4 turns each, and there are 5 times as many trajectories, of 8 turns, in groups of 16.
+A fifth of the turns waits, so the queue grows with the cluster, too. Each `handle(event)` is timed
+by itself. A decision is any event that may place a turn, so all but `TurnProgressed`. There is no
+clock: the driver ends a random running turn, and its trajectory requests the next turn, or a new
+trajectory replaces it. Between them come ticks, capacities of borrowed workers that shrink and
+grow, returned turns, lost and joined workers. When a step is trained, every worker loads a version,
+one by one, while turns continue. Joining and the first assignments aren't counted. Times are of the
+thread's CPU clock, so that other programs on the machine count less. Python's garbage collector is
+off, as it is in the simulator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KINDS = ("provisioning", "routing", "order", "batching")
 
 
 def policy(kind: str, name: str) -> Policy:
-    """As conf/scheduler has it, with up to 1,000 workers that are lent."""
+    """Return the policy as conf/scheduler has it, with up to 1,000 lent workers."""
     text = (REPOSITORY / "conf" / "scheduler" / kind / f"{name}.yaml").read_text(encoding="utf-8")
     return Policy(**yaml.safe_load(text.replace("${serving.max_ranks}", "1000")))
 
@@ -68,7 +68,7 @@ class Load:
 
     def __init__(self, scheduler: Scheduler, workers: int) -> None:
         self.scheduler, self.draw = scheduler, np.random.default_rng(1)
-        self.costs: dict[str, list[int]] = {}  # event -> ns
+        self.costs: dict[str, list[int]] = {}  # nanoseconds of each event, by the event's type
         self.at = 0.0
         self.kinds = [
             ("dedicated", "H800"),
@@ -78,12 +78,12 @@ class Load:
             ("hybrid", "H800"),
         ]
         self.borrowed: list[str] = []
-        self.running: list[str] = []  # turns that workers have
-        self.place: dict[str, int] = {}  # turn -> its index there
-        self.attempt: dict[str, tuple[str, int]] = {}  # turn -> worker, attempt
-        self.left: dict[str, int] = {}  # trajectory -> turns
-        self.group: dict[str, list[str]] = {}  # unfinished trajectories
-        self.ready: deque[str] = deque()  # turns to be asked for
+        self.running: list[str] = []  # turns that workers hold
+        self.place: dict[str, int] = {}  # turn -> its index in `running`
+        self.attempt: dict[str, tuple[str, int]] = {}  # turn -> (worker, attempt)
+        self.left: dict[str, int] = {}  # trajectory -> turns left
+        self.group: dict[str, list[str]] = {}  # group -> unfinished trajectories
+        self.ready: deque[str] = deque()  # turns to be requested
         self.version, self.step, self.loads = 0, 0, deque()
         self.wanted = 5 * workers
         self.feed(ev.VersionPublished(at=0.0, version=0))
@@ -115,12 +115,12 @@ class Load:
         self.feed(ev.StepBegun(at=self.at, step=self.step, groups=max(self.wanted // GROUP, 1)))
 
     def fill(self) -> None:
-        """Ask for turns until the concurrency is reached."""
+        """Request all turns that are ready, so that the concurrency stays constant."""
         while self.ready:
             turn = self.ready.popleft()
             trajectory, _, number = turn.rpartition(".t")
             if trajectory not in self.left:
-                continue  # dropped
+                continue  # dropped trajectory
             group = trajectory.partition(".")[0]
             self.feed(
                 ev.TurnRequested(
@@ -153,7 +153,7 @@ class Load:
             self.feed(ev.GroupFinished(at=self.at, group=group, accepted=True))
 
     def disturb(self, n: int) -> None:
-        """What is rare: one tick in 500 events, and a change of a borrowed worker."""
+        """Feed rare events, once in 500 others: a tick, and a change of a borrowed worker."""
         self.feed(ev.Tick(at=self.at))
         name = self.borrowed[int(self.draw.integers(len(self.borrowed)))]
         match n % 5:
@@ -252,7 +252,7 @@ class Load:
 def measure(system: str, workers: int, events: int) -> dict[str, Any]:
     load = Load(scheduler(SYSTEMS[system]), workers)
     load.fill()
-    load.run(events // 10)  # warm
+    load.run(events // 10)  # warm-up
     load.costs.clear()
     gc.collect()
     gc.disable()

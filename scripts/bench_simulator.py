@@ -1,14 +1,13 @@
-"""What the simulator costs: time, memory and events/s at three sizes, and beside simpy on the same
-small model.
+"""Measure the simulator's time, memory and events/s at three sizes, and compare it with simpy.
 
     python scripts/bench_simulator.py                          # 100, 1,000 and 10,000 GPUs (a few minutes)
     python scripts/bench_simulator.py --sizes 10000 --csv docs/results/bench_simulator.csv
 
 Each GPU is an engine, with five trajectories of eight turns for each, scheduled by cache-affine
-routing: the whole of `rose.sim.probes.scale`, the scheduler's decisions included. A size runs in a
-process of its own, for its memory. Beside simpy (`pip install simpy`), on the same arrivals: k
-engines with one sequence each (M/M/k; simpy: a Resource), where rose.sim also makes a scheduler's
-decision for each.
+routing: the whole of `rose.sim.probes.scale`, including the scheduler's decisions. A size runs in a
+process of its own, so that its peak memory can be read. Beside simpy (`pip install simpy`), on the
+same arrivals: k engines with one sequence each (M/M/k; simpy: a Resource). rose.sim also makes a
+scheduler's decision for each arrival.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from csv_tables import write_csv
 from rose.sim import probes
 
 TURNS, PER_GPU = 8, 5
-ARRIVALS, LOAD, TOKENS = 20_000, 0.8, 200  # utilisation, and mean tokens of an arrival
+ARRIVALS, LOAD, TOKENS = 20_000, 0.8, 200  # arrivals, utilisation, mean tokens of an arrival
 
 
 def measured(gpus: int) -> dict[str, float]:
@@ -51,7 +50,7 @@ def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
 
 
 def arrivals(workers: int) -> tuple[list[float], list[int]]:
-    """(at, tokens): those of `probes.queue`."""
+    """Return the times and tokens of the arrivals, those of `probes.queue`."""
     draw = np.random.default_rng(0)
     tokens = np.maximum(np.ceil(lengths(draw, ARRIVALS) * TOKENS - 0.5), 1).astype(int)
     at = np.sort(draw.random(ARRIVALS)) * ARRIVALS * TOKENS * probes.TOKEN_S / (LOAD * workers)
@@ -59,7 +58,7 @@ def arrivals(workers: int) -> tuple[list[float], list[int]]:
 
 
 def simpy_servers(workers: int) -> float:
-    """Mean seconds in the system, each worker serving one arrival at a time."""
+    """Return the mean seconds in simpy's system. Workers serve one arrival at a time."""
     import simpy
 
     world, total = simpy.Environment(), 0.0
@@ -84,8 +83,7 @@ def ours(workers: int) -> float:
 
 
 def pace(run: Callable[[int], float], workers: int) -> str:
-    """Arrivals per second of this thread's processor time, and the mean time in the system, which
-    tells that both simulate the same."""
+    """Return arrivals per second of this thread's CPU time, and the mean time in the system."""
     began = time.thread_time()
     mean = run(workers)
     took = time.thread_time() - began

@@ -1,15 +1,14 @@
-"""Publish to flipped, from two trainer ranks to receivers behind a relay on a slow link, by each
-encoding.
+"""Measure publish to flip by each encoding, from two ranks to receivers behind a slow link.
 
     python scripts/bench_sync.py outputs/smollm                    # 1 Gbit/s and 200 Mbit/s
     python scripts/bench_sync.py RUN RUN --rates 200 --receivers 1 --steps 2
 
-The last `--steps` versions of each run's store (it has as many as its transfer.keep_versions says)
-are published again, by every encoding, through `Publisher` on two ranks, a relay beside the store,
-the link, a second relay, and `Receiver`. The link is two network namespaces and tc's tbf; rate 0:
-the loopback. Seconds: from the order to publish until the last receiver has flipped; bytes of the
-link: the kernel's, headers and requests' answers included. Every receiver's weights are compared
-with the run's after every sync. Dense is synced of the first run only: its bytes are the same at
+The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
+published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
+link, a second relay, and `Receiver`. The link is two network namespaces and tc's tbf; rate 0 is the
+loopback. Seconds: from the order to publish until the last receiver has flipped. Bytes of the link:
+the kernel's, including headers and requests' answers. After every sync, each receiver's weights are
+compared with the run's. Dense is synced for the first run only, because its bytes are the same for
 all. Left out: full versions and collecting, latency, an engine around the receiver (`gpu_check.py
 --device cpu engine` has one).
 """
@@ -53,14 +52,14 @@ class Sync(NamedTuple):
     run: str
     encoding: str
     receivers: int
-    MB: float  # of the edge
+    MB: float  # size of the edge
     link_MB: float  # over the link
     seconds: float  # publish to flipped
     publish_s: float
-    pause_ms: float  # the flip, of the slowest receiver
-    publish_cpu_s: float  # computed, both ranks
-    stage_cpu_s: float  # of the slowest receiver until it had flipped
-    changed: int  # values
+    pause_ms: float  # flip of the slowest receiver
+    publish_cpu_s: float  # processor time of both ranks
+    stage_cpu_s: float  # processor time of the slowest receiver until it had flipped
+    changed: int  # number of values
 
 
 class Steps(NamedTuple):
@@ -89,7 +88,7 @@ def steps_of(run: Path, count: int, folder: Path) -> Steps:
 
 
 class Bench:
-    """Runs are of one model's shape."""
+    """The syncs of all runs, which must have one model's shape."""
 
     def __init__(self, folder: Path, runs: list[Steps], receivers: list[int]) -> None:
         self.folder, self.runs, self.receivers = folder, runs, receivers
@@ -103,7 +102,7 @@ class Bench:
         return made
 
     def over(self, rate: float) -> list[Sync]:
-        """Every measurement over a link of `rate` Mbit/s."""
+        """Measure everything over a link of `rate` Mbit/s."""
         with ExitStack() as stack:
             link = stack.enter_context(Namespaces(rate * 1e6) if rate else Loopback())
             load = os.getloadavg()[0]
@@ -138,7 +137,7 @@ class Bench:
             ]
 
     def _relays(self, stack: ExitStack, link) -> str:
-        """URL of the relay on the serving side."""
+        """Start a relay on each side and return the URL of the serving side's."""
         relay = [sys.executable, "-m", "rose.relay"]
         token = ["--token-file", str(self.token_file), "--cache"]
         cache = Path(tempfile.mkdtemp(dir=self.folder))
@@ -192,7 +191,8 @@ class Bench:
         return rows
 
     def _pulled(self, url: str, link) -> int:
-        """Bytes of files that the serving side's relay asked for, where nothing else counts."""
+        """Return the bytes of files that the serving side's relay requested, for a link that counts
+        no bytes. 0 with namespaces, which count theirs."""
         if link.sides[1]:
             return 0
         headers = {"Authorization": f"Bearer {read_token(self.token_file)}"}
@@ -209,7 +209,8 @@ def ask(children: list[Child], order: dict) -> list[dict]:
 
 
 def medians(rows: list[Sync]) -> list[dict]:
-    """A row per run and encoding: of the fewest receivers but for the seconds."""
+    """Return a row per run and encoding. Seconds and bytes of the link are given for each number of
+    receivers, the other columns for the fewest."""
     found: dict[tuple[str, str], dict] = {}
     for row in rows:
         same = [each for each in rows if each[1:4] == row[1:4]]
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="syncs per figure")
     parser.add_argument("--csv", type=Path, help="write every sync there")
     args = parser.parse_args(argv)
-    # as an exception: everything is cleaned up
+    # SIGTERM becomes an exception, so that everything is cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows, receivers = [], sorted(int(count) for count in args.receivers)
     if args.steps < 1 or receivers[0] < 1 or min(args.rates) < 0:

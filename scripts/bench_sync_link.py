@@ -1,9 +1,8 @@
-"""The link of bench_sync.py: two sides of one machine, between them so many bits a second, every
-byte counted.
+"""The link of bench_sync.py: two sides of one machine, a rate limit, every byte counted.
 
 `Namespaces`: two network namespaces joined by a veth pair, tc's token bucket (tbf) on both ends,
-bytes from the kernel's counters of the serving end, headers included. No latency is added: tc's
-netem is a module that many kernels lack. `Loopback`: neither limited nor counted.
+bytes from the kernel's counters of the serving end, including headers. No latency is added, because
+tc's netem is a module that many kernels lack. `Loopback`: neither limited nor counted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import subprocess
 
 from harness import Failed
 
-BURST = 256 * 1024  # bytes of a token bucket; a packet offloaded to the device has 64 KiB
+BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
 SUBNET = "10.203.71"
 ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"
 
@@ -33,10 +32,10 @@ class Loopback:
 
 
 class Namespaces:
-    """`rate` in bits a second. A context manager; what it made is removed at its end. Raises
-    `Failed` where this machine can't have it."""
+    """A link of `rate` bits a second. A context manager that removes its namespaces at the end.
+    Raises `Failed` where this machine can't create them."""
 
-    listen, host = f"{SUBNET}.1:0", f"{SUBNET}.1"  # of the training side's relay
+    listen, host = f"{SUBNET}.1:0", f"{SUBNET}.1"  # addresses of the training side's relay
 
     def __init__(self, rate: float) -> None:
         self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s"
@@ -70,16 +69,16 @@ class Namespaces:
 
     def __exit__(self, *_) -> None:
         if shutil.which("ip"):
-            for space in self._spaces:  # the veth pair goes with its namespaces
+            for space in self._spaces:  # removes the veth pair, too
                 subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """Commands that begin those of the training and of the serving side."""
+        """The commands that run a program on the training and on the serving side."""
         return tuple(["ip", "netns", "exec", space] for space in self._spaces)
 
     def bytes(self) -> int:
-        """Received on the serving side so far."""
+        """Return the bytes that the serving side has received so far."""
         counter = f"/sys/class/net/{self._ends[1]}/statistics/rx_bytes"
         return int(_tool(f"ip netns exec {self._spaces[1]} cat {counter}"))
 

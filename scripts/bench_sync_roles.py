@@ -1,7 +1,7 @@
-"""The processes of bench_sync.py: `bench_sync_roles.py ROLE JSON`, orders and answers as lines of
+"""Run a process of bench_sync.py: `bench_sync_roles.py ROLE JSON`. Orders and answers are lines of
 JSON.
 
-    publish     one of the ranks that publish versions, as often as ordered, in the encoding ordered
+    publish     a rank that publishes versions, as often as ordered, in the encoding ordered
     receive     the weights of an engine without the engine: `Receiver` over tensors
 """
 
@@ -21,14 +21,14 @@ TIMEOUT_S = 300.0
 
 
 def load(file: str) -> dict:
-    """A version's tensors, of memory of their own."""
+    """Load a version's tensors into memory of their own, not mapped from the file."""
     from safetensors.torch import load_file
 
     return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
 def digest(tensors: dict) -> str:
-    """xxh3-128 over all tensors by name."""
+    """Return xxh3-128 over all tensors in the order of their names."""
     import torch
     import xxhash
 
@@ -69,8 +69,8 @@ class _Peers:
 
 
 def publish(job: dict, orders, say) -> None:
-    """Orders: {"open": store, "file", "encoding"}, which publishes that file as version 0, then
-    {"version", "file"}."""
+    """Publish versions as ordered: {"open": store, "file", "encoding"} publishes that file as
+    version 0, then {"version", "file"} each load one, and the next order publishes it."""
     from pathlib import Path
 
     from rose.config import ModelShape
@@ -86,7 +86,7 @@ def publish(job: dict, orders, say) -> None:
             say({})
             continue
         made.tensors = tensors
-        say({})  # it is loaded
+        say({})  # answer that the file is loaded
         next(orders)
         began, computed = time.monotonic(), time.process_time()
         nbytes = made.publish(order["version"]).nbytes
@@ -100,7 +100,7 @@ def publish(job: dict, orders, say) -> None:
 
 
 def receive(job: dict, orders, say) -> None:
-    """Orders: {"open": store, "file", "encoding"}, then {"version"}."""
+    """Receive versions as ordered: {"open": store, "file", "encoding"}, then {"version"}."""
     from rose.transfer import stage as product
     from rose.transfer.live import Live
     from rose.transfer.receive import Receiver, whole

@@ -1,25 +1,25 @@
-"""What training before the tail ends gains, live on this machine: steps with and without
-trainer.stream; and what an engine on the trainer's device does, with --hybrid.
+"""Measure the gain from training before the tail of rollouts ends, live on this machine: steps with
+and without trainer.stream. With --hybrid, measure an engine on the trainer's device instead.
 
     python scripts/bench_tail.py                 # ten minutes
-    python scripts/bench_tail.py --pairs 3       # a look
+    python scripts/bench_tail.py --pairs 3       # a quick run
     python scripts/bench_tail.py --hybrid --quota 0.5
     python scripts/bench_tail.py --csv docs/results/bench_tail.csv
 
-The tiny model plays FrozenLake, whose first move takes seconds, drawn by the task: log-normal with
-a median of --median s, so that of a step's 32 groups the slowest takes three times as long. That
-time costs no CPU, as tools that run elsewhere; the engine and the trainer have a core each, the
-engine by a quota (live_runs.py), so that neither makes the other slower on two cores or more.
+The tiny model plays FrozenLake. The first move takes seconds, drawn by the task: log-normal with a
+median of --median s, so that of a step's 32 groups the slowest takes three times as long. That time
+costs no CPU, as with tools that run elsewhere. The engine and the trainer have a core each, the
+engine by a quota (live_runs.py), so that neither slows the other on two cores or more.
 
-Every other step of one run streams: the batching policy is `synchronous`, which is certain of no
-group before its time in the others, so these train whole batches. Printed: medians of both kinds of
-steps; the ratio of neighbouring steps, its median and quartiles; and `stream_hidden`, the share of
-the trainer's time before the batch was complete.
+Every other step of one run streams. In even steps the batching policy is `synchronous`; in odd
+steps it declares no group certain early, so these train whole batches. Prints medians of both kinds
+of steps; the ratio of neighbouring steps, its median and quartiles; and `stream_hidden`, the share
+of the trainer's time before the batch was complete.
 
-With --hybrid nobody waits for tools, there is a second engine (rollout.hybrid=1), in a quota of its
-own as it stands for the trainer's GPU, and the scheduler uses it in every other step. Printed, too:
-the share of the trainer's idle time in which it had turns, and of the step for which the trainer
-waited for it.
+With --hybrid no move waits. There is a second engine (rollout.hybrid=1), in a quota of its own
+because it stands for the trainer's GPU, and the scheduler uses it in every other step. Prints also
+the share of the trainer's idle time in which that engine had turns, and the share of the step for
+which the trainer waited for it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from rose.scheduler import events as ev
 from rose.scheduler.state import Cluster
 
 DEADLINE_S = 1800.0
-SKIPPED = 2  # steps: kernels are compiled, quotas set
-SIGMA = 0.5  # of the logarithm: the largest of 32 draws is three times the median
+SKIPPED = 2  # first steps, in which kernels are compiled and quotas set
+SIGMA = 0.5  # deviation of the logarithm: the largest of 32 draws is three times the median
 GROUPS, SIZE = 32, 8
-# by whether it is --hybrid: kinds of odd and even steps, and their own figures
+# Indexed by --hybrid: kinds of odd and even steps, and the figures of their own.
 KINDS = (("whole batch", "stream"), ("alone", "hybrid"))
 FIGURES = (("stream_hidden",), ("hybrid_idle_used", "hybrid_token_share", "hybrid_delay"))
 STREAM = (
@@ -85,7 +85,7 @@ class EveryOtherIdle(AllIdle):
 
 
 class SlowLake(FrozenLake):
-    """The environment of the runs."""
+    """The environment of the runs without --hybrid: FrozenLake with a slow first move."""
 
     def __init__(self, median_s: float, **lake: Any) -> None:
         super().__init__(**lake)
@@ -103,7 +103,7 @@ class SlowLake(FrozenLake):
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
-    """The counted steps of a run."""
+    """Run launch.py and return the steps that count."""
     own = HYBRID if options.hybrid else STREAM
     waits = [] if options.hybrid else [f"+env.args.median_s={options.median}"]
     live = Live(

@@ -1,25 +1,25 @@
-"""The trainer's step beside a plain transformers loop over the same rows, alternating in one run.
+"""Compare the trainer's step with a plain transformers loop over the same rows, alternating.
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
         [spin=5000] [compile=1] [lora=16]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
-tokens, of random ids. Three kinds of steps take turns, in two processes: `plain` (padded rows, the
+tokens, of random ids. Three kinds of steps alternate, in two processes: `plain` (padded rows, the
 decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Trainer.train`, in the
-environment of a run's trainer rank, without prefix trees and with them). `plain_tokens` bounds a
-micro-batch of the plain loop; `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is, where
-others use the machine, too: threads that spin count as processor time. `spin` is the trainer's
-GOMP_SPINCOUNT: how often its threads look for their next operation before they sleep. `compile=1`
-adds `rows compiled` and `trees compiled`: the same with trainer.compile=true, in a process more;
-`lora=16` adds `rows lora` and `trees lora`: adapters of that rank beside every projection of the
-frozen model, also beside `plain`, which trains all weights. With `members=2 prompt=1` trees share
-nothing: they are rows packed without padding.
+environment of a run's trainer rank, without and with prefix trees). `plain_tokens` bounds a
+micro-batch of the plain loop. `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is on shared
+machines, because threads that spin count as processor time. `spin` is the trainer's GOMP_SPINCOUNT:
+how often its threads check for their next operation before they sleep. `compile=1` adds `rows
+compiled` and `trees compiled`: the same with trainer.compile=true, in another process. `lora=16`
+adds `rows lora` and `trees lora`: adapters of that rank beside every projection of the frozen
+model. They, too, are compared with `plain`, which trains all weights. With `members=2 prompt=1`
+trees share nothing: they are rows packed without padding.
 
-Printed: the first step; medians and extremes of the others' forward and backward passes, and of the
-optimizer's step; rows/s; the share that useful operations are of what matrix products of the
-model's sizes reach between the rounds; page faults; and ratios to `plain` of the same round, in
-wall time and in processor time, which other load lengthens less.
+Prints the first step; medians and extremes of the other steps' forward and backward passes, and of
+the optimizer's step; rows/s; the rate of useful operations as a share of the rate that matrix
+products of the model's sizes reach between the rounds; page faults; and ratios to `plain` of the
+same round, in wall time and in processor time, which other load lengthens less.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from rose.models import resolve
 from rose.trainer import batching
 
 KINDS = ("plain", "rows", "trees")
-VARIANTS = ("compiled", "lora")  # of the trainer, in processes of their own
-PRODUCTS = 24  # of a measurement of the rate
+VARIANTS = ("compiled", "lora")  # variants of the trainer, each in a process of its own
+PRODUCTS = 24  # matrix products in a measurement of the rate
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
     variants = [name for name in VARIANTS if options[name.removesuffix("d")]]
     kinds = KINDS + tuple(f"{kind} {name}" for name in variants for kind in KINDS[1:])
     config = configuration(options)
-    resolve(config.model)  # made once, before two processes want it
+    resolve(config.model)  # created before two processes need it
     threads = {"OMP_NUM_THREADS": str(options["threads"])}
     wait = {"OMP_WAIT_POLICY": options["wait"]} if options["wait"] else {}
     spin = {"GOMP_SPINCOUNT": options["spin"]} if options["spin"] else {}
@@ -120,7 +120,7 @@ def configuration(options: dict[str, Any], *overrides: str) -> Config:
 
 
 def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
-    """Groups of trajectories of random tokens, the same in every process."""
+    """Return groups of trajectories of random tokens, the same in every process."""
     random = np.random.default_rng(0)
     groups = []
     for g in range(options["groups"]):
@@ -179,7 +179,7 @@ def serve(name: str, options: dict[str, Any]) -> int:
 
 
 class Plain:
-    """What one would write with transformers alone, and do without logits that nobody needs."""
+    """A trainer's step with transformers alone, without logits that the loss doesn't need."""
 
     def __init__(self, config: Config, groups: list[list[p.Trajectory]], options: dict) -> None:
         import torch
@@ -213,7 +213,7 @@ class Plain:
 
 
 def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
-    """(B, T) int64 and which of them, but for the first, the policy made, (B, T - 1)."""
+    """Return the padded tokens, (B, T) int64, and the policy's after the first, (B, T - 1) bool."""
     import torch
 
     masks = [torch.from_numpy(np.frombuffer(t.mask, np.uint8).astype(bool)) for t in rows]
@@ -223,7 +223,7 @@ def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
 
 
 class Ours:
-    """A trainer rank of a world of one."""
+    """The trainer rank of a world of one."""
 
     def __init__(self, config: Config, groups: list[list[p.Trajectory]], options: dict) -> None:
         from rose.comm.address import local_place
@@ -266,9 +266,9 @@ def operations(
     rows: list[p.Trajectory],
     shared: batching.Shared | None,
 ) -> float:
-    """Of forward and backward passes, of what is needed: no padding, no masked pair of tokens, each
-    distinct token of a tree once, logits of the answers' tokens; with an adapter no gradients of the
-    model's weights."""
+    """Return the floating-point operations that forward and backward passes need. Not counted:
+    padding, and masked pairs of tokens. Counted once: each distinct token of a tree. Logits are
+    those of the answers' tokens. An adapter needs no gradients of the weights."""
     s = read_shape(resolve(config.model))
     head = s.vocab * s.hidden
     layers = s.parameters - head * (1 if s.tied_embeddings else 2)
@@ -285,7 +285,7 @@ def operations(
 
 
 def rate(config: Config, tokens: int) -> float:
-    """Operations a second of products of the model's sizes."""
+    """Return the operations per second that matrix products of the model's sizes reach."""
     import torch
 
     shape = read_shape(resolve(config.model))

@@ -1,5 +1,4 @@
-"""Tables of scripts: CSV files that keep what was found, and Markdown in the docs between marks. Not
-a command."""
+"""Tables of results: CSV files, and Markdown between marks in the docs. Not a command."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def merge(
     key: Callable[[Mapping[str, Any]], Any],
     order: Callable[[Mapping[str, Any]], Any],
 ) -> None:
-    """Write `rows`, and beside them those of the file that have another `key`, in `order`."""
+    """Write `rows` beside the file's rows that have another `key`, sorted by `order`."""
     new = {key(row) for row in rows}
     kept = [row for row in (read_csv(path) if path.exists() else []) if key(row) not in new]
     write_csv(path, sorted([*kept, *rows], key=order))
@@ -72,7 +71,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str = ".2f") -> str:
-    """1.31 (1.28–1.34), from three columns of a CSV file; without bounds where one seed has none."""
+    """Format three columns of a CSV row as 1.31 (1.28–1.34), without bounds if a bound is empty."""
     mean, *bounds = (
         format(float(row[name]), form) if row[name] else "" for name in (key, low, high)
     )
@@ -80,7 +79,8 @@ def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str
 
 
 def put(page: Path, name: str, text: str) -> None:
-    """Between <!-- NAME: ... --> and <!-- end of NAME --> of a page."""
+    """Replace the text between <!-- NAME: ... --> and <!-- end of NAME --> of a page. Raises
+    `SystemExit` if it has no such marks."""
     before, begun, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name}: ")
     first, newline, rest = rest.partition("\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")

@@ -1,19 +1,18 @@
-"""What of ROSE's GPU paths works on this machine: the first thing to run where GPUs are, before a
-long job.
+"""Check which of ROSE's GPU paths work on this machine: the first thing to run before a long job.
 
-    python scripts/gpu_check.py                       # everything that this machine can have; one GPU is enough
+    python scripts/gpu_check.py                       # all checks that this machine can run; one GPU is enough
     python scripts/gpu_check.py engine trainer        # only these
-    python scripts/gpu_check.py --list                # what there is
+    python scripts/gpu_check.py --list                # the names of all checks
     python scripts/gpu_check.py --json figures.json --minutes 8
     python scripts/gpu_check.py --device cpu          # the same code on the CPU, with the tiny model
 
-Each check runs in a process of its own with a deadline: one that hangs or crashes does not end the
-others. At the end a table: check, ok / FAILED / not possible here, what was measured, what was
-expected, and what to do about a failure. Speeds are compared with what arithmetic allows on this
-GPU (published HBM bandwidth and dense bfloat16 rate, in rose/sim/hardware.py); the floor is a
-generous share of it. Exit code 1 if any check failed, 2 for a wrong command line.
+Each check runs in a process of its own with a deadline: a check that hangs or crashes does not end
+the others. At the end a table shows for each check ok / FAILED / not possible here, measured and
+expected values, and the remedy for a failure. Speeds are compared with the limit that arithmetic
+sets on this GPU (published HBM bandwidth and dense bfloat16 rate, in rose/sim/hardware.py); a check
+passes from a low share of that limit. Exit code 1 if any check failed, 2 for a wrong command line.
 
-The model is a random one of the shape of Qwen3-0.6B, made in a scratch folder (nothing is
+The model is a random one of the shape of Qwen3-0.6B, created in a scratch folder (nothing is
 downloaded), or --model FOLDER or hub id. Left out: several nodes (python -m rose.doctor
 cluster=slurm), and whether training learns.
 """
@@ -97,7 +96,8 @@ def main(argv: list[str]) -> int:
         return 0
     adopt_orphans()
     scratch = Path(tempfile.mkdtemp(prefix="rose-gpu-check-", dir=arguments.folder))
-    failed = True  # until it is known: logs are kept, also when this is interrupted
+    # Logs are kept until all checks have passed, also when this is interrupted.
+    failed = True
     try:
         setup = look(arguments, scratch)
         outcomes = run_all(chosen(arguments.checks), setup, arguments)
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def clear(scratch: Path, logs: bool) -> None:
-    """The model and the stores take gigabytes; with `logs` nothing stays."""
+    """Remove the model and the stores, which take gigabytes; with `logs`, the whole folder."""
     for path in scratch.iterdir():
         if path.is_symlink():
             path.unlink()
@@ -163,14 +163,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
-    """What is here; the checks say more. Torch is asked, in a process of its own, where nvidia-smi
-    is absent."""
+    """Return the device's name, memory and count, and the command line's choices. Without
+    nvidia-smi, torch is asked, in a process of its own."""
     gpu, memory, count = "cpu", None, 0
     if arguments.device == "cuda":
         listed = lines(SMI)
         count = gpu_check_machine.visible(len(listed))
         if not listed:
-            listed = lines((sys.executable, "-c", TORCH))  # only those that are visible
+            listed = lines((sys.executable, "-c", TORCH))  # visible GPUs only
             count = len(listed)
         gpu, memory = (listed[0][0], float(listed[0][1]) / 1024) if listed else ("none", None)
     return Setup(
@@ -179,7 +179,7 @@ def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
 
 
 def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """(name, MiB) of every GPU, by a command that prints them; none where it fails."""
+    """Return (name, MiB) of each GPU, as `command` prints them; nothing if it fails."""
     try:
         words = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_S, check=True

@@ -1,5 +1,5 @@
-"""gpu_check.py, co-serving: the page pool that lends KV memory; the profile; an online server and a
-rollout engine on one device, of which the memory and the steps change hands.
+"""The checks of co-serving for gpu_check.py: the page pool that lends KV memory; the profile; an
+online server and a rollout engine that share the memory and the steps of one device.
 
 Imports vLLM only within the checks.
 """
@@ -28,9 +28,10 @@ from harness import PATHS, configured
 GIB = 2**30
 LOOK_S = 0.02
 STOP_S = 5.0
-# of the KV budget, by which lending may raise what is in use: pages that both sides need a part of
+# Share of the KV budget by which lending may raise the memory in use: some pages are shared.
 BEYOND = 0.15
-REMAP_S = 15.0  # seconds, though a page takes about 0.1 ms: S maps 256 MiB in each of its steps
+# Seconds until S must have its pages again. A page takes 0.1 ms, but a step maps only 256 MiB.
+REMAP_S = 15.0
 
 
 class Pages(msgspec.Struct):
@@ -40,19 +41,19 @@ class Pages(msgspec.Struct):
 class Pair(msgspec.Struct):
     rollout: str = "gpu"  # file of conf/rollout
     dtype: str = "bfloat16"
-    profile: str | None = None  # a file of an earlier call; null: it is measured
-    profile_s: float = 15.0  # of measuring, behind the start of both engines
-    kv_gib: float = 8.0  # of the device, for both engines
+    profile: str | None = None  # file of an earlier call; measured if null
+    profile_s: float = 15.0  # seconds of measuring, after the start of both engines
+    kv_gib: float = 8.0  # GiB of the device for both engines
     context: int = 2048
-    turns: int = 64  # of R at a time
+    turns: int = 64  # concurrent turns of R
     turn: tuple[int, int] = (512, 256)  # prompt and new tokens of one
-    clients: int = 8  # of S at a time
+    clients: int = 8  # concurrent requests of S
     request: tuple[int, int] = (512, 32)
-    phase_s: float = 5.0  # R alone; both; R again after it was stopped
+    phase_s: float = 5.0  # seconds of each phase: R alone; both; R again after it was stopped
     # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
     slo: tuple[float, ...] = (0.5, 1.0, 0.1, 0.2)
-    within: float = 0.5  # the targets' share of online requests, at least
-    # of what R had mapped, the share that the device has again when it is stopped, at least
+    within: float = 0.5  # least share of online requests within their targets
+    # Least share of the memory mapped by R that the device has again when R is stopped.
     given_back: float = 0.9
 
 
@@ -90,7 +91,7 @@ def page_pool(pool, free: Callable[[], int]) -> str:
             )
 
     values = pool.tensor()
-    # its first page was there
+    # The pool maps its first page at the start.
     step(f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page)
     if values[:half].any():
         raise RuntimeError("page pool: fresh pages are not zeros")
@@ -113,10 +114,10 @@ def page_pool(pool, free: Callable[[], int]) -> str:
 
 
 def overrides(report: Report) -> list[str]:
-    """Of a run whose engine is lent beside an online server of the same model."""
+    """Return the overrides of a run with an engine beside an online server of the same model."""
     sizes = report.sizes
     gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
-    cpus = ["serving.lending.revoke_after_s=20"]  # which may have other work
+    cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
     slo = ", ".join(
         f"{name}: {value}"
         for name, value in zip(
@@ -142,9 +143,9 @@ def overrides(report: Report) -> list[str]:
 
 
 def profile(report: Report) -> None:
-    """The documented first step of an operator, as he calls it."""
+    """Run rose.lending.profile as an operator does in the documented first step."""
     out = report.folder / "profile.json"
-    if out.exists():  # another check has measured it
+    if out.exists():  # written by another check
         out.unlink()
     words = [
         sys.executable,
@@ -194,7 +195,7 @@ def coserving(report: Report) -> None:
 
 
 class Both:
-    """S, R and the operator's board, all of this process."""
+    """S, R and the operator's board, all started by this process."""
 
     def __init__(self, report: Report, config, measured: dict[str, Any]) -> None:
         from rose.lending import board
@@ -215,13 +216,13 @@ class Both:
         )
         self.tasks: list[asyncio.Task] = []
         self.engine: Any = None
-        self.made = self.evicted = 0  # tokens and turns of R
-        self.rests = False  # R is inactive, or about to be: no turn is begun
-        self.latencies: list[float] = []  # of S's requests, seconds
+        self.made = self.evicted = 0  # tokens and aborted turns of R
+        self.rests = False  # R is inactive or about to be, so no turn starts
+        self.latencies: list[float] = []  # seconds of each of S's requests
         self.refused: list[str] = []
 
     async def start(self) -> None:
-        """S, then R, as rose.lending.operator.operate starts them."""
+        """Start S, then R, as rose.lending.operator.operate starts them."""
         from rose.engine.vllm_engine import Engine
         from rose.lending.operator import operate
         from rose.lending.operator.server import FREE_SHARE
@@ -251,7 +252,8 @@ class Both:
         self.report.say("the rollout engine is up beside it")
 
     async def until(self, condition: Callable[[], object], seconds: float, what: str) -> float:
-        """Seconds until it held. Raises `RuntimeError` after `seconds`, and what a task raised."""
+        """Wait until `condition` holds and return the seconds. Raises `RuntimeError` after
+        `seconds`, and the error of a task that failed."""
         began = time.monotonic()
         while not condition():
             for task in self.tasks:
@@ -271,11 +273,11 @@ class Both:
         return getattr(metrics.read(self.boards), name)
 
     async def mapped(self) -> int:
-        """Bytes of R's KV cache that have memory."""
+        """Return the bytes of R's KV cache that have memory."""
         return (await self.engine._llm.collective_rpc("rose_kv_layout"))[0]["mapped_bytes"]
 
     async def rollouts(self, number: int) -> None:
-        """Turns one after the other; what was given back is begun anew, as elsewhere."""
+        """Run turns one after the other. An aborted turn is not continued here."""
         from rose import protocol
 
         dice, (prompt, new) = np.random.default_rng(number), self.report.sizes.turn
@@ -296,7 +298,7 @@ class Both:
                 await asyncio.sleep(LOOK_S)
 
     async def requests(self, number: int, client: aiohttp.ClientSession) -> None:
-        """An online user's, one after the other with as long a rest."""
+        """Send an online user's requests, each followed by a pause of its own duration."""
         dice, (prompt, new) = np.random.default_rng(1000 + number), self.report.sizes.request
         while True:
             began = time.monotonic()
@@ -400,8 +402,7 @@ async def _rate(both: Both, seconds: float) -> float:
 
 
 async def _stopped(report: Report, both: Both) -> None:
-    """The operator stops lending under load: R is off within its time, and the device has the
-    memory again."""
+    """Stop lending under load: R must stop in time, and the device must have the memory again."""
     revoke_s = both.config.serving.lending.revoke_after_s
     had, lent = await both.mapped(), _used()
     both.control.stop("gpu_check")
@@ -430,10 +431,10 @@ async def _stopped(report: Report, both: Both) -> None:
         least=report.sizes.given_back * had / GIB,
         source="what it had mapped",
     )
-    if lent is not None:  # one budget: what R has S has not
+    if lent is not None:  # R and S share one budget
         bound = BEYOND * report.sizes.kv_gib * GIB
-        with suppress(RuntimeError):  # the figure below has the limit
-            # S's board shows what S may use. S maps it afterwards, a piece in each of its steps.
+        with suppress(RuntimeError):  # a timeout shows in the figure below, which has the limit
+            # S's board shows the memory that S may use. S maps it later, a piece in each step.
             took = await both.until(lambda: abs(lent - _used()) <= bound, REMAP_S, "S's memory")
             report.figure("S has mapped the memory again after", took, "s")
         report.figure(
@@ -446,8 +447,8 @@ async def _stopped(report: Report, both: Both) -> None:
 
 
 async def _rested(report: Report, both: Both) -> None:
-    """As when nothing is lent for long: R gives its weights back, and takes them again, beside S
-    under load."""
+    """Deactivate and activate R, as when nothing is lent for long: R releases its weights and reads
+    them again, while S is under load."""
     both.rests, before = True, _used()
     began = time.monotonic()
     await both.engine.deactivate()
@@ -460,7 +461,7 @@ async def _rested(report: Report, both: Both) -> None:
             "GiB",
             least=0.1,
         )
-    both.control.start("gpu_check")  # S may be lending by the time that R has read them
+    both.control.start("gpu_check")  # S may lend again before R has read its weights
     began = time.monotonic()
     await both.engine.activate()
     report.figure("R is active again after", time.monotonic() - began, "s")
@@ -469,7 +470,7 @@ async def _rested(report: Report, both: Both) -> None:
 
 
 def _used() -> int | None:
-    """Bytes of the device that are in use, as cuMemGetInfo says."""
+    """Return the bytes of the device that are in use, by cuMemGetInfo; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -503,7 +504,7 @@ CHECKS = (
         "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
         coserving,
         {"cuda": GPU, "cpu": CPU},
-        660.0,  # alone it measures the profile first
+        660.0,  # includes the profile if this check runs alone
         "the log and online.log beside it have the engines' words; docs/serving.md",
     ),
 )

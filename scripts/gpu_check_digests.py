@@ -1,5 +1,5 @@
-"""gpu_check.py, blocks of weights hashed where they lie (rose/transfer/digests.py), beside blocks
-that are read back and hashed on the host."""
+"""The check of digests for gpu_check.py: blocks of weights hashed on the device
+(rose/transfer/digests.py), beside blocks that are read back and hashed on the host."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import msgspec
 from gpu_check_frame import Check, Report
 
 COLUMNS = 4096
-# Of the memory's bandwidth: 512 blocks at a time are a quarter of what this GPU holds of warps.
+# Least share of the memory's bandwidth. It is low because 512 blocks at a time are a quarter of the
+# warps that this GPU holds.
 SHARE = 0.03
 
 
 class Sizes(msgspec.Struct):
-    gib: float  # of bfloat16
-    parts: int  # tensor-parallel degree by which one of two tensors is cut into bands of columns
+    gib: float  # GiB of bfloat16 weights
+    parts: int  # tensor-parallel degree that cuts one of two tensors into bands of columns
 
 
 def digests(report: Report) -> None:
-    """Whole rows, bands of columns, and runs that begin and end within rows."""
+    """Hash whole rows, bands of columns, and runs that begin and end within rows."""
     import torch
 
     from rose.transfer import digests as found
@@ -65,7 +66,7 @@ def digests(report: Report) -> None:
 
 
 class Host:
-    """Live parameters whose blocks are all read back."""
+    """Live parameters whose blocks are all read back to the host."""
 
     on_gpu = False
 

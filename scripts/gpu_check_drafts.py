@@ -1,5 +1,4 @@
-"""gpu_check.py, speculative decoding: a drafting engine must sample what one that does not draft
-would."""
+"""The check of speculative decoding for gpu_check.py: drafts must not change the distribution."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ import numpy as np
 from gpu_check_frame import Check, Report
 from gpu_check_model import folder
 
-TEMPERATURE = 0.25  # a random model is sure of nothing, and no draft would be accepted
+TEMPERATURE = 0.25  # low, because a random model is sure of nothing and would accept no draft
 BINS = 25
-# of one run in ten thousand by chance; unmended, vLLM's CPU kernel is beyond them by a factor of ten
+# Bounds that a correct engine exceeds by chance once in ten thousand runs. vLLM's CPU kernel
+# without ROSE's fix exceeds them tenfold.
 WORST_Z, WORST_CHI_SQUARED = 4.0, 62.0
 WORDS = (
     "drafted positions are sampled wrongly: rollout/draft=none, and tell ROSE's maintainers the GPU"
@@ -26,7 +26,7 @@ def drafts(report: Report) -> None:
 
 
 async def _drafts(report: Report) -> None:
-    """A group's turns of one prompt, all at once: each drafts from what the others have said."""
+    """Run a group's turns of one prompt all at once: each drafts from the texts of the others."""
     config = engine.settings(
         report,
         "rollout/draft=group",
@@ -69,8 +69,9 @@ async def _drafts(report: Report) -> None:
 
 
 def _surprise(report: Report, prompt: list[int], turns: list[list[int]]) -> tuple[float, float]:
-    """Of all tokens against the distributions that they should be of, by transformers: (deviations
-    of their mean log-probability, chi-squared of their quantiles, which should be uniform)."""
+    """Compare all tokens with the distributions that transformers computes. Return the standard
+    deviations by which their mean log-probability is off, and chi-squared of their quantiles, which
+    should be uniform."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
-"""gpu_check.py, the engine: vLLM as a run starts it on GPUs (CUDA graphs, model runner V2,
-asynchronous scheduling).
+"""The checks of the engine for gpu_check.py: vLLM as a run starts it on GPUs (CUDA graphs, model
+runner V2, asynchronous scheduling).
 
-It must generate fast enough, take new weights while turns run, and make after the flip what the
-trainer's own forward pass says of these weights. Imports vLLM only within the checks.
+The engine must generate fast enough, load new weights while turns run, and generate after the flip
+with the log-probabilities of the trainer's own forward pass. Imports vLLM only within the checks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from harness import configured
 
 GIB = 2**30
 DTYPE_BYTES = 2
-# log-probabilities of engine and trainer: float32 attention on CUDA is a Triton kernel whose
-# products are TF32 (ten bits), where FlashAttention takes no float32; on a CPU it is float32
-# throughout
+# Largest difference in nats between the log-probabilities of engine and trainer. On CUDA, attention
+# in float32 is a Triton kernel with TF32 products (ten bits), because FlashAttention takes no
+# float32. On a CPU it is float32 throughout.
 FLOAT32_MOST = {"cuda": 1e-2, "cpu": 1e-3}
 BFLOAT16_MEAN = 0.05
 KEPT = (
     "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and "
     "weights lie in its pool"
 )
-# by so much the old weights must fit worse than the new ones, or the comparison shows nothing
+# Least factor by which the old weights must fit worse, or the comparison shows nothing.
 OLD_WEIGHTS = 3.0
 
 
@@ -36,16 +36,16 @@ class Engines(msgspec.Struct):
     rollout: str  # file of conf/rollout
     dtype: str
     utilization: float  # rollout.gpu_memory_utilization
-    turns: int  # at once, for the throughput
+    turns: int  # concurrent turns for the throughput
     prompt: int  # tokens
     new: int
-    alone: int  # tokens of the one turn alone
+    alone: int  # tokens of the single turn
     beside: int  # turns that run while the version is loaded
-    beside_new: int  # tokens of one of them; others follow until the version is in place
+    beside_new: int  # tokens of each turn; more turns follow until the version is loaded
     changed: float  # share of the values that the version changes
     scored: int  # turns compared with the trainer's forward
     scored_new: int
-    given_back: float = 0.0  # of the memory, by one that sleeps
+    given_back: float = 0.0  # least share of the memory that a sleeping engine releases
     tensor_parallel: int = 1
 
 
@@ -59,7 +59,7 @@ SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
 
 
 def settings(report: Report, *overrides: str):
-    """The checked configuration of an engine of this model, by conf/rollout as a run has it."""
+    """Return the checked configuration of an engine of this model, by conf/rollout."""
     sizes, gpus = report.sizes, report.gpus
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
     words = (
@@ -121,8 +121,7 @@ async def turn(
     begun: asyncio.Event | None = None,
     temperature: float = 1.0,
 ) -> Turn:
-    """So many tokens: one that the model ends early is continued, so that all turns are equally
-    long."""
+    """Generate exactly `new` tokens: a turn that the model ends early is continued."""
     from rose import protocol
 
     made, part = Turn(prompt), 0
@@ -169,7 +168,7 @@ async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
 
 
 def _ways(report: Report, running) -> None:
-    """What CPU tests never have: the paths that vLLM takes on GPUs."""
+    """Check the paths that vLLM takes on GPUs, which CPU tests never take."""
     config = running._llm.vllm_config
     graphs = str(config.compilation_config.cudagraph_mode).rpartition(".")[2]
     expected = {"equal": True} if report.gpus else {}
@@ -189,7 +188,7 @@ async def _speed(report: Report, running) -> None:
 
     sizes, shape = report.sizes, read_shape(folder(report))
     weights = DTYPE_BYTES * shape.parameters
-    kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # of a turn, in the mean
+    kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # mean KV bytes of a turn
     bandwidth = report.setup.rates[1] if report.setup.rates else None
     await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
     began = time.monotonic()
@@ -224,8 +223,8 @@ async def _speed(report: Report, running) -> None:
 async def flip_under_traffic(
     report: Report, running, config, versions: Versions | None = None
 ) -> tuple[int, int, Versions]:
-    """(tokens by the old weights, by the new ones) of turns that ran meanwhile, and the versions'
-    store, which is made if none is given."""
+    """Load a version while turns run. Return the number of tokens by the old and by the new
+    weights, and the versions' store, which is created if none is given."""
     sizes = report.sizes
     versions = versions or Versions(
         folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
@@ -268,8 +267,7 @@ async def flip_under_traffic(
 async def _traffic(
     engine, name: str, prompt: list[int], new: int, begun: asyncio.Event, over: asyncio.Event
 ) -> list[int]:
-    """Turns one after the other until `over`, however long that is; each one's versions of its
-    tokens."""
+    """Run turns one after the other until `over` is set. Return the version of each token."""
     versions: list[int] = []
     while not over.is_set():
         versions += (await turn(engine, f"{name}.{len(versions)}", prompt, new, begun)).versions
@@ -277,8 +275,8 @@ async def _traffic(
 
 
 def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
-    """Engine against the trainer's forward pass over the same tokens, with the new weights and, to
-    see that it can tell, with the old."""
+    """Compare the engine's log-probabilities with the trainer's forward pass over the same tokens:
+    with the new weights, and with the old to see that the comparison is sensitive."""
     sizes, device = report.sizes, report.setup.device
     pairs = [(one.prompt, one.tokens) for one in turns]
     engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
@@ -317,7 +315,7 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
 
 
 def precision(report: Report) -> None:
-    """float32: everything that is not rounding shows."""
+    """Run the engine in float32, where any error larger than rounding shows."""
     asyncio.run(_engine(report, "rollout.enforce_eager=true", speed=False))
 
 
@@ -333,8 +331,8 @@ def sleep(report: Report) -> None:
 
 
 async def _sleep(report: Report) -> None:
-    """Memory goes back to the device while it sleeps; awake again it makes the same tokens, and
-    takes new weights."""
+    """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
+    weights, and with the folder's weights it must generate the same tokens as before."""
     config = settings(
         report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
     )
@@ -380,11 +378,11 @@ async def _sleep(report: Report) -> None:
 
 
 async def _forgets(report: Report, running, awake: int, others: int) -> None:
-    """As a lent engine that rests: its weights are read from the model's folder again."""
+    """Deactivate an engine, as when it idles. Activated, it reads the folder's weights again."""
     began = time.monotonic()
     await running.deactivate()
     report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
-    if report.gpus:  # on a CPU the pages that were given back come again only as they are touched
+    if report.gpus:  # not on a CPU, where released pages return only when touched
         report.figure(
             "memory given back again",
             (awake - _used(report, running, others)) / GIB,
@@ -398,7 +396,7 @@ async def _forgets(report: Report, running, awake: int, others: int) -> None:
 
 
 async def _greedy(report: Report, running) -> list[list[int]]:
-    """One after the other: what runs beside a turn changes how its sums are rounded."""
+    """Run greedy turns one by one, because a batch's other turns change the rounding of sums."""
     return [
         (await turn(running, f"greedy-{i}", prompt, report.sizes.new, temperature=0.0)).tokens
         for i, prompt in enumerate(prompts(report, report.sizes.turns, 11))
@@ -406,7 +404,8 @@ async def _greedy(report: Report, running) -> list[list[int]]:
 
 
 def _used(report: Report, running, others: int) -> int:
-    """The engine's bytes: of the device, of which others had so many as it started, or resident."""
+    """Return the engine's bytes: on a GPU those in use less the `others` that were in use before
+    its start, on a CPU its resident memory."""
     if report.gpus:
         return _device_used() - others
     from rose.memory import resident_bytes
@@ -415,7 +414,7 @@ def _used(report: Report, running, others: int) -> int:
 
 
 def _device_used() -> int:
-    """Bytes, by all processes."""
+    """Return the bytes that all processes use on the device."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

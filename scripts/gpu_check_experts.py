@@ -1,5 +1,5 @@
-"""gpu_check.py, a mixture's experts: their values and gradients against transformers' plain loop,
-and what ranks take of host memory as they read them under ZeRO-3."""
+"""The check of a mixture's experts for gpu_check.py: their values and gradients against
+transformers' plain loop, and the host memory of ranks that read them under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gpu_check_frame import Check, Report
 from gpu_check_trainer import GIB, spawn
 from harness import cfg, configured
 
-FOLDER = "experts"  # of the scratch folder
-CLOSE = 0.03  # of the largest value: bfloat16 has 8 bits, and both add up in their own order
-OTHERS = (
-    0.5  # of the experts' bytes, what a rank that merges none may take: libraries load meanwhile
-)
+FOLDER = "experts"  # name within the scratch folder
+CLOSE = 0.03  # share of the largest value; bfloat16 has 8 bits, and the two sum in different orders
+# Largest share of the experts' bytes that a rank may take if it merges none. It isn't 0, because
+# libraries load meanwhile.
+OTHERS = 0.5
 RANKS_CPU = 2
 STEP_S = 120.0
 STATUS = Path("/proc/self/status")
@@ -23,11 +23,11 @@ STATUS = Path("/proc/self/status")
 class Experts(msgspec.Struct):
     dtype: str
     hidden: int
-    width: int  # intermediate channels of one
+    width: int  # intermediate channels of an expert
     experts: int
     top_k: int
-    tokens: int  # which choose among the first half of the experts
-    layers: int  # of the model that is read
+    tokens: int  # tokens, which choose among the first half of the experts
+    layers: int  # layers of the model that is read
 
 
 GPU = Experts("bfloat16", 2048, 768, 128, 8, 4096, 2)  # a layer of Qwen3-30B-A3B
@@ -134,12 +134,14 @@ def _read(report: Report) -> None:
     report.figure("matrices read that are not the folder's", first["wrong"], most=0)
     report.figure("rank 0 took of the host as it read them", first["gib"], "GiB")
     if others:
-        bound = {"most": OTHERS * experts} if report.gpus else {}  # a CPU's share is there, too
+        # On a CPU the rank's own share of the weights is in host memory, too, so there is no bound.
+        bound = {"most": OTHERS * experts} if report.gpus else {}
         report.figure("another rank at most", max(r["gib"] for r in others), "GiB", **bound)
 
 
 def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Trainer) -> dict:
-    """Peak of the process's memory while it reads, mapped files included, beyond what it had."""
+    """Return the peak of the process's memory while it reads, including mapped files, less its
+    memory before, in GiB, and the number of wrong matrices."""
     import deepspeed
     from safetensors.torch import load_file
 
@@ -150,7 +152,7 @@ def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Tr
     folder = report.folder / FOLDER
     device = deepspeed_engine.use_device(report.setup.gpus, rank)
     deepspeed_engine.join_world(device, rank, world, local_place(port), STEP_S)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
     before = _kib("VmRSS")
     policy = deepspeed_engine._load_policy(trainer, folder, 2**16, None)
     took = (_kib("VmHWM") - before) * 1024 / GIB

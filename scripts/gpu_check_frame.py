@@ -1,8 +1,7 @@
-"""How gpu_check.py runs its checks: each in a process of its own with a deadline, what it reports,
-the table.
+"""Run the checks of gpu_check.py, each in a process with a deadline; their reports; the table.
 
-Imports neither torch nor vLLM. A check is a function of a `Report`; it reports figures with what
-was expected of them, raises `Impossible` where this machine can't have it, and anything else when
+Imports neither torch nor vLLM. A check is a function of a `Report`. It reports figures with their
+expected values, raises `Impossible` where this machine can't run it, and any other exception when
 it fails.
 """
 
@@ -29,36 +28,36 @@ from rose.sim.hardware import GPUS
 REPOSITORY = Path(__file__).resolve().parents[1]
 OK, FAILED, IMPOSSIBLE = "ok", "FAILED", "not possible here"
 POLL_S = 0.1
-LEAVE_S = 15.0  # for a check's processes to end after it, or when they are told to
-LOG_LINES = 25  # of a failed check's output that are shown
+LEAVE_S = 15.0  # seconds for a check's processes to end after the check or after SIGTERM
+LOG_LINES = 25  # last lines of a failed check's output that are shown
 
 
 class Impossible(Exception):
-    """This machine cannot have what the check is about; the text says why."""
+    """Raised by a check that this machine cannot run. The text gives the reason."""
 
 
 class Setup(msgspec.Struct):
-    """What every check is told. Written by the parent, read by the check's process."""
+    """The settings of all checks. Written by the parent, read by each check's process."""
 
     device: str  # cuda or cpu
-    gpus: int  # that are visible; 0 on a CPU
-    gpu: str  # the first one's name; "cpu"
-    memory_gib: float | None  # of the first
-    folder: str  # scratch, shared by the checks of one call
-    model: str | None  # as given: a folder or hub id; null: one of the shape of Qwen3-0.6B is made
+    gpus: int  # number of visible GPUs; 0 on a CPU
+    gpu: str  # name of the first GPU; "cpu" on a CPU
+    memory_gib: float | None  # GiB of the first GPU
+    folder: str  # scratch folder, shared by the checks of one call
+    model: str | None  # folder or hub id; if null, a model of Qwen3-0.6B's shape is created
     sizes: dict[str, dict[str, Any]]  # check -> its parameters
 
     @property
     def rates(self) -> tuple[float, float] | None:
-        """(dense bfloat16 FLOP/s, bytes/s of memory) that the maker publishes; null for a device
-        not in rose/sim/hardware.py."""
+        """The rates that the maker publishes: (dense bfloat16 FLOP/s, bytes/s of memory). None for
+        a device that is not in rose/sim/hardware.py."""
         words = self.gpu.replace("-", " ").split()
         found = [GPUS[word] for word in words if word in GPUS]
         return (found[0].flops, found[0].hbm_bytes_s) if found else None
 
 
 class Figure(msgspec.Struct):
-    """One measured value and what it should be; with no expectation it is only told."""
+    """A measured value and the expected one. Without an expectation it is only reported."""
 
     name: str
     value: float | bool | str
@@ -66,7 +65,7 @@ class Figure(msgspec.Struct):
     least: float | None = None
     most: float | None = None
     equal: bool | int | str | None = None
-    bound: float | None = None  # what arithmetic allows at most, from `source`
+    bound: float | None = None  # largest value that arithmetic allows, from `source`
     source: str = ""
     remedy: str = ""
 
@@ -108,8 +107,8 @@ def _number(value: float | bool | str) -> str:
 
 
 class Report:
-    """The check's side: every word is a line of JSON in a file, so that no library's output can be
-    taken for one."""
+    """The events of a check, written by its process. Each is a line of JSON in a file, so that no
+    library's output can be taken for one."""
 
     def __init__(self, setup: Setup, sizes: Any, path: Path) -> None:
         self.setup, self.sizes, self._file = (
@@ -130,7 +129,7 @@ class Report:
         self._file.write(json.dumps({"say": words}) + "\n")
 
     def figure(self, name: str, value: float | bool | str, unit: str = "", **expected: Any) -> bool:
-        """Whether it is as expected; the check goes on either way."""
+        """Report a value. True if it is as expected; the check continues in either case."""
         figure = Figure(name, value, unit, **expected)
         self._file.write(json.dumps({"figure": msgspec.to_builtins(figure)}) + "\n")
         return figure.ok
@@ -145,8 +144,8 @@ class Report:
         source: str,
         remedy: str = "",
     ) -> bool:
-        """A rate against a share of what arithmetic allows; without known rates of the device it is
-        only told."""
+        """Report a rate that should reach the share `floor` of `bound`, the limit of arithmetic.
+        Without a bound, because the device's rates are unknown, it is only reported."""
         if bound is None:
             return self.figure(name, value, unit)
         return self.figure(
@@ -158,7 +157,7 @@ class Report:
 
 
 class Check(msgspec.Struct, frozen=True):
-    """`work(report)` does it; `sizes`: device -> its parameters."""
+    """A check: `work(report)` runs it. `sizes`: device -> its parameters."""
 
     name: str
     what: str
@@ -166,7 +165,7 @@ class Check(msgspec.Struct, frozen=True):
     sizes: dict[str, Any]
     deadline_s: float
     remedy: str
-    least_gpus: int = 1  # where it runs on GPUs
+    least_gpus: int = 1  # least number of visible GPUs with --device cuda
     on_cpu: bool = True
     needs_model: bool = True
 
@@ -182,7 +181,7 @@ class Outcome(msgspec.Struct):
 
 
 def child(check: Check, setup_file: Path, events: Path) -> int:
-    """The check itself, in its own process."""
+    """Run the check itself, in its own process. Return its exit code."""
     setup = msgspec.json.decode(setup_file.read_bytes(), type=Setup)
     sizes = check.sizes[setup.device]
     given = {k: getattr(sizes, k) for k in sizes.__struct_fields__} | setup.sizes.get(
@@ -193,7 +192,7 @@ def child(check: Check, setup_file: Path, events: Path) -> int:
         check.work(report)
     except Impossible as error:
         report.end(IMPOSSIBLE, str(error))
-    except BaseException as error:  # whatever it was is what the check has found
+    except BaseException as error:  # any exception is the result of the check
         traceback.print_exc()
         report.end(FAILED, f"{type(error).__name__}: {error}")
         return 1
@@ -209,11 +208,11 @@ def run(
     tell: Callable[[str], None],
     script: Path = REPOSITORY / "scripts" / "gpu_check.py",
 ) -> Outcome:
-    """One check in a process (and session) of its own, ended after `deadline_s`; `tell` hears of
-    its progress. `script --child NAME SETUP EVENTS` calls `child`.
+    """Run one check in a process (and session) of its own, and end it after `deadline_s`. The
+    callback gets each line of progress. `script --child NAME SETUP EVENTS` calls `child`.
 
-    The caller must have called `rose.processes.adopt_orphans`: processes that the check leaves
-    behind are found so, ended, and make it fail.
+    The caller must have called `rose.processes.adopt_orphans`: so processes that the check leaves
+    behind are found and ended, and the check fails.
     """
     if setup.device == "cpu" and not check.on_cpu:
         return Outcome(check.name, IMPOSSIBLE, "needs a GPU")
@@ -268,11 +267,12 @@ def _follow(
     end: float,
     tell: Callable[[str], None],
 ) -> None:
-    """Until its end or the deadline; fills `outcome` with what it says."""
+    """Follow the check's events until it ends or its deadline passes, and fill `outcome`."""
     with events.open() as file:
         rest, alive = "", True
         while alive and time.monotonic() < end:
-            alive = process.poll() is None  # before the read: what it said last is read then
+            # Checked before the read, so that the last events are read, too.
+            alive = process.poll() is None
             rest += file.read()
             *lines, rest = rest.split("\n")
             for line in map(json.loads, lines):
@@ -292,7 +292,7 @@ def _follow(
 
 
 def _end_all(process: subprocess.Popen) -> list[str]:
-    """End what is left of a check; in words, what did not end by itself though the check had."""
+    """End all processes of a check. Return those that outlived the check itself, as text."""
     late = process.poll() is None
     if late:
         process.terminate()
@@ -301,7 +301,7 @@ def _end_all(process: subprocess.Popen) -> list[str]:
         time.sleep(POLL_S)
         process.poll()
     words = [] if late else [f"{one.pid} {_command(one)}" for one in left]
-    while left := _descendants():  # what is killed may have had children, which are ours now
+    while left := _descendants():  # repeated for children of killed processes, which are adopted
         for one in left:
             with suppress(psutil.NoSuchProcess):
                 one.send_signal(signal.SIGKILL)
@@ -311,7 +311,7 @@ def _end_all(process: subprocess.Popen) -> list[str]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Living ones; those that have ended are reaped."""
+    """Return the living descendants of this process, and reap the dead ones."""
     found = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -333,7 +333,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """check, state, what was measured, what was expected; with failures, why and what to do."""
+    """Return a table of checks: state, values and expectations, reasons and remedies."""
     rows: list[tuple[str, str, str, str]] = [("check", "state", "measured", "expected")]
     for one in outcomes:
         why = f": {one.words}" if one.words else ""
@@ -370,7 +370,7 @@ def tail(log: str) -> str:
 
 
 def write_json(path: Path, setup: Setup, outcomes: list[Outcome]) -> None:
-    """All figures, after each check anew: what a run that was ended had found is there."""
+    """Write all figures so far, after each check, so that an interrupted run keeps them."""
     found = [
         msgspec.to_builtins(one)
         | {

@@ -1,7 +1,8 @@
-"""gpu_check.py, what makes a trainer's step cheaper: compiled layers (trainer.compile), Liger's
-kernels (trainer.kernels=liger), and a second copy of ZeRO-3's weights within a node (trainer.hpz).
+"""The checks of options that make a trainer's step cheaper, for gpu_check.py: compiled layers
+(trainer.compile), Liger's kernels (trainer.kernels=liger), and a second copy of ZeRO-3's weights
+within a node (trainer.hpz).
 
-Each is run beside a trainer without it, on the same batches.
+Each option is compared with a trainer without it, on the same batches.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 from gpu_check_frame import Check, Impossible, Report
 from gpu_check_trainer import LIKE, Training, _shape, batch, settings, spawn, started
 
-# A gain that is a loss: the option does nothing there but cost its compilation.
+# Least speed relative to the step without the option. Below it the option gains nothing.
 NO_SLOWER = 0.95
-HPZ = 2  # ranks of a group
-EXACT = 1e-5  # relative, of float32
+HPZ = 2  # ranks in a group that holds a copy
+EXACT = 1e-5  # largest relative difference in float32
 
 
 class Steps(Training):
@@ -56,7 +57,8 @@ def hpz(report: Report) -> None:
 def _compare(
     report: Report, name: str, override: str, without: str, stage: int = 2, floor: float = NO_SLOWER
 ) -> None:
-    """Steps with `override` and without: the same gradients, and no slower than `floor`."""
+    """Compare steps with `override` and without: the gradients must be the same, and the speed at
+    least `floor` times that without."""
     ranks, zero = report.sizes.ranks, f"trainer.zero_stage={stage}"
     plain = spawn(report, _steps, ranks, zero)
     other = spawn(report, _steps, ranks, zero, override)
@@ -83,9 +85,10 @@ def _compare(
 
 
 def _differences(exact: list[dict], found: list[dict]) -> dict[str, float]:
-    """Of each rank's steps of a kind. Log-probabilities: the mean difference, nats. The gradient's
-    projections on random directions, which are as long as a parameter's gradient on average: their
-    differences' length, relative to theirs."""
+    """Return how far the steps of one kind differ. Log-probabilities of all ranks: the mean
+    difference in nats. Gradient: it is projected on random directions, one per parameter, and the
+    length of the projections' difference is relative to that of the projections. Gradient norm and
+    entropy: relative differences."""
     out = {
         name: abs(found[0][name] - exact[0][name]) / max(abs(exact[0][name]), 1e-12)
         for name in ("grad_norm", "entropy")
@@ -99,8 +102,8 @@ def _differences(exact: list[dict], found: list[dict]) -> dict[str, float]:
 
 @contextmanager
 def _looked_at(made, out: dict) -> Iterator[None]:
-    """`out`: of a step, this rank's first log-probabilities and, of the whole gradient, each
-    parameter's projection on a random direction, the same in every process."""
+    """Record a step in `out`: this rank's first log-probabilities, and a projection of each
+    parameter's whole gradient on a random direction that is the same in every process."""
     import torch
     from deepspeed.utils import safe_get_full_grad
 
@@ -130,7 +133,7 @@ def _looked_at(made, out: dict) -> Iterator[None]:
 
 
 def _steps(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
-    """Steps on padded rows and on prefix trees of the same batch."""
+    """Run and time steps on padded rows and on prefix trees of the same batch."""
     import torch
 
     from rose import protocol

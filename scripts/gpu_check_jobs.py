@@ -1,9 +1,9 @@
-"""gpu_check.py, whole runs: `launch.py` as a user calls it, with the trainer and an engine on one
-GPU in turn, or on two, with and without a second engine on the trainer's or a second trainer on the
-engine's; of a mixture of experts; of rows that two GPUs compute together.
+"""The checks of whole runs for gpu_check.py: `launch.py` as a user calls it. Trainer and engine use
+one GPU in turn, or two GPUs, with and without a second engine on the trainer's GPU or a second
+trainer on the engine's; a mixture of experts; rows that two GPUs compute together.
 
-The model is the tiny one of the default run, so that what is trained, published and loaded changes
-from step to step.
+The model is the tiny one of the default run, so that the weights that are trained, published and
+loaded change from step to step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 from gpu_check_frame import REPOSITORY, Check, Report
 from gpu_check_model import TOKENIZER_STEPS
 
-TAIL = 30  # lines of a failed run that are shown
+TAIL = 30  # last lines of a failed run's logs that are shown
 
 
 class Run(msgspec.Struct):
     overrides: list[str]
     steps: int
-    mismatch: float  # mean |log-probability difference| of engine and trainer, at most
+    mismatch: float  # largest mean |log-probability difference| of engine and trainer
 
 
 SMALL = [
@@ -48,11 +48,11 @@ ON_GPU = [
     "trainer.optimizer.lr=1e-4",
     "rollout.gpu_memory_utilization=0.5",
 ]
-# what a user with one GPU starts, with another model
+# The command of a user with one GPU, with another model.
 IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]
-# vLLM's fused experts, their names on the wire, and the trainer routing as the engine did
+# Covers vLLM's fused experts, their names in a version, and routing replayed by the trainer.
 EXPERTS = ["+model.recipe.experts=8", "trainer.router_replay=true"]
-# two trainer ranks compute each row, two engines have the same GPUs in turn
+# Two trainer ranks compute each row together. Two engines use the same GPUs in turn.
 LONG = [
     "colocate=true",
     "trainer.ranks=2",
@@ -66,7 +66,7 @@ HYBRID = [
     "scheduler.provisioning.args.hybrid_wait_s=0",
 ]
 REPLICAS = ["trainer.elastic_replicas=1"]
-SEVERAL = 30  # steps: the replica starts beside them
+SEVERAL = 30  # number of steps, during which the replica starts
 ON_CPU = [
     *SMALL,
     "rollout.kv_cache_gib=0.05",
@@ -129,7 +129,7 @@ def job(report: Report) -> None:
     report.figure("values published", last["publish_bytes"], "bytes", least=1)
     for name in sorted(k for k in last if k.startswith("time_")):
         report.figure(f"last step, {name.removeprefix('time_')}", last[name], "s")
-    # of sharing the device in turn
+    # Reported only when the device is shared in turn.
     for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):
         report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
     if shared := [row for row in steps if row.get("replicas")]:

@@ -1,4 +1,4 @@
-"""The smallest Triton kernel, for gpu_check.py: it shows that Triton can compile here."""
+"""The smallest Triton kernel, by which gpu_check.py shows that Triton can compile here."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
-"""gpu_check.py, an adapter: vLLM's LoRA kernels and CUDA graphs, with versions written into the
-adapter's memory while turns run."""
+"""The check of an adapter for gpu_check.py: vLLM's LoRA kernels and CUDA graphs, while versions are
+written into the adapter's memory and turns run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from run_weights import Whole
 
 from rose.config.trainer import FUSED
 
-RANK = 12  # vLLM's memory is for 16
+RANK = 12  # not a size of vLLM's, which then has memory for rank 16
 LORA = f"trainer.lora={{rank: {RANK}, alpha: {RANK}, targets: [{', '.join(FUSED)}]}}"
-DEVIATIONS = {"A": 0.02, "B": 0.05}  # beside the random model's 0.02: a tenth of its matrices
+# Standard deviations of A and B. Their product is about a tenth of the random model's matrices,
+# whose deviation is 0.02.
+DEVIATIONS = {"A": 0.02, "B": 0.05}
 GPU = engine.Engines("gpu", "bfloat16", 0.6, 0, 64, 0, 0, 16, 512, 1.0, 16, 96)
 CPU = engine.Engines("cpu", "bfloat16", 0.9, 0, 16, 0, 0, 2, 300, 1.0, 4, 24)
 
 
 class Adapters(Whole):
-    """A store of random adapters beside the model folder's weights; `tensors`: the newest."""
+    """A store of random adapters beside the model folder's weights. `tensors` are the newest."""
 
     def __init__(self, model: Path, store: Path, dtype: str, lora: cfg.Lora) -> None:
         import torch
@@ -44,7 +46,7 @@ class Adapters(Whole):
         super().__init__(store, tensors, shape, base=base)
 
     def change(self, share: float) -> int:
-        """Another random adapter; the new version."""
+        """Publish another random adapter and return its version."""
         import torch
 
         self.version += 1

@@ -1,7 +1,7 @@
-"""gpu_check.py, the machine: driver, packages and compilers, what the device does raw; nothing left.
+"""The checks of the machine for gpu_check.py: driver, packages, compilers, speeds, memory left.
 
-Raw speeds come first, because all others are read against them: a GPU that is throttled, shared or
-cut by MIG shows here.
+Raw speeds come first, because all other speeds are read against them: a GPU that is throttled,
+shared or cut by MIG shows here.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from gpu_check_frame import Check, Impossible, Report
 
 SMI_S = 60.0
 PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
-LEAST_CAPABILITY = 8.0  # bfloat16 and FlashAttention
+LEAST_CAPABILITY = 8.0  # compute capability that bfloat16 and FlashAttention need
 LEAST_SHM_GIB = 8.0
 LEAST_DISK_GIB = 5.0
-FREE_SHARE = 0.95  # of the memory, before anything of ours runs
+FREE_SHARE = 0.95  # share of the device's memory that must be free before the checks
 GIB = 2**30
 
 
 class Machine(msgspec.Struct):
-    copied_bytes: int  # of the device-to-device copy
-    matrix: int  # side of the squares that are multiplied
+    copied_bytes: int  # bytes of the device-to-device copy
+    matrix: int  # side of the square matrices that are multiplied
     repeats: int
-    shm_gib: float  # that /dev/shm should have
+    shm_gib: float  # GiB that /dev/shm must have free
     disk_gib: float
 
 
 class Ranks(msgspec.Struct):
     backend: str
-    ranks: int | None  # null: all GPUs
+    ranks: int | None  # null for all GPUs
 
 
 class Nothing(msgspec.Struct):
-    """No sizes."""
+    """The sizes of a check that has none."""
 
 
 def visible(listed: int) -> int:
-    """GPUs that a process started from here sees, of `listed` ones."""
+    """Return how many of `listed` GPUs a process that is started here sees."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return listed
@@ -64,7 +64,7 @@ def machine(report: Report) -> None:
         try:
             report.say(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            wanted = report.gpus or name != "triton"  # which CPU builds do without
+            wanted = report.gpus or name != "triton"  # CPU builds need no triton
             report.say(f"{name} is not installed" + ("" if wanted else ", and not needed on a CPU"))
     _host(report)
     if report.gpus:
@@ -105,8 +105,7 @@ def _host(report: Report) -> None:
 
 
 def _driver(report: Report) -> None:
-    """What the doctor says of driver and devices, what torch and the environment say, and whether
-    they agree."""
+    """Check that the doctor, torch and the environment agree about driver and devices."""
     from rose.doctor import devices
 
     for finding in devices.of_node(max(1, report.setup.gpus), 0.0):
@@ -123,7 +122,7 @@ def _driver(report: Report) -> None:
         raise RuntimeError(f"torch {torch.__version__} is a CPU build: {devices.INSTALL}")
     report.figure("torch was built for CUDA", torch.version.cuda)
     report.figure("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
-    torch.cuda.init()  # raises with the driver's own words
+    torch.cuda.init()  # raises an error with the driver's message
     report.figure(
         "GPUs that torch sees",
         torch.cuda.device_count(),
@@ -167,8 +166,8 @@ def _driver(report: Report) -> None:
 
 
 def _compiler(report: Report) -> None:
-    """Triton builds a launcher in C at first use; without a compiler or Python's headers vLLM does
-    not start."""
+    """Check for a C compiler and Python's headers. Triton builds a launcher in C at first use;
+    without them vLLM does not start."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
     report.figure(
         "C compiler", compiler, remedy="Triton needs one: apt-get install gcc, or module load gcc"
@@ -194,7 +193,7 @@ def _compiler(report: Report) -> None:
 
 
 def _raw(report: Report) -> None:
-    """A copy on the device, copies over the bus, and a product of bfloat16 matrices."""
+    """Time a copy on the device, copies over the bus, and a product of bfloat16 matrices."""
     import torch
 
     sizes, device = report.sizes, torch.device(report.setup.device)
@@ -249,7 +248,7 @@ def _raw(report: Report) -> None:
 
 
 def timed(work: Callable[[], Any], device, repeats: int) -> float:
-    """Seconds of the fastest of `repeats`, after one that is not counted."""
+    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
     import torch
 
     work()
@@ -269,7 +268,7 @@ def _synchronize(torch, device) -> None:
 
 
 def nccl(report: Report) -> None:
-    """The doctor's all-reduce, a GPU per rank: the sum is checked, then it is timed."""
+    """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
     from rose.doctor.finding import run
 
     ranks = report.sizes.ranks or report.setup.gpus
@@ -288,8 +287,8 @@ def nccl(report: Report) -> None:
 
 
 def left(report: Report) -> None:
-    """Nothing of this call's checks is on the devices any more. gpu_check_frame ends a check that
-    leaves processes."""
+    """Check that the checks of this call hold no memory on the devices. Processes that a check
+    leaves behind are ended by gpu_check_frame."""
     import torch
 
     if not report.gpus:

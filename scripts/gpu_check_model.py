@@ -1,8 +1,7 @@
-"""gpu_check.py, the model and its versions: a random one of Qwen3-0.6B's shape, stores of weights
-that changed, scores.
+"""The model of gpu_check.py: a random one of Qwen3-0.6B's shape, changed versions, scores.
 
-Where no model is given nothing is downloaded: the tiny model of the default run lends its tokenizer
-and chat template, its config is given other sizes, and the weights are drawn on the device.
+Without --model nothing is downloaded: tokenizer and chat template come from the tiny model of the
+default run, its config gets other sizes, and the weights are drawn on the device.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from gpu_check_frame import Check, Report
 from harness import cfg, configured
 from run_weights import Whole
 
-DEVIATION = 0.02  # of the weights; norms are ones
-AT_ONCE = 2**24  # values that are drawn at once
-# of the tiny model's recipe: enough conversations for its tokenizer, and a quarter of the time
+DEVIATION = 0.02  # standard deviation of the weights; norms are ones
+AT_ONCE = 2**24  # values that are drawn at once, which bounds the memory on the device
+# Steps of the tiny model's recipe: enough for its tokenizer, in a quarter of the time.
 TOKENIZER_STEPS = 63
-FOLDER = "model"  # of the scratch folder
+FOLDER = "model"  # name within the scratch folder
 
 
 class Shape(msgspec.Struct):
-    """As in a Qwen3 config.json. `hidden` null: the tiny model as it is."""
+    """Sizes as in a Qwen3 config.json. `hidden_size` null stands for the tiny model as it is."""
 
     hidden_size: int | None
     intermediate_size: int
@@ -44,7 +43,7 @@ AS_IT_IS = Shape(None, 0, 0, 0, 0, 0, 0, 0)
 
 
 def folder(report: Report) -> Path:
-    """The model that the check `model` has put there."""
+    """Return the folder into which the check `model` puts the model."""
     return report.folder / FOLDER
 
 
@@ -73,8 +72,7 @@ def model(report: Report) -> None:
 
 
 def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
-    """A random model with the tokenizer of `tiny`; its own tokens are the first of the
-    vocabulary."""
+    """Create a random model whose vocabulary begins with the tokens of `tiny`'s tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,8 +100,7 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
 
 
 class Versions(Whole):
-    """A store whose versions are the model folder's weights with values changed; `tensors`: the
-    newest, on the CPU."""
+    """A store of changed versions of the folder's weights. `tensors` are the newest, on the CPU."""
 
     lora = None  # all weights change
 
@@ -123,14 +120,14 @@ class Versions(Whole):
         self.version = 0
 
     def change(self, share: float) -> int:
-        """So large a share of the values, drawn at random, is moved by a deviation of its tensor;
-        the new version."""
+        """Move a random share of the values, with deviation DEVIATION. Publish the new version."""
         import torch
 
         there = {"generator": self._generator, "device": self._device}
         for name, tensor in self.tensors.items():
             parts = []
-            for part in tensor.reshape(-1).split(AT_ONCE):  # an engine leaves little of the device
+            # In parts, because an engine leaves little of the device's memory.
+            for part in tensor.reshape(-1).split(AT_ONCE):
                 old = part.to(self._device).float()
                 new = old + torch.randn(old.shape, **there) * DEVIATION
                 parts.append(
@@ -152,8 +149,8 @@ def score(
     tensors: dict[str, Any] | None,
     lora: cfg.Lora | None = None,
 ) -> np.ndarray:
-    """The trainer's log-probability of every new token of (prompt, new tokens), all turns in a row;
-    `tensors`: weights in place of the folder's, or the adapter's."""
+    """Return the trainer's log-probability of every new token of the (prompt, new tokens) in
+    `turns`, all turns in a row. `tensors` replace the folder's weights, or are the adapter's."""
     import torch
 
     from rose.trainer.model import load

@@ -1,5 +1,5 @@
-"""gpu_check.py, the trainer: ZeRO-3 on every GPU that is visible, memory and speed; and a version
-from its shards into tensors on the device.
+"""The checks of the trainer for gpu_check.py: memory and speed of ZeRO-3 on all visible GPUs, and a
+version from its shards into tensors on the device.
 
 Each rank is a process. Imports torch and DeepSpeed only within the checks.
 """
@@ -21,32 +21,35 @@ from run_weights import threads
 
 GIB = 2**30
 JOIN_S = 30.0
-# least share of the dense peak; operations without the recomputation
+# Least share of the dense peak. Recomputed operations don't count.
 MFU_ROWS, MFU_TREES = (0.08, 0.04)
-LIKE = 0.05  # trees and rows give the same gradient norm and entropy within so much, in bfloat16
-ESTIMATE = (0.4, 1.1)  # of rose.launch.memory's estimate, what the peak may be
+# Largest relative difference in gradient norm and entropy between trees and rows, in bfloat16.
+LIKE = 0.05
+ESTIMATE = (0.4, 1.1)  # allowed range of the peak, as multiples of rose.launch.memory's estimate
 
 
 class Training(msgspec.Struct):
     dtype: str
     groups: int
     members: int  # rows of a group
-    shared: int  # tokens that its rows begin with
-    own: int  # tokens of each row behind them, made by the policy
+    shared: int  # tokens with which all rows of a group begin
+    own: int  # tokens after them in each row, by the policy
     micro_batch_tokens: int
     checkpointing: bool
     offload: (
-        bool  # the optimizer to the host: needs nvcc and a minute to build, so only if asked for
+        # Offloads the optimizer to the host. Off by default: it needs nvcc and a minute.
+        bool
     )
-    timed: int  # steps of each kind that are timed, behind one that is not
+    timed: int  # timed steps of each kind, after one that is not timed
 
 
 class Moves(msgspec.Struct):
     dtype: str
-    shares: list[float]  # of changed values, one version each
-    stage_gib: float  # of blocks that are staged whole
+    shares: list[float]  # shares of values that change, a version for each
+    stage_gib: float  # GiB for blocks that are staged whole
     peak_share: (
-        float  # of the weights' bytes: what staging may take on the device besides, at the most
+        # Largest memory that staging may take on the device, as a multiple of the weights.
+        float
     )
 
 
@@ -55,7 +58,7 @@ CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
 
 
 def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
-    """The configuration of `world` trainer ranks, by conf/trainer/zero3_gpu as a run has it."""
+    """Return the configuration of `world` trainer ranks, by conf/trainer/zero3_gpu."""
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
     return configured(
         *gpus,
@@ -77,8 +80,8 @@ def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *
 
 
 def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
-    """What `work(setup, sizes, rank, world, port, *arguments)` returns on each rank, a process
-    each."""
+    """Run `work(report, rank, world, port, *arguments)` on each rank, in a process each, and return
+    the results. Raises `RuntimeError` if a rank dies."""
     port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
@@ -155,7 +158,7 @@ def trainer(report: Report) -> None:
             "dense bfloat16, recomputation not counted",
             "is the CPU busy? trainer.micro_batch_tokens larger?",
         )
-        # NaN is not either
+        # A norm of NaN fails, too.
         report.figure(f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9)
     for name in ("grad_norm", "entropy"):
         rows, trees = first["rows"][name], first["trees"][name]
@@ -213,8 +216,8 @@ def _shape(report: Report):
 
 
 def _flops(shape, ranks: list[dict]) -> float:
-    """Of forward and backward: 6 per weight and token, 12 per attended pair and channel, the head
-    where it is needed."""
+    """Return the operations of forward and backward passes: 6 per weight and token, 12 per attended
+    pair and channel, and the head only for generated tokens."""
     layer = shape.parameters - shape.vocab * shape.hidden * (1 if shape.tied_embeddings else 2)
     head = shape.vocab * shape.hidden
     width = shape.heads * shape.head_dim
@@ -225,7 +228,7 @@ def _flops(shape, ranks: list[dict]) -> float:
 
 
 def _train(report: Report, rank: int, world: int, port: int) -> dict:
-    """Steps on padded rows and on prefix trees of the same batch, then a version."""
+    """Train steps on padded rows and on prefix trees of the same batch, then publish a version."""
     import torch
 
     from rose import protocol
@@ -294,8 +297,7 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
 
 
 def _in_turn(report: Report, made, train) -> dict[str, float]:
-    """The device's memory is given back as for an engine's turn, and taken again: the next step is
-    as the last."""
+    """Release the device's memory as for an engine and reclaim it, then train another step."""
     import torch
 
     made.share_device(report.folder)
@@ -317,7 +319,7 @@ def _in_turn(report: Report, made, train) -> dict[str, float]:
 
 
 def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:
-    """What a rank computes: tokens, of them made by the policy, and attended pairs."""
+    """Return what a rank computes: tokens, those among them by the policy, attended pairs."""
     from rose.trainer.batching import Padded, size_of
 
     tokens = sum(size_of(m, packing) for m in micro_batches)
@@ -325,7 +327,7 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
     length = sizes.shared + sizes.own
     if isinstance(packing, Padded):
         pairs = rows * length**2 / 2
-    # each row's own part attends to itself and the shared one, which is counted once per tree
+    # A row's own part attends to itself and the shared part, whose own pairs count once per tree.
     else:
         pairs = (
             rows * (sizes.own**2 / 2 + sizes.own * sizes.shared)
@@ -335,8 +337,7 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
 
 
 def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
-    """Rows of random tokens, `members` of each group beginning alike; every other one is a
-    success."""
+    """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
     from rose import protocol
 
     dice, rows = np.random.default_rng(0), {}
@@ -362,7 +363,7 @@ def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
 
 
 def started(report: Report, config, rank: int, world: int, port: int):
-    """The rank's `Trainer`, with its store open."""
+    """Return the rank's `Trainer` with an open store."""
     from rose.comm.address import local_place
     from rose.config import read_shape
     from rose.engine import layout
@@ -378,8 +379,8 @@ def started(report: Report, config, rank: int, world: int, port: int):
 
 
 def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
-    """(tensors of the newest version, of them those that are not the float32 weights, gathered by
-    DeepSpeed and rounded). All ranks together; the first one counts."""
+    """Return the number of tensors of the newest version, and how many of them differ from the
+    float32 weights that DeepSpeed gathers, rounded. All ranks call it; rank 0 compares."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -428,8 +429,7 @@ def transfer(report: Report) -> None:
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
-    """From ZeRO's shards on the device through a store into other tensors on it, at several shares
-    of changes."""
+    """Move versions of several shares of changes from ZeRO's shards through a store to tensors."""
     import torch
 
     from rose.transfer.live import Live
@@ -481,8 +481,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
 
 
 def _move(weights, share: float, generator) -> dict:
-    """Change so large a share of the float32 weights, by an eighth of each; what every tensor then
-    is, as published."""
+    """Multiply a share of the weights by 9/8. Return all tensors as they must be published."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 

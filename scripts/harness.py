@@ -1,5 +1,4 @@
-"""What several scripts share: a run's configuration, and processes that answer in lines of JSON.
-Not a command."""
+"""Shared by scripts: a run's configuration, and processes that answer in JSON. Not a command."""
 
 from __future__ import annotations
 
@@ -24,25 +23,26 @@ from rose import front
 from rose.processes import die_with_parent
 
 ANSWER_S, END_S = 900.0, 10.0
-# For processes of a script: this checkout first, then what the caller named, which may be where all
-# packages are (scripts/gpu_kit/).
+# PYTHONPATH for processes of a script: this checkout first, then the caller's, which may be where
+# all packages are (scripts/gpu_kit/).
 PATHS = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 }
 
 
 class Failed(SystemExit):
-    """What went wrong, said once."""
+    """A script's error, which ends it with one message."""
 
 
 def configured(*overrides: str) -> cfg.Config:
-    """conf/ with these overrides, checked as a run's."""
+    """Compose conf/ with these overrides and check it as a run's."""
     return cfg.from_dict(front.compose(REPOSITORY / "conf", list(overrides))[0])
 
 
 def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
-    """`defaults` with what key=value words give, of the same types; --help prints `doc`. Raises
-    `Failed` naming the word that is wrong."""
+    """Return `defaults` with the values that key=value `words` give, converted to the same types.
+    --help prints `doc`. Raises `Failed` naming the word that is wrong.
+    """
     if {"-h", "--help"} & set(words):
         print(doc)
         raise SystemExit(0)
@@ -60,7 +60,7 @@ def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
 
 
 def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
-    """The words of a comma-separated option; all of `known` if it is empty. Raises `Failed`."""
+    """Return a comma-separated option's names, all of `known` if it is empty. Raises `Failed`."""
     found = [word for word in text.split(",") if word]
     if unknown := set(found) - set(known):
         raise Failed(f"{key}={text}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -71,9 +71,9 @@ _drawn = random.Random(os.getpid())
 
 
 def free_port() -> int:
-    """One of loopback that nobody has. Below those that the system gives to whoever connects or
-    binds port 0, where there are such: they would take it before a program that is slow to
-    start."""
+    """Return a free port of the loopback. It lies below the ports that the system assigns to
+    connections and to port 0, where there are ports below: otherwise the system might assign it
+    before a slow program binds it."""
     first = int(
         Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0]
     )
@@ -87,8 +87,7 @@ def free_port() -> int:
 
 
 class Child:
-    """A command whose stdout is read line by line; its log takes the rest. It dies with this
-    process."""
+    """A command that dies with this process. Its stdout is read by line, stderr is its log."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, env: Mapping[str, str] = {}, **popen
@@ -146,7 +145,7 @@ class Child:
 
 
 def stop(process: subprocess.Popen, patience_s: float = 60.0) -> None:
-    """SIGTERM, and SIGKILL where that does not help."""
+    """End a process by SIGTERM, and by SIGKILL if it has not ended after `patience_s`."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -157,7 +156,8 @@ def stop(process: subprocess.Popen, patience_s: float = 60.0) -> None:
 
 
 def answers() -> Callable[[dict], None]:
-    """In a `Child`, first of all: `say(answer)`. What libraries print goes into its log."""
+    """Return `say(answer)`, which prints to the parent. A `Child` calls this first: afterwards,
+    output of libraries goes into its log."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return lambda answer: print(json.dumps(answer), file=out, flush=True)

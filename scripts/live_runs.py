@@ -1,13 +1,14 @@
 """Short live runs on this machine whose engines are confined to a CPU quota each.
 
-What validate_sim.py and bench_live.py share. Not a command.
+Shared by validate_sim.py, bench_live.py, bench_tail.py and prove_promise.py. Not a command.
 
-A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has), with periods
-as short as the kernel allows, so that a step of a few milliseconds is stretched and not stopped. It
-has the greatest weight: what else the CPUs do would not slow a GPU down. It holds vLLM's engine
-processes, which stand for GPUs, and not the ranks and servers in front of them, which would have
-cores of their host. It is set when the engines have started. Without a writable controller there
-are no quotas: the scripts refuse, unless `--quota 0` says that none is wanted.
+A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
+are as short as the kernel allows, so that a step of a few milliseconds is stretched and not
+stopped. Its weight is the greatest, because other load on the CPUs would not slow a GPU down. It
+holds vLLM's engine processes, which stand for GPUs. The ranks and servers in front of them are
+outside, because they would have cores of their host. It is set once the engines have started.
+Without a writable controller there are no quotas: the scripts refuse to run, unless `--quota 0`
+says that none is wanted.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from rose.lending.profile import stolen_s
 from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
 
-ENGINE = "VLLM::EngineCore"  # what vLLM calls the process that computes
-PERIOD_US, LEAST_US = 10_000, 1_000  # the least period, and Linux's least quota of a period
+ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
+PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
 FAVOURED = -10  # the nice value of servers in front of engines
-LOOK_S = 0.5  # a look at all processes takes 10 ms
+LOOK_S = 0.5  # seconds between two polls of all processes, which take 10 ms
 CORES = os.cpu_count() or 1
 CALM = 0.05
-# how long before a run the machine is to be calm, and how long to wait for that
+# Seconds for which the machine must be calm before a run, and longest wait for that.
 WATCH_S, PATIENCE_S = (5.0, 600.0)
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
-# vLLM's own where no device is shared; it can write down its steps
+# Like vLLM's own scheduler where no device is shared, but able to log its steps.
 SCHEDULER = "rose.lending.vllm.rollout.scheduler"
 ALIKE = (
     "eval.episodes=0",
@@ -53,10 +54,11 @@ ALIKE = (
     "trainer.threads=1",
     "trainer.checkpoint_every=1000000",
     "algorithm=decoupled_ppo",
-    "trainer.optimizer.lr=1e-9",  # the policy stays as it is, and so do lengths
+    "trainer.optimizer.lr=1e-9",  # negligible, so that the policy and its lengths stay the same
     f"+rollout.engine_args.scheduler_cls={SCHEDULER}",
+    # vLLM's default on a CPU is 128. On average half a block of a turn's context is computed again.
     "+rollout.engine_args.block_size=32",
-)  # on a CPU 128: half a block of a turn's context is computed again
+)
 
 
 class Quota:
@@ -87,8 +89,8 @@ class Quota:
             ) from None
 
     def add(self, pid: int, everybody: bool = False) -> None:
-        """The engines that run below this process; `everybody`: and whatever else does, for a
-        process that starts more than one engine: only the first is called ENGINE."""
+        """Put the engines below this process into the quota. `everybody`: all processes below it,
+        for one that starts several engines, of which only the first is named ENGINE."""
         if self._folder is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -100,8 +102,8 @@ class Quota:
 
     @staticmethod
     def favour(pid: int) -> None:
-        """Let what serves in front of an engine run before other work: it has cores of its own
-        where the engine is a GPU."""
+        """Give servers in front of an engine priority over other work, because they have cores of
+        their own where the engine is a GPU."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             for one in (process, *process.children(recursive=True)):
@@ -119,8 +121,7 @@ class Quota:
                 os.sched_setaffinity(thread.id, {self._core})
 
     def limit(self) -> None:
-        """From now on. Raises `SystemExit` if no engine was found: its figures would be those of
-        another machine."""
+        """Set the limit. Raises `SystemExit` if there is no engine in the quota."""
         if self._folder is None:
             return
         if not (self._folder / "cgroup.procs").read_text(encoding="utf-8"):
@@ -138,7 +139,7 @@ class Quota:
             (self._folder / name).write_text(str(value), encoding="utf-8")
 
     def close(self) -> None:
-        """After the end of its processes."""
+        """Remove the cgroup once its processes have ended."""
         if self._folder is None:
             return
         end = time.monotonic() + 30
@@ -147,27 +148,26 @@ class Quota:
                 self._folder.rmdir()
                 return
             except OSError:
-                time.sleep(0.1)  # some process is not quite gone
+                time.sleep(0.1)  # retried until the last process is gone
 
 
 class Stolen(NamedTuple):
-    """What the hypervisor has taken from this machine so far, for others."""
+    """The processor time that the hypervisor has taken from this machine so far."""
 
-    at: float  # by the wall's clock
-    seconds: float  # of all cores
+    at: float  # wall-clock time
+    seconds: float  # seconds of all cores together
 
     @staticmethod
     def now() -> Stolen:
         return Stolen(time.time(), stolen_s())
 
     def share_since(self, before: Stolen) -> float:
-        """Of the machine's time between the two."""
+        """Return the share of the machine's time that was taken since `before`."""
         return (self.seconds - before.seconds) / (self.at - before.at) / CORES
 
 
 def wait_for_calm(log: Callable[[str], None]) -> None:
-    """Until the hypervisor has left busy cores to us for WATCH_S, or PATIENCE_S have passed: it may
-    come later."""
+    """Wait until the hypervisor leaves this machine its cores for WATCH_S, at most PATIENCE_S."""
     end, logged = time.monotonic() + PATIENCE_S, False
     while time.monotonic() < end:
         before = Stolen.now()
@@ -189,7 +189,7 @@ def wait_for_calm(log: Callable[[str], None]) -> None:
 
 
 class Ran:
-    """What a run of launch.py has measured."""
+    """The measurements of a run of launch.py."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.run = folder / name
@@ -200,12 +200,11 @@ class Ran:
         return (self.run / "status" / "finished.json").exists()
 
     def steps(self, skip: int) -> list[dict]:
-        """Rows of metrics.jsonl without the first `skip`, in which kernels are compiled and quotas
-        set."""
+        """Return the steps of metrics.jsonl after the first `skip`, which compile kernels."""
         return rows_of(read_metrics(self.run), "step")[skip:]
 
     def calm_steps(self, skip: int) -> list[dict]:
-        """Of these, in which the hypervisor took less than CALM of the machine."""
+        """Return the rows during which the hypervisor took less than CALM of the machine."""
         rows = self.steps(skip)
         return [
             row
@@ -214,9 +213,9 @@ class Ran:
         ]
 
     def calm_row(self, skip: int, count: int) -> list[dict]:
-        """The first `count` of these in a row, in all of which together it took less; [] while
-        there are none. Where long steps follow short ones, more of the single calm ones would be
-        short than of all."""
+        """Return the first `count` consecutive rows of `steps` during which the hypervisor took, in
+        total, less than CALM; [] while there are none. Single calm steps would be a biased choice:
+        short steps are calm more often than long ones."""
         rows = self.steps(skip)
         taken = self._taken(rows)
         for at in range(len(rows) - count + 1):
@@ -226,7 +225,7 @@ class Ran:
         return []
 
     def _taken(self, rows: list[dict]) -> np.ndarray:
-        """Seconds of cores that the hypervisor took in each step."""
+        """Return the core-seconds that the hypervisor took in each step."""
         at, lost = zip(
             *(
                 json.loads(line)
@@ -247,7 +246,7 @@ class Ran:
 
 
 class Live(Ran):
-    """One run, begun now, each dedicated engine in a quota of its own."""
+    """A run of launch.py that starts at once, with each dedicated engine in a quota of its own."""
 
     def __init__(
         self,
@@ -291,10 +290,10 @@ class Live(Ran):
         return self._process.poll() is not None
 
     def look(self) -> None:
-        """Confine engines that have come up; call often."""
+        """Confine the engines that have started. Call this often."""
         self._stolen.write(json.dumps(Stolen.now()) + "\n")
         for path in (self.run / "status").glob("attempt-*/rank-*.json"):
-            with contextlib.suppress(ValueError):  # it is just being written
+            with contextlib.suppress(ValueError):  # file that is being written
                 rank = json.loads(path.read_text(encoding="utf-8"))
                 if rank["role"] == "rollout" and not self._limited:
                     if rank["index"] not in self._quotas:
@@ -306,7 +305,7 @@ class Live(Ran):
             self._limited = True
 
     def wait(self, deadline_s: float) -> None:
-        """To its end. Raises `SystemExit` with its log's name if it fails or takes longer."""
+        """Wait until the run ends. Raises `SystemExit` naming its log if it fails or is late."""
         end = time.monotonic() + deadline_s
         try:
             while not self.over:
@@ -333,8 +332,9 @@ class Live(Ran):
 
 
 def end_in_order() -> None:
-    """SIGTERM and Ctrl-C are an exit with 143 and 130 in this script, so that what it has started
-    is ended, too: a second one, as `timeout` sends beside a terminal's, does not break that off."""
+    """Make SIGTERM and Ctrl-C exit this script with 143 and 130, so that it ends the processes that
+    it started. A second signal, which `timeout` may send beside a terminal's, is ignored, so that
+    it does not interrupt that."""
     asked = (signal.SIGTERM, signal.SIGINT)
 
     def leave(number: int, _frame: object) -> None:
@@ -347,14 +347,15 @@ def end_in_order() -> None:
 
 
 class Durations:
-    """Seconds from a group's admission to the end of each of its training trajectories, from
-    `from_step` on. A journal as the simulator takes it; a live one is read into it."""
+    """A journal that collects the seconds from a group's admission to the end of each of its
+    training trajectories, from step `from_step` on. A simulator or a journal's reader fills it."""
 
     def __init__(self, from_step: int) -> None:
         self._from, self._step = from_step, 0
         self._admitted: dict[str, tuple[float, int]] = {}
         self._group_of: dict[str, str] = {}
-        self._seconds: dict[int, list[float]] = {}  # by the step in which the group was admitted
+        # Seconds of each trajectory, by the step in which its group was admitted.
+        self._seconds: dict[int, list[float]] = {}
 
     def write(self, event: ev.Event, actions: list[ev.Action]) -> None:
         match event:
@@ -372,5 +373,5 @@ class Durations:
 
     @property
     def p95(self) -> dict[int, float]:
-        """The 95th percentile of the groups admitted in each step."""
+        """The 95th percentile of seconds, by the step in which the groups were admitted."""
         return {step: float(np.percentile(of, 95)) for step, of in self._seconds.items()}

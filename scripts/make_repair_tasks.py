@@ -1,13 +1,13 @@
-"""Makes repair tasks for env=terminal: small Python modules with one bug each, and tests that show it.
+"""Make repair tasks for env=terminal: small Python modules with one bug each, and their tests.
 
     python scripts/make_repair_tasks.py --out tasks --count 200 --held-out 40 --seed 1
     python launch.py env=terminal env.args.tasks=tasks model=...
 
-A module is one of `MODULES` with constants drawn from the seed; its bug is one changed operator,
-comparison or constant, of which tests that the module passes fail. So each task is solved by the
-module as it was (solution/solve.sh). No two have the same text, and no module is in both splits. The
-agent sees half of the tests, one failing at least; all of them judge, in another process than the
-module's. Left out: bugs of two places.
+A module is one of `MODULES` with constants drawn from the seed. Its bug is one changed operator,
+comparison or constant that makes tests fail which the module passes. So each task is solved by the
+original module (solution/solve.sh). No two tasks have the same text, and no module is in both
+splits. The agent sees half of the tests, of which at least one fails. All tests judge, in another
+process than the module's. Left out: bugs in two places.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-RUN_S = 5.0  # of all tests of a module: a bug may make a loop endless
-DRAWS = 200  # for one task that is not there yet
+RUN_S = 5.0  # seconds of all tests of a module, because a bug may make a loop endless
+DRAWS = 200  # attempts to find one new task
 CASES = 12
-CHECK_S = 10  # of the agent's module; below verifier.timeout_sec
+CHECK_S = 10  # seconds of the agent's module, below verifier.timeout_sec
 
 # (name, source, inputs): A and B are constants of 2 to 60, A < B; inputs draw the arguments.
 MODULES = {
@@ -41,7 +41,8 @@ MODULES = {
     "pairs": "def pairs(xs):\n    count = 0\n    for i in range(len(xs)):\n        for j in range(i + 1, len(xs)):\n            if xs[i] + xs[j] == A + B or xs[i] - xs[j] == A:\n                count += 1\n    return count\n",
     "steps": "def steps(x):\n    made = 0\n    x = abs(x) + 1\n    while x != 1 and made < A + B:\n        x = x // 2 if x % 2 == 0 else 3 * x + 1\n        made += 1\n    return made\n",
 }
-OF_ONE = ("clamp", "digits", "fares", "wrap", "steps")  # take a number; the others a list
+# These modules take a number, the others a list.
+OF_ONE = ("clamp", "digits", "fares", "wrap", "steps")
 
 SWAPS = {
     ast.Lt: (ast.LtE, ast.Gt),
@@ -132,7 +133,7 @@ sys.exit(failed > 0)
 
 
 def module(rng: random.Random) -> tuple[str, str]:
-    """A module's name and source."""
+    """Return a module's name and source."""
     name = rng.choice(sorted(MODULES))
     a, b = sorted(rng.sample(range(2, 61), 2))
     tree = ast.parse(MODULES[name])
@@ -143,7 +144,7 @@ def module(rng: random.Random) -> tuple[str, str]:
 
 
 def inputs(name: str, source: str, rng: random.Random) -> list:
-    """Arguments on both sides of the constants of the source, and on them."""
+    """Return arguments on both sides of the source's constants, and equal to them."""
     known = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)]
     near = [value + d for value in known for d in (-1, 0, 1)]
     drawn = [rng.randint(-20, 90) for _ in range(CASES)]
@@ -154,7 +155,7 @@ def inputs(name: str, source: str, rng: random.Random) -> list:
 
 
 def mutants(source: str) -> Iterator[str]:
-    """Every source with one place changed."""
+    """Yield every source with one place changed."""
     tree = ast.parse(source)
     for i, node in enumerate(ast.walk(tree)):
         for change in _changes(node):
@@ -176,7 +177,7 @@ def _changes(node: ast.AST) -> Iterator:
 
 
 def answers(name: str, source: str, cases: list) -> list | None:
-    """What the module gives for each case; None if it doesn't end."""
+    """Return the module's result for each case; None if it doesn't end."""
     order = json.dumps({"source": source, "name": name, "cases": cases})
     try:
         argv = [sys.executable, "-I", "-S", "-c", RUN]
@@ -213,9 +214,9 @@ def write(folder: Path, name: str, whole: str, broken: str, cases: list, shown: 
 
 
 def make(out: Path, count: int, held_out: int, seed: int) -> None:
-    """Raises `SystemExit` when there are not as many different tasks."""
+    """Write the tasks of both splits. Raises `SystemExit` if there are too few of them."""
     rng, seen = random.Random(seed), set()
-    split_of: dict[str, str] = {}  # of a module's source
+    split_of: dict[str, str] = {}  # split of each module's source
     for split, wanted in (("train", count - held_out), ("held_out", held_out)):
         for number in range(wanted):
             for _ in range(DRAWS):
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix=args.out.name, dir=args.out.parent) as folder:
         made = Path(folder) / "tasks"
         make(made, args.count, args.held_out, args.seed)
-        made.rename(args.out)  # there whole or not at all
+        made.rename(args.out)  # a rename, so that the folder is there whole or not at all
     print(f"{args.count} tasks in {args.out}, {args.held_out} of them held out")
 
 

@@ -1,10 +1,10 @@
-"""The agent of prove_promise.py: an OpenAI client whose one tool, bash, acts in a sandbox of its own.
+"""The agent of prove_promise.py: an OpenAI client whose one tool, bash, has a sandbox of its own.
 
     python launch.py env=agent env.args.function=scripts/promise_agent.py:play ...
 
-It knows no trainer: it calls whatever answers at OPENAI_BASE_URL, as any program does. An episode
-is a task of env=terminal's ladder in a sandbox, and a chat of at most `CALLS` calls. Its reward is 1
-over the number of calls that the task took, 0 if it is not solved. Not a command.
+It knows no trainer and calls the server at OPENAI_BASE_URL, as any program does. An episode is a
+task of env=terminal's ladder in a sandbox, and a chat of at most `CALLS` calls. Its reward is 1
+over the number of calls that the task took, or 0 if it is not solved. Not a command.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def _solve(box: Sandbox, policy: AsyncOpenAI, rung: _ladder.Rung) -> float
 
 
 def _laid_out(folder: str, files: dict[str, str]) -> str:
-    """The command that makes them, and goes there."""
+    """Return the command that writes the files into `folder` and changes to it."""
     folders = sorted({name.rpartition("/")[0] or "." for name in files})
     words = [f"mkdir -p {folder} && cd {folder} && mkdir -p {shlex.join(folders)}"]
     words += [f"printf %s {shlex.quote(text)} > {name}" for name, text in files.items()]

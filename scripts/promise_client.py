@@ -1,6 +1,6 @@
-"""What promise_agent.py's client builds at its first call, built once, where this is imported: the
-processes of the episodes are forked after that. Each would spend 0.15 s of a core on it. Not a
-command."""
+"""The OpenAI client of promise_agent.py, used once when this is imported. Its first call builds
+objects, which costs 0.15 s of a core. The episodes' processes are forked after the import, so they
+have these objects. Not a command."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ ANSWER = {
 
 
 def client(transport: httpx.AsyncBaseTransport | None = None, **told: str | int) -> AsyncOpenAI:
-    """Without certificates, which take a tenth of a second to load: the gateway speaks HTTP."""
+    """Return a client for plain HTTP, without certificates, which take 0.1 s to load."""
     http = httpx.AsyncClient(verify=False, trust_env=False, transport=transport, timeout=300.0)
     return AsyncOpenAI(http_client=http, **told)
 
@@ -28,7 +28,7 @@ def client(transport: httpx.AsyncBaseTransport | None = None, **told: str | int)
 async def _first_use() -> None:
     nobody = {"api_key": "none", "base_url": "http://127.0.0.1:1/v1", "max_retries": 0}
     answers = httpx.MockTransport(lambda _: httpx.Response(200, json=ANSWER))
-    for transport in (answers, None):  # what an answer needs, and what a connection needs
+    for transport in (answers, None):  # the objects for an answer, then those for a connection
         async with client(transport, **nobody) as one:
             with contextlib.suppress(APIConnectionError):
                 await one.chat.completions.create(

@@ -1,5 +1,4 @@
-"""The one-machine Slurm of prove_promise.py, its jobs, and the quotas of their engines. Not a
-command."""
+"""The one-machine Slurm of prove_promise.py, its jobs, their engines' quotas. Not a command."""
 
 from __future__ import annotations
 
@@ -28,15 +27,14 @@ AMID_S = 1.0
 # The status file of an attempt that was killed stays; after this many seconds it counts no more.
 STALE_S = 5.0
 NODES = 5  # trainer and hosts; dedicated engines; two serving devices; a spare engine
-PORT = 19_000  # of the cluster's daemons, the first of 130
+PORT = 19_000  # port of the cluster's daemons, the first of 130
 
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[None]:
-    """Slurm's commands mean this cluster inside. Raises `SystemExit` with what this machine
-    lacks."""
+    """Start the cluster that Slurm's commands use inside. Raises `SystemExit` if it can't start."""
     settings = {"FOLDER": str(folder), "NODES": str(NODES), "PORT": str(PORT), "GPUS": "0"}
-    _dev_cluster("stop", settings)  # of a proof that was killed
+    _dev_cluster("stop", settings)  # cluster of a proof that was killed
     os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
     try:
         _dev_cluster("start", settings)
@@ -59,7 +57,7 @@ def _dev_cluster(word: str, settings: Mapping[str, str]) -> None:
 
 
 def command(*words: str) -> str:
-    """What one of Slurm's commands prints. Raises `SystemExit` with its words if it fails."""
+    """Run a Slurm command and return its output. Raises `SystemExit` with its error."""
     done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=COMMAND_S)
     if done.returncode:
         raise SystemExit(f"prove_promise: {' '.join(words[:3])}: {done.stderr or done.stdout}")
@@ -67,7 +65,7 @@ def command(*words: str) -> str:
 
 
 def has_engine(pid: int) -> bool:
-    """Whether vLLM has begun to start below this process."""
+    """True if a vLLM engine has started below this process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         below = psutil.Process(pid).children(recursive=True)
         return any(one.cmdline()[:1] == [ENGINE] for one in below)
@@ -75,7 +73,7 @@ def has_engine(pid: int) -> bool:
 
 
 class Job:
-    """A job of Slurm; `log` is what it prints."""
+    """A Slurm job. `log` has its output."""
 
     def __init__(self, job: str, log: Path) -> None:
         self.id, self.log = job, log
@@ -89,7 +87,7 @@ class Job:
         return self.log.read_text(errors="replace", encoding="utf-8") if self.log.exists() else ""
 
     def end(self) -> None:
-        """Cancelled, and gone."""
+        """Cancel the job and wait until it is gone."""
         subprocess.run(["scancel", self.id], capture_output=True, timeout=COMMAND_S)
         end = time.monotonic() + END_S
         while self.active and time.monotonic() < end:
@@ -97,14 +95,14 @@ class Job:
 
 
 class Training(Job):
-    """The training job, submitted by launch.py; each of its engines in a quota of its own once the
-    run's attempt has begun its first step."""
+    """The training job, submitted by launch.py. Each of its engines gets a quota of its own once
+    the run's attempt has begun its first step."""
 
     def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float) -> None:
         self.run, self._cores = folder / name, cores
-        self._quotas: dict[int, Quota] = {}  # by the rank's pid
-        self._step: tuple[float, int] | tuple[()] = ()  # whose rollouts go on
-        self._begun = 0.0  # of that
+        self._quotas: dict[int, Quota] = {}  # pid of a rank -> quota of its engine
+        self._step: tuple[float, int] | tuple[()] = ()  # (attempt's start, step) that rolls out
+        self._begun = 0.0  # time.monotonic() when that rollout was first seen
         words = ["cluster=dev", f"output_dir={folder}", f"name={name}", "fresh=true", *overrides]
         command(sys.executable, str(REPOSITORY / "launch.py"), *words)
         job = state.submitted(self.run)
@@ -132,11 +130,11 @@ class Training(Job):
         return rows_of(read_metrics(self.run), "step")
 
     def ranks(self, role: Role) -> list[rank_status.RankStatus]:
-        """Of the newest attempt, those that run."""
+        """Return the running ranks of the newest attempt."""
         attempts = sorted((self.run / "status").glob("attempt-*"))
         if not attempts:
             return []
-        with contextlib.suppress(ValueError, OSError):  # one is just being written
+        with contextlib.suppress(ValueError, OSError):  # status file that is being written
             found = rank_status.read_all(self.run, int(attempts[-1].name.rpartition("-")[2]))
             return [s for s in found.values() if s.role is role and s.state == "running"]
         return []
@@ -164,8 +162,8 @@ class Training(Job):
 
 
 class Serving(Job):
-    """A serving job of one device on `node`: with an online server, or a spare engine without. All
-    its engines share one quota, and run on `core` if one is given."""
+    """A serving job of one device on `node`: with an online server, or a spare engine without one.
+    All its engines share one quota, and run on `core` if one is given."""
 
     def __init__(
         self,
@@ -198,30 +196,31 @@ class Serving(Job):
 
     @property
     def url(self) -> str:
-        """Of the online server, once it serves."""
+        """The address of the online server, empty until it serves."""
         found = re.findall(r"(http://\S+) serves", self.words)
         return found[-1] if found else ""
 
     @property
     def lends_nothing(self) -> str:
-        """Why."""
+        """The reasons why the device lends nothing, empty if there are none."""
         return "; ".join(re.findall(r"nothing is lent: (.*)", self.words))
 
     def members(self) -> list[tuple[int, str]]:
-        """(pid, worker) of each membership so far."""
+        """Return (pid, worker) of each membership so far."""
         found = re.findall(r"rose\.serving\[(\d+)\] \S+ (borrowed-\d+): joined", self.words)
         return [(int(pid), worker) for pid, worker in found]
 
     @property
     def member(self) -> psutil.Process | None:
-        """The one that lends now."""
+        """The process that lends now, None if there is none."""
         for pid, _ in self.members()[-1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 return psutil.Process(pid)
         return None
 
     def confine(self) -> None:
-        """What serves and what lends, each once it has started: quotas are of computing."""
+        """Confine the online server and the lending process, each once its engine has started,
+        because the quota stands for a device's compute."""
         server = self._operator if self.online and self.url else None
         for process in filter(None, (self.member, server)):
             if process.pid not in self._confined and has_engine(process.pid):
@@ -234,14 +233,14 @@ class Serving(Job):
 
     @property
     def _operator(self) -> psutil.Process | None:
-        """The process that has the online server below it."""
+        """The process that has the online server below it, None if it isn't known."""
         found = re.findall(r"stop lending: kill -USR1 (\d+)", self.words)
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
             return psutil.Process(int(found[-1]))
         return None
 
     def kill(self) -> str:
-        """SIGKILL to what lends now, engine and all; what it was. '' if nothing does."""
+        """Kill the lending process and its engine. Return what was killed, '' if nothing lends."""
         member = self.member
         if member is None:
             return ""
@@ -251,7 +250,8 @@ class Serving(Job):
         return f"killed {self.members()[-1][1]}"
 
     def preempt(self, seconds: float) -> str:
-        """By a more urgent job on its node, of so long; then the job is requeued and joins again."""
+        """Preempt the job by a more urgent job of `seconds` seconds on its node. Slurm then
+        requeues it, and it joins again. Return what was preempted, '' if nothing lends."""
         member = self.member
         if member is None:
             return ""

@@ -1,8 +1,8 @@
-"""What a run of prove_promise.py was like, counted from what it left on disk. Pure; not a command.
+"""Count the trajectories of prove_promise.py's runs, from their files. Pure; not a command.
 
-A trajectory is named GROUP.MEMBER, and GROUP.MEMBERrN if it took the place of one whose work was
-thrown away. In a synchronous run that finished, every group that was admitted up to the last one
-trained is trained, once and whole, whatever happened to ranks, hosts and jobs in between.
+A trajectory is named GROUP.MEMBER, or GROUP.MEMBERrN if it replaces one whose work was thrown away.
+In a synchronous run that finished, every group admitted up to the last trained one is trained, once
+and whole, whatever happened to ranks, hosts and jobs in between.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Counts(NamedTuple):
     """Trajectories of a whole run."""
 
     trained: int
-    doubled: int  # trained more than once, further times
-    lost: int  # of groups admitted before the last trained one, and not trained
-    replaced: int  # trained in the place of one whose work was thrown away
-    short: int  # steps that trained another number than the batch size
+    doubled: int  # further times that trajectories were trained
+    lost: int  # not trained, though admitted in groups before the last trained one
+    replaced: int  # trained in place of trajectories whose work was thrown away
+    short: int  # steps whose number of trajectories isn't the batch size
 
 
 def count(run: Path, steps: int, batch: int) -> Counts:
-    """Of steps 1 to `steps`. Raises `ValueError` naming a file of rollouts/ that is missing."""
+    """Count steps 1 to `steps`. Raises `ValueError` naming a file of rollouts/ that is missing."""
     trained = [replay.load(run, step) for step in range(1, steps + 1)]
     admitted: dict[str, int] = {}
     dropped: set[str] = set()
@@ -55,8 +55,9 @@ def count(run: Path, steps: int, batch: int) -> Counts:
 def tally(
     steps: Sequence[Sequence[str]], admitted: dict[str, int], dropped: set[str], batch: int
 ) -> Counts:
-    """`steps`: names of the trajectories that each step trained; `admitted`: index by group, of all
-    attempts; `dropped`: groups that the policy chose not to train."""
+    """Count by names. `steps`: names of the trajectories that each step trained; `admitted`: group
+    -> index, of all attempts; `dropped`: groups that the policy chose not to train.
+    """
     names = [name for step in steps for name in step]
     members = Counter(first_name(name) for name in names)
     found = Counter(member.rpartition(".")[0] for member in members)
@@ -94,8 +95,7 @@ def device_hours(run: Mapping[str, Any], at: float = math.inf) -> float:
 
 
 def group_rewards(run: Path, steps: int) -> list[list[float]]:
-    """Return the mean reward of each group that each step trained. Raises `ValueError` naming a
-    file of rollouts/ that is missing."""
+    """Return each group's mean reward, by step. Raises `ValueError` naming a missing file."""
     trained = [replay.load(run, step) for step in range(1, steps + 1)]
     return [[fmean(t.reward for t in group) for group in step] for step in trained]
 
@@ -123,8 +123,8 @@ def curve(runs: Sequence[Mapping[str, Any]], window: int) -> list[tuple[float, I
 
 
 def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Interval:
-    """Of the mean rewards of two sides, paired by seed, which sets the tasks; with one seed by
-    step."""
+    """Return the difference in mean reward of two sides, paired by seed, because a seed sets the
+    tasks. With a single seed they are paired by step."""
     if len(ours) > 1:
         return interval([fmean(a) - fmean(b) for a, b in zip(ours, theirs, strict=True)])
     return interval([a - b for a, b in zip(ours[0], theirs[0], strict=True)])

@@ -26,7 +26,7 @@ PLOT_W, PLOT_H = 340, 210
 PANEL_LEFTS, PANEL_TOP = (64, 496), 102
 ROW = 15  # height of a seed's row of marks
 STRIP_ROW, STRIP_LEFT, STRIP_W = 24, 252, 400
-MOST_RATIO = 4.0  # a larger one is drawn at the edge
+MOST_RATIO = 4.0  # larger ratios are drawn at the edge
 WORDS = {
     "dedicated": "four dedicated engines",
     "borrowed": "one dedicated engine and borrowed ones",

@@ -1,10 +1,11 @@
 """Predict the sides of prove_promise.py by the simulator before they run. Not a command.
 
-One live run with one confined engine and the step log on is the profile, as in validate_sim.py; its
-policy does not learn. The scheduler, the trainer's and the environment's seconds are then those of
-that run, and online requests those that all sides will get. The storm comes at the times that it
-keeps when no victim is late (rose/sim/faults.py), the requeue as a second start and half a step.
-Left out is what further processes take from each other on two cores.
+The profile is one live run with one confined engine and a step log, as in validate_sim.py; its
+policy does not learn. Each side is simulated with its own policies and with the trainer's and the
+environment's seconds of that run. Online requests are those that all sides will get. The storm
+strikes at the times that it keeps when no victim is late (rose/sim/faults.py). The requeue counts
+as a second start and half a step. Left out: compute that further processes take from each other on
+two cores.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from rose.sim import calibrate, faults, online, serving, spec
 from rose.sim.driver import simulate
 from rose.sim.result import Result
 
-STEPS = 5  # of the profile, the first two uncounted
+STEPS = 5  # steps of the profile, of which the first two don't count
 DEADLINE_S = 1200.0
 SEEDS = 5
-STRIKES = 200  # of the storm: more than a run has time for
-DEAD_S, HOST_S = 1.0, 5.0  # until a killed engine starts anew, until a killed host is there again
+STRIKES = 200  # strikes of the storm, more than a run has time for
+# Seconds until a killed engine starts again, and until a killed host is back.
+DEAD_S, HOST_S = 1.0, 5.0
 
 
 def forecast(plan: Plan) -> dict[str, dict[str, float]]:
@@ -87,8 +89,8 @@ def _figures(ran: Result) -> dict[str, float]:
 
 
 def _targets(plan: Plan, engine: spec.Engine, seed: int) -> tuple[float, float]:
-    """Return the targets of lending, P99 of TTFT and TPOT, as the runs get them: a multiple of what
-    serving alone gives."""
+    """Return the targets of lending, P99 of TTFT and TPOT, as multiples of those of serving
+    alone."""
     served = [online.serve(trace, _online(engine)) for trace in plan.requests(seed)]
     latencies = ([one.ttft_s for one in served], [one.tpot_s for one in served])
     ttft, tpot = (float(np.nanquantile(np.concatenate(one), online.P99)) for one in latencies)

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SLACK = 1.25  # the targets of lending, as a multiple of what serving alone gave
-WINDOW_S = 20.0  # seconds of traffic that are drawn together: requests of one burst are no news
+SLACK = 1.25  # targets of lending, as multiples of the latencies of serving alone
+# Seconds of traffic that are drawn together, because requests of one burst are not independent.
+WINDOW_S = 20.0
 DRAWS = 2000
 NAMES = {"ttft": "TTFT", "tpot": "TPOT"}
 PERCENTILES = (50, 99)
 
 
 class Request(NamedTuple):
-    """When an online request came, and its latencies in seconds. A single token has no TPOT."""
+    """An online request: its time and latencies in seconds. A single token has no TPOT."""
 
     at: float
     ttft: float

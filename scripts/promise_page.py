@@ -13,14 +13,14 @@ from promise_latency import SLACK, ratios
 
 from rose.sim.study.gains import Interval
 
-WINDOWS = 4  # the first and the last window of a reward curve are a quarter of the steps each
+WINDOWS = 4  # parts of a run; a point of a reward curve is the mean of one part's steps
 NAMES = {"dedicated": "four dedicated", "alone": "one alone", "borrowed": "one and borrowed"}
 SIDES = tuple(NAMES)
 CLAIMED = ("dedicated", "borrowed")  # the sides whose rewards are compared
-NARROW = 0.05  # the half-width of a reward's interval at the end, so that `SEEN` would be seen
+NARROW = 0.05  # largest half-width of a reward's interval at the end, so that `SEEN` would show
 SEEN = 0.1  # a difference of rewards that the claim excludes
-GAP = 0.5  # the share of what one engine alone loses that borrowed ones bring back at least
-# How a kind of harm begins in the log of a run, and its name in the table and the figure.
+GAP = 0.5  # least share that borrowed engines regain of the loss of one engine alone
+# Beginning of each kind of harm in a run's log, and its name in the table and the figure.
 HARM = {
     "killed borrowed": "engine killed",
     "preempted": "engine preempted",
@@ -36,7 +36,7 @@ class Line(NamedTuple):
     dedicated: str
     alone: str
     borrowed: str
-    holds: bool | None = None  # null: no claim
+    holds: bool | None = None  # null if it is no claim
     forecast: str = ""  # the simulator's figure, made before the runs
 
 

@@ -77,8 +77,7 @@ class Results:
 
     @property
     def forecast(self) -> dict[str, dict[str, float]]:
-        """Return the simulator's prediction of each side; empty if there is none of these
-        settings."""
+        """Return the simulator's prediction of each side; empty if none has these settings."""
         path = self.folder / "forecast.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return found["sides"] if found.get("settings") == self.settings else {}

@@ -1,8 +1,8 @@
-"""One run of prove_promise.py, from its submission to its figures. Not a command.
+"""Run one side of prove_promise.py, from the submission to the figures. Not a command.
 
 All sides have the same serving jobs, users and trainer. `dedicated` has four dedicated engines and
-`alone` one, and nothing is lent; `borrowed` has one, takes what the serving devices leave idle and
-a spare engine, and is harmed all the while (`Storm`).
+`alone` one, and nothing is lent. `borrowed` has one dedicated engine, uses the compute that the
+serving devices leave idle and a spare engine, and is harmed throughout (`Storm`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rose import config as cfg
 from rose.protocol import Role
 from rose.sim import traces
 
-ENGINES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated ones of each side
+ENGINES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated engines of each side
 POLICIES = {
     "dedicated": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
     "alone": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
@@ -39,16 +39,18 @@ POLICIES = {
 }
 HOST = "rose.agent.process"  # an environment host's own process, below its rank
 HOSTS = 2
-REPEATED = ("trajectories_restarted", "resumed_turns")  # of metrics.jsonl
+REPEATED = ("trajectories_restarted", "resumed_turns")  # counters in metrics.jsonl
 DEVICES, SPARE = ("n3", "n4"), "n5"  # nodes that serve users, and a spare one; training has n1, n2
-PIECE_S, DRAIN_S = 5.0, 20.0  # of the users' traffic
-START_S, STEP_S = 600.0, 600.0  # deadlines: of all that starts, and of a training step
-PROMPT, OUTPUT = (64.0, 0.6), (24.0, 0.6)  # tokens of the made trace: median, sigma
+# Seconds of a piece of the users' traffic, and seconds for the answers after its end.
+PIECE_S, DRAIN_S = 5.0, 20.0
+START_S, STEP_S = 600.0, 600.0  # deadlines in seconds: of all starts, and of a training step
+PROMPT, OUTPUT = (64.0, 0.6), (24.0, 0.6)  # tokens of the generated trace: median, sigma
 MOST_PROMPT, MOST_OUTPUT = 300, 100
 STORM = ("n3", "spare", "host", "n4")  # borrowed engines by node, an environment host
-VICTIM_S, AWAY_S = 20.0, 30.0  # until a victim is skipped; of a more urgent job on the spare device
-TRACE_S = 1200.0  # of the users
-SOON_S, BURST_S = 240.0, 20.0  # a run has at least so long; a burst
+# Seconds until a missing victim is skipped; seconds of the more urgent job on the spare device.
+VICTIM_S, AWAY_S = 20.0, 30.0
+TRACE_S = 1200.0  # seconds of the users' traffic
+SOON_S, BURST_S = 240.0, 20.0  # seconds that each run lasts at least; seconds of a burst
 CALLS = 3  # the most calls of an episode, as in promise_agent.py
 MODEL = ("+model.recipe.env=terminal", "+model.recipe.noise=0.5", "+model.recipe.steps=480")
 MODEL += ("+model.recipe.layers=4",)
@@ -60,7 +62,7 @@ ALIKE = (
     f"env.max_turns={CALLS}",
     "env.max_new_tokens=24",
     f"rollout.group_size={GROUP}",
-    "rollout.max_sequences=6",  # an engine's memory bounds what it can do at once
+    "rollout.max_sequences=6",  # bound by an engine's memory
     "rollout.kv_cache_gib=0.05",
     "rollout.threads=1",
     "trainer.threads=1",
@@ -71,7 +73,7 @@ ALIKE = (
     "observe.terminal=false",
     "observe.tensorboard=false",
     "transfer.keep_versions=4",
-    "serving.lost_after_s=10",  # a busy machine: a rank may be late by seconds
+    "serving.lost_after_s=10",  # busy machine, on which a rank may be seconds late
 )
 ONLINE = (
     f"serving.online.served_name={SERVED}",
@@ -85,21 +87,21 @@ ONLINE = (
 
 @dataclass
 class Plan:
-    """What the runs of a proof have in common."""
+    """The settings that all runs of a proof share."""
 
     folder: Path
-    model: Path  # that the online servers serve: the policy's first weights
-    profile: Path  # of a serving device
+    model: Path  # model of the online servers, the policy's first weights
+    profile: Path  # profile of a serving device
     steps: int
     batch: int
     quota: float  # cores of an engine, and of a serving device
     rate: float  # online requests per second and device
     trace: Path | None
-    every_s: float  # between two kills
+    every_s: float  # seconds between two kills
     overrides: list[str] = field(default_factory=list)
 
     def requests(self, seed: int) -> list[traces.Trace]:
-        """Of each device; the same on all sides."""
+        """Return the requests of each device, the same on all sides."""
         if self.trace is None:
             seeds = [1000 * seed + number for number in range(len(DEVICES))]
             made = [
@@ -119,34 +121,37 @@ class Plan:
         return [chosen.part(slice(at, None, len(DEVICES))) for at in range(len(DEVICES))]
 
     def slower(self, whole: traces.Trace) -> float:
-        """How many times as long its seconds are here."""
+        """Return the factor by which the trace's seconds are stretched to reach `rate`."""
         return len(whole) / whole.seconds / (self.rate * len(DEVICES))
 
     def steps_of(self, side: str) -> int:
-        """Return the steps of a side: fewer alone, since one engine is slow and its reward is no
-        claim. What is compared is the traffic that both it and the borrowed side had."""
+        """Return the steps of a side. `alone` has fewer, because one engine is slow and nothing is
+        claimed of its reward. Latencies are compared over the traffic that both sides had."""
         return 2 * self.steps // 5 if side == "alone" else self.steps
 
 
 def _fullest(window: traces.Trace) -> int:
-    """Requests of its largest burst within the time that a run has at least."""
+    """Return the requests of the window's largest burst within the least time of a run."""
     soon = window.at[window.at < SOON_S]
     return int(np.bincount((soon / BURST_S).astype(np.int64), minlength=1).max())
 
 
 @dataclass
 class Storm:
-    """What befalls the borrowed side, each in the midst of rollouts: every `every_s` seconds the
-    next of `STORM`, which is skipped if its victim isn't there for `VICTIM_S`; and at half of the
-    steps the whole job is requeued."""
+    """The harm to the borrowed side, always amid rollouts:
+
+    1. Every `every_s` seconds the next victim of `STORM` is struck. It is skipped if it isn't there
+       for `VICTIM_S`.
+    2. At half of the steps the whole job is requeued.
+    """
 
     plan: Plan
     training: Training
     lent: list[Serving]
     spare: Serving
     log: Callable[[str], None]
-    began: float  # when the training job was submitted, by the wall's clock
-    done: list[tuple[float, str]] = field(default_factory=list)  # seconds since then, and what
+    began: float  # wall-clock time at which the training job was submitted
+    done: list[tuple[float, str]] = field(default_factory=list)  # (seconds since then, harm done)
     _number: int = 0
     _missing_since: float = math.inf
     _requeued: bool = False
@@ -157,7 +162,7 @@ class Storm:
     def look(self) -> None:
         steps, amid, now = len(self.training.steps()), self.training.amid(), time.monotonic()
         if amid and not self._requeued and steps >= self.plan.steps // 2:
-            self._requeued, self._due = True, max(self._due, now + VICTIM_S)  # it is going
+            self._requeued, self._due = True, max(self._due, now + VICTIM_S)  # no strikes meanwhile
             command("scontrol", "requeue", self.training.id)
             self._note(f"requeued the training job after step {steps}")
         elif amid and now >= self._due:
@@ -173,7 +178,7 @@ class Storm:
             self._due = now + self.plan.every_s
 
     def _strike(self, victim: str) -> str:
-        """What was done; '' if it isn't there."""
+        """Strike the victim. Return what was done, '' if it isn't there."""
         if victim == "host":
             return self._kill_host()
         if victim == "spare":
@@ -181,7 +186,7 @@ class Storm:
         return self.lent[DEVICES.index(victim)].kill()
 
     def _kill_host(self) -> str:
-        """SIGKILL to the process that has the agents."""
+        """Kill the process that runs the agents. Return what was done, '' if it isn't there."""
         for rank in self.training.ranks(Role.ENVIRONMENT)[-1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(rank.pid).children():
@@ -198,9 +203,9 @@ class Storm:
 async def run(
     plan: Plan, side: str, seed: int, alone: dict | None, log: Callable[[str], None]
 ) -> dict:
-    """Run one side of one seed and return its figures. `alone`: those of serving alone under the
-    same traffic, from which the targets of lending come. Raises `SystemExit` naming a log when
-    something did not come in time."""
+    """Run one side of one seed and return its figures. `alone`: the figures of serving alone under
+    the same traffic, which set the targets of lending. Raises `SystemExit` naming a log when a
+    start or a step exceeds its deadline."""
     name, borrows = f"{side}-{seed}", side == "borrowed"
     online = [f"serving.online.model={plan.model}", *ONLINE]
     slo = targets(alone) if alone is not None else {}
@@ -269,7 +274,7 @@ def core(device: int) -> int:
 async def users(
     url: str, trace: traces.Trace, seed: int, over: asyncio.Event, words: int
 ) -> list[tuple[float, float | None, float | None, bool]]:
-    """Send each request that comes before `over` at its time. Return when each came, its TTFT, its
+    """Send each request at its time until `over` is set. Return for each its time, its TTFT, its
     TPOT, and whether it was answered within `DRAIN_S`."""
     start, pieces, at = time.monotonic(), [], 0.0
     while not over.is_set() and at < trace.seconds:
@@ -334,7 +339,8 @@ async def _train(
     storm: Storm | None,
     log: Callable[[str], None],
 ) -> None:
-    """To the end of the run's last step, in order."""
+    """Watch the run until it ends: confine its engines, log its steps and run the storm. Raises
+    `SystemExit` if a step exceeds STEP_S or the job ends early."""
     known, end = 0, time.monotonic() + STEP_S
     while True:
         _look(jobs, training)

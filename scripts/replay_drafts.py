@@ -1,17 +1,16 @@
-"""What drafts a recorded run would have had accepted, by how many siblings had spoken: a table for
-the simulator.
+"""Tabulate for the simulator the drafts that a recorded run would have accepted, by siblings.
 
     python scripts/replay_drafts.py run=outputs/smollm                            # prints it
     python scripts/replay_drafts.py run=outputs/smollm out=conf/sim/draft/calls.yaml
 
-Replays the trajectories of RUN/rollouts through the engines' own proposer (rollout/draft=group), one
-after the other within each group: a drafted token counts as accepted if it is the one that was
-sampled, so nothing is computed, and no load of the machine is in it. `orders` times, each time
-another member of a group comes first: with as many as a group has, each comes in every place, so
-that what differs between places is the siblings. A draft ends where its chance falls below one of
-`CHANCES`, as the engines' gate lets it; what a step of a decoding request drafts and has accepted
-is counted by the siblings that have ended by then, and by the longest draft. `lookup_s`: the median
-time of a request's lookup.
+Replays the trajectories of RUN/rollouts through the engines' own proposer (rollout/draft=group),
+one after the other within each group. A drafted token counts as accepted if it is the token that
+was sampled. So nothing is computed, and the machine's load has no influence. The replay is repeated
+`orders` times, each time with another member of a group first. With as many orders as a group has
+members, each member takes every place, so that places differ by their siblings alone. A draft ends
+where its chance falls below one of `CHANCES`, as in the engines' gate. The tokens that a step of a
+decoding request drafts and has accepted are counted by the number of siblings that have ended by
+then, and by the longest draft. `lookup_s`: the median seconds of a request's lookup.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from harness import Failed, keyed
 from rose.engine.drafts.proposer import GroupProposer
 from rose.observe import trajectories
 
-SIBLINGS = (0, 1, 2, 4, 8)  # levels: from so many on
-CHANCES = (0.9, 0.7, 0.5, 0.35, 0.2, 0.1, 0.02)  # the last: whatever is found (loops.MIN_CHANCE)
-LENGTHS = (2, 4, 8)  # tokens of a draft, at most
-MEMORY = 2**30  # bytes, of all groups' texts: no bound here
+SIBLINGS = (0, 1, 2, 4, 8)  # levels; each begins at this number of siblings
+# The last accepts every draft that is found (loops.MIN_CHANCE).
+CHANCES = (0.9, 0.7, 0.5, 0.35, 0.2, 0.1, 0.02)
+LENGTHS = (2, 4, 8)  # longest drafts in tokens
+MEMORY = 2**30  # bytes for the texts of all groups, which is no bound here
 
 
 class Cut:
-    """In the place of the engines' gate: every draft as far as its chance is at least `chance`."""
+    """A stand-in for the engines' gate: a draft goes on while its chance is at least `chance`."""
 
     def __init__(self, chance: float) -> None:
         self.chance = chance
@@ -49,14 +49,14 @@ class Cut:
         return np.count_nonzero(chances >= self.chance, axis=1)
 
     def accepted(self, tokens: int) -> None:
-        """Nothing is learnt."""
+        """Do nothing: this gate does not learn."""
 
     def observe(self, requests: int, drafted: int, seconds: float) -> None:
-        """Nothing is learnt."""
+        """Do nothing: this gate does not learn."""
 
 
 class Replay:
-    """One pass over a run's groups, with one longest draft and one chance."""
+    """A pass over a run's groups, with one longest draft and one least chance."""
 
     def __init__(self, most: int, chance: float) -> None:
         config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=most))
@@ -65,20 +65,20 @@ class Replay:
         self.proposer.begin(SimpleNamespace(input_batch=self._batch), False, MEMORY)
         self.proposer.gate = Cut(chance)
         self.counts = np.zeros((len(SIBLINGS), 3))  # steps, drafted, accepted tokens
-        self.seconds: list[float] = []  # of lookups
+        self.seconds: list[float] = []  # seconds of each lookup
 
     def group(self, name: str, members: list[trajectories.Sample]) -> None:
-        """One member after the other."""
+        """Replay the members one after the other."""
         for siblings, member in enumerate(members):
             level = np.searchsorted(SIBLINGS, siblings, side="right") - 1
-            tokens = member.tokens.copy()  # the file's can't be written, which numba minds
+            tokens = member.tokens.copy()  # numba needs a writable array, which the file's isn't
             for turn, (start, end) in enumerate(turns(member)):
                 self._batch.req_ids = [f"{name}.{siblings}.t{turn}#1"]
                 self.counts[level] += self._turn(tokens, start, end)
         self.proposer.drop([name])
 
     def _turn(self, tokens: np.ndarray, start: int, end: int) -> tuple[int, int, int]:
-        """Its steps behind the prompt's, the tokens drafted in them, and those accepted."""
+        """Return the turn's steps after the prompt's, and their drafted and accepted tokens."""
         at, new, steps, drafted, accepted = start + 1, 1, 0, 0, 0
         while True:
             began = time.perf_counter()
@@ -96,15 +96,14 @@ class Replay:
 
 
 def turns(sample: trajectories.Sample) -> Iterator[tuple[int, int]]:
-    """First and one past the last token of each."""
+    """Yield the first and one past the last token of each turn."""
     for part in sample.parts():
         if part.made:
             yield part.start, part.start + len(part.tokens)
 
 
 def recorded(run: Path) -> dict[str, list[trajectories.Sample]]:
-    """Groups of trajectories with one history each. Raises `Failed` if there are none of several
-    members."""
+    """Return the groups with one history a member. Raises `Failed` if none has several members."""
     found: dict[str, list[trajectories.Sample]] = {}
     for step in trajectories.saved_steps(run):
         for shown in trajectories.read(run, step):
@@ -126,7 +125,7 @@ def replayed(groups: dict[str, list], most: int, chance: float, orders: int) -> 
 
 
 def table(groups: dict[str, list], orders: int) -> dict:
-    """What conf/sim/draft has."""
+    """Return the content of a file of conf/sim/draft."""
     seconds, lengths = [], []
     for most in LENGTHS:
         runs = [replayed(groups, most, chance, orders) for chance in CHANCES]
@@ -146,7 +145,7 @@ def table(groups: dict[str, list], orders: int) -> dict:
 
 
 def yaml(found: dict, head: tuple[str, ...]) -> str:
-    """With a row of numbers a line."""
+    """Format the table as YAML, with a row of numbers a line."""
     lines = [f"# {line}" for line in head]
     lines += [f"{key}: {json.dumps(found[key])}" for key in ("lookup_s", "siblings", "chances")]
     lines.append("lengths:")

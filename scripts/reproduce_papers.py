@@ -1,14 +1,14 @@
-"""Each rival's own evaluation, next to the simulator's: what its paper gained, and what ours gains.
+"""Compare the gain in each rival's paper with its gain in the simulator.
 
     python scripts/reproduce_papers.py                            every row; half an hour on two cores
     python scripts/reproduce_papers.py only=seer_72b,rlboost_8b seeds=1,2
     python scripts/reproduce_papers.py draw=true                  the table again, from the CSV file
 
-Writes docs/results/papers.csv (out=FOLDER: there), and into docs/simulator.md what stands between
-its marks. A setting is conf/experiment/papers/NAME.yaml, `mode=simulate +experiment=papers/NAME` for
-users; its numbers have their sources there and in rose/sim/domains.py. Nothing is set for one
-row, and nothing was fitted to one. Left out: rungs of mechanisms that the simulator has not (reward
-scheduling, elastic parallelism, stream training, engines of several degrees), mixtures of
+Writes docs/results/papers.csv (out=FOLDER: into FOLDER), and the table between its marks in
+docs/simulator.md. A setting is conf/experiment/papers/NAME.yaml, for users `mode=simulate
++experiment=papers/NAME`. The sources of its numbers are there and in rose/sim/domains.py. No value
+is set for a single row, and none was fitted to one. Left out: mechanisms that the simulator lacks
+(reward scheduling, elastic parallelism, stream training, engines of several degrees), mixtures of
 experts, and learning curves.
 """
 
@@ -31,8 +31,9 @@ from rose.sim.study.outcome import Outcome, by_system, values
 
 
 class Row(NamedTuple):
-    """`system` of `setting`, over `rival` of `rival_setting` ("" is the same) where it is a ratio;
-    `paper`: (low, high) of its number. `overrides` hold for both."""
+    """A number of a paper: that of `system` in `setting`, for ratios over `rival` in
+    `rival_setting` ("" is the same). `paper`: (lowest, highest) published value. `overrides` are
+    for both."""
 
     setting: str
     what: str  # "throughput over", "rollout time under", or "tokens/s" of `system` itself
@@ -88,7 +89,7 @@ ROWS = (
 
 
 def settings_of(rows: Sequence[Row]) -> list[tuple[str, tuple[str, ...]]]:
-    """Every (setting, overrides) that these rows need, once."""
+    """Return each (setting, overrides) that these rows need, without duplicates."""
     wanted = [(row.setting, row.overrides) for row in rows]
     wanted += [(row.rival_setting, row.overrides) for row in rows if row.rival_setting]
     return list(dict.fromkeys(wanted))
@@ -104,7 +105,7 @@ def simulated(rows: Sequence[Row], overrides: Sequence[str], processes: int) -> 
 
 
 def _point(setting: str, overrides: Sequence[str]) -> str:
-    """The name of a run, which is an outcome's point."""
+    """Return the name of a run, which is the point of its outcomes."""
     return ",".join([setting, *overrides]).replace("/", ".")
 
 
@@ -113,7 +114,7 @@ def _systems(rows: Sequence[Row]) -> set[str]:
 
 
 def ours(row: Row, outcomes: Sequence[Outcome]) -> Interval:
-    """Our number for a row; throughput is of trained trajectories."""
+    """Return our number for a row. Throughput is that of trained trajectories."""
 
     def found(setting: str, system: str) -> list[Outcome]:
         point = _point(setting, row.overrides)
@@ -152,7 +153,7 @@ def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str,
 
 
 def words(rows: Sequence[dict[str, str]]) -> str:
-    """papers.csv as a table of Markdown; sources and remarks stay in the file."""
+    """Format papers.csv as a table of Markdown. Sources and remarks stay in the file."""
     lines = []
     for row in rows:
         form = ",.0f" if row["what"] == "tokens/s" else ".2f"
@@ -181,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given["draw"]:
         rows = [row for row in ROWS if row.setting in only]
         overrides = [f"sim.seeds=[{given['seeds']}]"]
-        if given["steps"]:  # all of them count but the first
+        if given["steps"]:  # all steps but the first count
             overrides += [f"sim.steps={given['steps']}", "sim.warmup=1"]
         processes = runs.cores(given["processes"] or None)
         found = compared(rows, simulated(rows, overrides, processes))

@@ -1,5 +1,4 @@
-"""The numbers of ROSE's paper (arXiv 2605.06534) next to the simulator's, one parameter set for all
-systems.
+"""Compare ROSE's paper (arXiv 2605.06534) with the simulator, by one parameter set for all.
 
     python scripts/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
@@ -7,10 +6,11 @@ systems.
     python scripts/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
     python scripts/reproduce_rose.py draw=true                         the tables again, from the CSV files
 Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv and rose_sensitivity.csv
-(out=FOLDER: there), and into docs/policies.md and docs/simulator.md what stands
-between their marks. The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml; nothing here
-or there is set for one system or row, and where ours differs from the paper the table says by how
-much. Why it does: docs/simulator.md. Left out: what the paper gives in figures only.
+(out=FOLDER: into FOLDER), and the tables between their marks in docs/policies.md and
+docs/simulator.md. The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml. No value
+here or there is set for a single system or row. The tables show how far ours differs from the
+paper, and docs/simulator.md explains it. Left out: results that the paper shows in figures
+only.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"
 
 
 class Published(NamedTuple):
-    """A number of the paper: `what` of `rival`, per setting as (low, high). `mine`: our system on
-    ROSE's side."""
+    """A number of the paper: `what` of `rival`, (low, high) per setting. `mine`: ROSE's side."""
 
     what: str
     rival: str
@@ -78,19 +77,19 @@ PUBLISHED = (
     Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
 )
 ALONE = "serving alone"
-TABLE1 = {  # the paper's: our system -> per setting (rollout s, P99 TTFT ms, P99 TPOT ms)
+TABLE1 = {  # paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms)
     "rose": {"rose_8b": (496.3, 338.1, 136.1), "rose_32b": (960.1, 837.5, 398.1)},
     ALONE: {
         "rose_8b": (math.nan, 314.8, 117.8),
         "rose_32b": (math.nan, 716.1, 312.8),
-    },  # its ServerlessLLM
+    },  # ServerlessLLM in the paper
     "uncontrolled": {
         "rose_8b": (651.7, 1166.1, 135.6),
         "rose_32b": (1161.8, 2426.2, 565.3),
-    },  # with rollouts beside
+    },  # rollouts beside, without control
     "prism": {"rose_8b": (731.7, 973.2, 115.4), "rose_32b": (1301.2, 1625.4, 351.7)},
 }
-SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
+SENSITIVITY = {  # parameter -> the keys that a factor multiplies
     "tokens per turn": ("sim.environment.factors.output",),
     "turns": ("sim.environment.factors.turns", "sim.environment.factors.failed_turns"),
     "observations": ("sim.environment.factors.observation",),
@@ -109,11 +108,11 @@ SENSITIVITY = {  # what is varied -> the keys that a factor multiplies
         "sim.pool.lend.allocation.start_s",
     ),
 }
-# what may be anything: some values
+# Parameters without a usual value, and the values that are tried.
 VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}
 VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
 FACTORS = (0.8, 1.2)
-SAME = 0.075  # a parameter that changes each ratio by less has no row of its own
+SAME = 0.075  # largest change of any ratio with which a parameter has no row of its own
 CONSOLE = Console(width=120)
 
 
@@ -125,8 +124,8 @@ def composed(setting: str, overrides: Sequence[str]) -> Config:
 
 
 def times(c: Config, keys: Sequence[str], factor: float) -> list[str]:
-    """Overrides that multiply what `c` has there; an efficiency that it doesn't set is that of
-    rose.sim.hardware."""
+    """Return overrides that multiply the values of `keys` in `c`. An efficiency that `c` doesn't
+    set is that of rose.sim.hardware."""
     tree = configuration.to_dict(c)
     tree["sim"]["efficiency"] = asdict(EFFICIENCY) | tree["sim"]["efficiency"]
     return [f"++{key}={factor * (value_at(tree, key) or 1.0):g}" for key in keys]
@@ -137,7 +136,7 @@ def outcomes_of(configs: Sequence[Config], processes: int) -> list[Outcome]:
 
 
 def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
-    """Our number for a row of the paper. Throughput is trained trajectories per second."""
+    """Return our number for a row of the paper. Throughput is trained trajectories per second."""
     systems = by_system(outcomes)
     mine, rival = systems[row.mine], systems[row.rival]
     if row.what == "throughput over":
@@ -149,7 +148,7 @@ def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
 
 def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     rows, systems = [], by_system(outcomes)
-    beyond = [  # no counterpart in any paper
+    beyond = [  # systems without a counterpart in any paper
         Published("throughput over", "rose", (math.nan,) * 2, (math.nan,) * 2, name)
         for name in ("best", "best_sync")
     ]
@@ -176,8 +175,8 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Rollout seconds and P99 latencies in milliseconds of the paper's Table 1 and ours, means over
-    the seeds; of serving alone as in ROSE's runs without their rollouts."""
+    """Return rollout seconds and P99 latencies in milliseconds of the paper's Table 1 and ours,
+    means over the seeds. Serving alone is that of ROSE's runs, without their rollouts."""
     systems, rows = by_system(outcomes), []
     for name, published in TABLE1.items():
         ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
@@ -203,8 +202,7 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
-    """ROSE's throughput over some rivals with each parameter at 0.8 and 1.2 times its value, one
-    seed."""
+    """Return ROSE's gains over some rivals with each parameter at 0.8 and 1.2 of its value."""
     base = composed(setting, overrides)
     points: list[tuple[str, float, list[str]]] = [("as it is", 1.0, [])]
     for name, keys in SENSITIVITY.items():
@@ -237,8 +235,8 @@ def settings_in(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def effects(rows: Sequence[dict[str, str]]) -> str:
-    """rose_systems.csv as a table of Markdown: throughput of each system over the resource-fixed
-    one, and what online requests kept."""
+    """Format rose_systems.csv as a table of Markdown: the throughput of each system over the
+    resource-fixed one, and the share of online requests within both targets."""
     systems: dict[str, dict[str, list[dict[str, str]]]] = {}
     for row in rows:
         systems.setdefault(row["system"], {}).setdefault(row["setting"], []).append(row)
@@ -273,7 +271,7 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
 
 
 def brief(found: Interval) -> str:
-    """1.31 (1.28–1.34)"""
+    """Format an interval as 1.31 (1.28–1.34)."""
     bounds = "" if math.isnan(found.low) else f" ({found.low:.2f}–{found.high:.2f})"
     return f"{found.mean:.2f}{bounds}"
 
@@ -283,7 +281,7 @@ def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
 
 
 def beside(rows: Sequence[dict[str, str]]) -> str:
-    """rose_paper.csv as a table of Markdown: the paper's number and ours, per setting."""
+    """Format rose_paper.csv as a table of Markdown: the paper's number and ours, per setting."""
     settings = settings_in(rows)
     header = ["system, its"]
     for name in settings:
@@ -308,7 +306,7 @@ def beside(rows: Sequence[dict[str, str]]) -> str:
 
 
 def table1_words(rows: Sequence[dict[str, str]]) -> str:
-    """rose_table1.csv as a table of Markdown."""
+    """Format rose_table1.csv as a table of Markdown."""
     lines = []
     for row in rows:
         n = {key: f"{float(row[key]):.0f}" if row[key] else "–" for key in row if key.endswith("s")}
@@ -325,8 +323,8 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
 
 
 def varied_words(rows: Sequence[dict[str, str]]) -> str:
-    """rose_sensitivity.csv as tables of Markdown: at 0.8 and 1.2 times a parameter's value. What
-    changes no ratio by more than `SAME` is a line's word."""
+    """Format rose_sensitivity.csv as tables of Markdown: the ratios at 0.8 and 1.2 times a
+    parameter's value. Those that change no ratio by more than `SAME` share a line."""
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
@@ -402,7 +400,7 @@ def _measure(
     processes: int,
     varied: bool,
 ) -> None:
-    """Rows of settings and systems that are not asked for stay in the files."""
+    """Simulate the settings and systems, and merge the rows into the files' other rows."""
     for setting in settings:
         c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
         outcomes = outcomes_of([c], processes)
@@ -423,7 +421,7 @@ def _measure(
 
 
 def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:
-    """Into a file of several settings; of these, `parts` (columns) are replaced each by itself."""
+    """Merge rows into a file of several settings. They replace those of the same `parts`."""
     order = list(SETTINGS)
     merge(
         path,

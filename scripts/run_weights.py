@@ -1,5 +1,4 @@
-"""Versions of weights, as scripts want them: bit patterns, the rivals of the codec, and a store of
-whole tensors. Not a command."""
+"""Versions of weights: bit patterns, the codec's rivals, a store of tensors. Not a command."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ Patterns = np.ndarray  # (n,) uint16 or uint32
 
 
 def last_versions(run: Path, count: int) -> tuple[Path, list[int]]:
-    """A run's store, of its last attempt, and its last `count` versions, of which each follows the
-    one before. Raises `Failed` where it has fewer."""
+    """Return the store of a run's last attempt, and its last `count` versions, which must be
+    consecutive. Raises `Failed` if they are fewer or not consecutive."""
     from rose.transfer.versions import readable
 
     stores = sorted((run / "weights").glob("attempt-*"))
@@ -34,7 +33,7 @@ def last_versions(run: Path, count: int) -> tuple[Path, list[int]]:
 
 
 def patterns(tensor) -> Patterns:
-    """Bits of a tensor on the CPU, flat; a view."""
+    """Return the bits of a tensor on the CPU, flat, as a view."""
     import torch
 
     wide = tensor.element_size() == 4
@@ -46,7 +45,7 @@ def patterns(tensor) -> Patterns:
 
 
 class Rival(NamedTuple):
-    """Written with numpy, as they are where they come from. `apply` changes the older values."""
+    """A rival encoding, in numpy as in its source. `apply` changes the older values in place."""
 
     name: str
     encode: Callable[[Patterns, Patterns], Any]
@@ -54,7 +53,7 @@ class Rival(NamedTuple):
 
 
 def pack(*arrays: np.ndarray, level: int | None = 1) -> bytes:
-    """Each one by zstandard (`level` null: as it is) behind its length."""
+    """Join the arrays, each after its length, compressed by zstandard unless `level` is null."""
     raw = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays]
     if level is not None:
         raw = [zstandard.ZstdCompressor(level=level).compress(part) for part in raw]
@@ -97,7 +96,7 @@ def _apply_bitmask(data, values: Patterns) -> None:
 
 
 def byte_gaps(at: np.ndarray) -> np.ndarray:
-    """A byte per gap; 255 stands for 255 and more to come."""
+    """Encode each gap in bytes. 255 means that 255 is added to the next byte."""
     gaps = np.diff(at, prepend=-1) - 1
     ends = np.cumsum(gaps // 255 + 1) - 1
     made = np.full(int(ends[-1]) + 1 if ends.size else 0, 255, np.uint8)
@@ -134,8 +133,8 @@ RIVALS = {
 
 
 class CodecOf:
-    """A rival in the place of `rose.transfer.codec`, as `publish` and `stage` use it; "dense" is
-    whole values every time. A payload's first byte: whether it needs a base."""
+    """A rival in place of `rose.transfer.codec`, with the functions that `publish` and `stage` use.
+    "dense" sends whole values every time. The first byte of a payload is 1 if it needs a base."""
 
     class Info(NamedTuple):
         needs_base: bool
@@ -165,7 +164,7 @@ class CodecOf:
 
 
 class Alone:
-    """`rose.transfer.publish.Peers` of one."""
+    """The `rose.transfer.publish.Peers` of a single rank."""
 
     rank, world = 0, 1
 
@@ -177,9 +176,9 @@ class Alone:
 
 
 class Whole:
-    """Publishes `tensors`, whole ones on the CPU that whoever holds this may replace; each rank
-    writes its blocks. `shape`: the model's, cut for engines of these tensor-parallel `degrees`;
-    `base`: what lies below them, if they are an adapter's."""
+    """A publisher of `tensors`, whole ones on the CPU, which its owner may replace between
+    versions. Each rank writes its blocks. `shape`: the model's, cut for engines of these
+    tensor-parallel `degrees`. `base`: the frozen weights below an adapter."""
 
     def __init__(
         self, store: Path, tensors: dict, shape, degrees=(1, 2), peers=None, base=None

@@ -182,7 +182,7 @@ def torch_pin() -> str:
 
 
 def install_torch(env: Environment, index: str) -> None:
-    """torch from the first place that has it, and what it took. See this file's head."""
+    """Install torch from the first place that offers it (see this file's docstring)."""
     pin = torch_pin()
     for_cpus = f"{pin}+cpu"
     have = pin.replace("==", "-")
@@ -214,7 +214,8 @@ def _impatient() -> tuple[str, ...]:
 
 
 def check(env: Environment, program: str) -> None:
-    """Load what the ranks will load. Names what the system lacks, and brings libnuma if it is that."""
+    """Load the libraries that the ranks will load. Unpacks libnuma if the system lacks it. Raises
+    `Failed` naming any other library that is missing."""
     env.say("checking that torch, vLLM's kernels and MPI load")
     error = env.error_of(program)
     if NUMA in error:

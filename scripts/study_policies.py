@@ -1,24 +1,24 @@
-"""Which composition of the scheduler's policies makes a step shortest at which staleness, by
-simulating all of them.
+"""Simulate all compositions of the scheduler's policies, to find the fastest at each staleness.
 
     python scripts/study_policies.py                     both settings and every composition: a day on one core
     python scripts/study_policies.py only=rose_8b staleness=1 order=fifo,due_first
     routing=rose,earliest_finish
     python scripts/study_policies.py draw=true           the table again, from the CSV file
-Writes docs/results/policies_search.csv (out=FOLDER: there), and its front into docs/policies.md
-between the marks.
+Writes docs/results/policies_search.csv (out=FOLDER: into FOLDER), and its front between the
+marks in docs/policies.md.
 
-Successive halving (ROUNDS): every composition on half of a setting (conf/experiment/rose_8b and
-rose_32b: engines, borrowed devices, trainer and batch divided by two) with one seed; of each
-largest staleness the fastest few on the whole setting with all seeds. ROSE's own compositions and
-the options `best` and `best_sync` of conf/sim/systems go through all rounds. What counts is trained
-tokens per second, not seconds a step: few steps of a policy that trains on short trajectories first
-would look fast. A quarter of a setting is too little: there `carry_over` seems faster than
-`bounded_staleness`, which it is not. All compositions have ROSE's pools: dedicated and borrowed
-engines, with `all_idle` the trainer's GPUs besides. Left out: `dapo` and RollPacker's spare
-trajectories (they leave long ones untrained for good), `libra` (its planner and buckets need other
-pools or degrees), `rollart` (one kind of hardware: cache_affine), `static` (`rose` uses all devices
-too where n_serving is their number) and what holds no borrowed devices.
+Successive halving (ROUNDS). First, every composition runs on half of a setting
+(conf/experiment/rose_8b and rose_32b: engines, borrowed devices, trainer and batch divided by two)
+with one seed. Then the fastest few of each largest staleness run on the whole setting with all
+seeds. ROSE's own compositions and the options `best` and `best_sync` of conf/sim/systems go through
+all rounds. Compositions are ranked by trained tokens per second, not by seconds a step: few steps
+of a policy that trains on short trajectories first would look fast. A quarter of a setting is too
+little: there `carry_over` seems faster than `bounded_staleness`, which it is not. All compositions
+have ROSE's pools: dedicated and borrowed engines, with `all_idle` also the trainer's GPUs. Left
+out: `dapo` and RollPacker's spare trajectories (they leave long ones untrained for good), `libra`
+(its planner and buckets need other pools or degrees), `rollart` (on one kind of hardware it is
+cache_affine), `static` (`rose` uses all devices, too, if n_serving is their number) and policies
+that hold no borrowed devices.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
 PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
 KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
 POOLS = {"rose": ["dedicated", "cooperative"], "all_idle": ["dedicated", "hybrid", "cooperative"]}
-# what waits is of one version: due_first is fifo
+# Batching policies whose waiting turns are all of one version, so that due_first is fifo.
 ONE_VERSION = ("synchronous", "tail_batching", "one_step_off")
-BASE = "rose"  # the setting's own system, which every gain is over
+BASE = "rose"  # the setting's own system, over which all gains are computed
 
 
 class Choice(NamedTuple):
-    """One option of a kind with the arguments that differ from those of its file."""
+    """An option of a kind, with the arguments that differ from those of its file."""
 
     name: str
     args: tuple[tuple[str, Any], ...] = ()
@@ -108,8 +108,8 @@ class Composition(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Which part of a setting, how long, and how many of each largest staleness go on to the next
-    round."""
+    """A round of the search: the divisor of a setting's size, its length, and the number of
+    compositions of each largest staleness that go on to the next round."""
 
     divided: int
     seeds: int
@@ -118,10 +118,9 @@ class Round(NamedTuple):
     kept: int
 
 
-# Steps of a policy that lets two batches run at once are long and short by turns: an even number
-# must be counted.
+# An even number of steps counts: with two batches at once, steps are long and short by turns.
 ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
-# arguments that bound staleness; one_step_off has none, and 1
+# Arguments that bound staleness. one_step_off has none, and its bound is 1.
 BOUNDS = ("eta", "alpha", "staleness")
 
 
@@ -157,8 +156,8 @@ KEPT = (  # compositions that go through all rounds, and are named in the tables
 
 
 def shipped(name: str) -> Composition:
-    """What conf/sim/systems/NAME.yaml composes. Arguments that it doesn't set are not those of
-    BATCHING: as such it is found among the compositions only where they are equal."""
+    """Return the composition of conf/sim/systems/NAME.yaml. Arguments that it doesn't set are those
+    of the option's file and not of BATCHING, so these may keep it out of the search."""
     tree = yaml.safe_load(
         (REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
     )
@@ -172,14 +171,14 @@ def shipped(name: str) -> Composition:
 
 
 def _whole(kind: str, name: str, given: dict[str, Any]) -> Choice:
-    """With the arguments that KINDS varies, as given or as in the option's file."""
+    """Return a choice with the arguments that KINDS varies, as given or as in its file."""
     args = _option(kind, name)["args"] | given
     varied = KINDS[kind][name][0] if name in KINDS[kind] else {}
     return Choice(name, tuple((key, args[key]) for key in varied))
 
 
 def bound(batching: Choice) -> int:
-    """The largest staleness that it allows."""
+    """Return the largest staleness that a batching policy allows."""
     return int(
         next(
             (value for key, value in batching.args if key in BOUNDS),
@@ -189,8 +188,9 @@ def bound(batching: Choice) -> int:
 
 
 def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) -> list[Composition]:
-    """All that make sense, of the options named in `only` (kind -> names; all of a kind that isn't
-    in it), and of at most `staleness`. Raises `SystemExit` for a name that is not searched."""
+    """Return all compositions that make sense, of the options named in `only` (kind -> names; a
+    kind that isn't in it has all options) and of at most `staleness`. Raises `SystemExit` for a
+    name that is not searched."""
     for kind, names in only.items():
         if unknown := [name for name in names if name not in KINDS[kind]]:
             raise SystemExit(
@@ -219,8 +219,8 @@ def _option(kind: str, name: str) -> dict[str, Any]:
 
 
 def system(what: Composition, c: Config) -> SimSystem:
-    """Arguments that a file takes from elsewhere (how many may be borrowed) are those of the
-    configuration."""
+    """Return a composition as a system of the simulator. Arguments that a file takes from elsewhere
+    (the number of devices that may be borrowed) are those of the configuration."""
     policies = {}
     for kind, chosen in zip(KINDS, what, strict=True):
         option = _option(kind, chosen.name)
@@ -238,8 +238,7 @@ def system(what: Composition, c: Config) -> SimSystem:
 
 
 def divided(c: Config, by: int) -> list[str]:
-    """Overrides that leave a `by`th of a setting: engines, borrowed devices, the trainer's GPUs and
-    the batch."""
+    """Return overrides that divide engines, borrowed devices, trainer GPUs and batch by `by`."""
     return [
         f"rollout.workers={c.rollout.workers // by}",
         f"trainer.ranks={c.trainer.ranks // by}",
@@ -274,7 +273,7 @@ def of_round(
 def rows_of(
     setting: str, number: int, which: Round, outcomes: Sequence[Outcome]
 ) -> list[dict[str, Any]]:
-    """A row per composition, fastest first, with gains over the setting's own system."""
+    """Return a row per composition, fastest first, with gains over the setting's own system."""
     systems = by_system(outcomes)
     base, rows = values(systems[BASE], "tokens_s"), []
     for name, each in systems.items():
@@ -305,8 +304,7 @@ def rows_of(
 
 
 def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
-    """Whether none of `rows` is as fast and as fresh, on average and at most, and better in one of
-    these."""
+    """True unless one of `rows` is better in speed, mean or largest staleness and worse in none."""
 
     def points(each: dict[str, Any]) -> tuple[float, float, float]:
         return -each["tokens_s"], each["staleness"], each["staleness_max"]
@@ -319,7 +317,7 @@ def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
 
 
 def survivors(rows: Sequence[dict[str, Any]], kept: int) -> list[str]:
-    """Names of the `kept` fastest of each largest staleness."""
+    """Return the names of the `kept` fastest of each largest staleness."""
     found: dict[str, None] = {}
     for most in sorted({row["staleness_max"] for row in rows}):
         same = sorted(
@@ -334,7 +332,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def named() -> dict[str, str]:
-    """Composition -> what it is, of those that go through all rounds."""
+    """Return the compositions that go through all rounds, with their names in the tables."""
     found: dict[str, str] = {}
     for is_, what in [*KEPT, ("best", shipped("best")), ("best_sync", shipped("best_sync"))]:
         found[str(what)] = f"{found[str(what)]}, {is_}" if str(what) in found else is_
@@ -348,8 +346,7 @@ def search(
     seeds: Sequence[int],
     carried_out: Callable[[Config], list[Outcome]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each round as it ends. `carried_out`: the outcomes of a configuration's systems
-    and seeds."""
+    """Yield the rows of each round as it ends. `carried_out` simulates a configuration."""
     always = [what for _, what in KEPT] + [shipped("best"), shipped("best_sync")]
     all_of_them = {str(each): each for each in [*candidates, *always]}
     left = list(all_of_them)
@@ -363,8 +360,8 @@ def search(
 
 
 def words(rows: Sequence[dict[str, str]]) -> str:
-    """The last round of each setting in policies_search.csv as a table of Markdown: the front, and
-    what has a name, freshest first."""
+    """Format the last round of each setting in policies_search.csv as a table of Markdown: the
+    compositions on the front and those with a name, freshest first."""
     names, settings = named(), settings_in(rows)
     shown: dict[str, dict[str, dict[str, str]]] = {}
     header = [

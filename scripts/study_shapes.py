@@ -1,13 +1,14 @@
-"""What engines of several tensor-parallel degrees gain over the best single degree, in both settings
-of ROSE's paper, synchronous (`best_sync`) and with staleness 1 (`best`).
+"""Measure the gain from engines of several tensor-parallel degrees over the best single degree, in
+both settings of ROSE's paper, synchronous (`best_sync`) and with staleness 1 (`best`).
 
     python scripts/study_shapes.py                        every row; an hour of one core
     python scripts/study_shapes.py only=rose_8b systems=best_sync seeds=1 steps=3 warmup=1
     python scripts/study_shapes.py draw=true              the table again, from the CSV file
 
-Writes docs/results/shapes.csv (out=FOLDER: there), and into docs/simulator.md what stands between
-its marks. Dedicated engines are varied, and the trainer's own GPUs with them where one degree is for
-all; beside a mix they have the best single degree. Borrowed engines keep that of the online engine.
+Writes docs/results/shapes.csv (out=FOLDER: into FOLDER), and the table between its marks in
+docs/simulator.md. The degrees of dedicated engines are varied. If all have a single degree, the
+trainer's own GPUs have it, too; beside a mix they have the best single degree. Borrowed engines
+keep the degree of the online engine.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from rose.sim.study.outcome import Outcome, mean, values
 
 SYSTEMS = ("best_sync", "best")
 FILE = "shapes.csv"
-SEQUENCES = 16  # of each GPU, as both settings of the paper have it
+SEQUENCES = 16  # sequences of each GPU, as in both settings of the paper
 
 
 class Shapes(NamedTuple):
-    """`degrees` of the dedicated engines, `workers` times (or, elastic, filling the GPUs of so many
-    of the first), and the trainer's; None: the best single one."""
+    """The `degrees` of the dedicated engines, and how often: `workers` times each, or, when
+    switching, as many as fill the GPUs of `workers` engines of the first degree. `hybrid`: the
+    degree of the trainer's engines; None for the best single one."""
 
     kind: str
     degrees: tuple[int, ...]
@@ -46,7 +48,7 @@ class Shapes(NamedTuple):
 
     @property
     def point(self) -> str:
-        """Of a run's name."""
+        """The row's part of a run's name."""
         return str(self).replace(" ", "-")
 
     def overrides(self, system: str, best: int) -> list[str]:
@@ -62,7 +64,7 @@ class Shapes(NamedTuple):
             *(
                 (
                     f"{pool}.elastic=true",
-                    f"{pool}.switch_s=1.0",  # as a borrowed engine wakes: sim.pool.cooperative
+                    f"{pool}.switch_s=1.0",  # seconds to wake, as in sim.pool.cooperative
                     f"{policy}.name=elastic",
                     f"+{policy}.args.gain=0.05",
                     f"+{policy}.args.switch_s=1.5",
@@ -77,7 +79,7 @@ def single(degree: int, gpus: int) -> Shapes:
     return Shapes("single", (degree,), gpus // degree, degree)
 
 
-ROWS = {  # over the GPUs of the papers' dedicated engines: 8, and 32
+ROWS = {  # GPUs of the papers' dedicated engines: 8, and 32
     "rose_8b": (
         *(single(degree, 8) for degree in (1, 2, 4, 8)),
         Shapes("mix", (4, 2, 2), 1),
@@ -108,7 +110,7 @@ def simulated(
 
 
 def study(setting: str, system: str, given: Sequence[str], processes: int) -> list[dict]:
-    """A row for each shapes: throughput (trained tokens a second) over the best single degree."""
+    """Return a row a shape: throughput (trained tokens/s) over the best single degree."""
     rows = ROWS[setting]
     alone = [row for row in rows if row.kind == "single"]
     outcomes = simulated(setting, system, alone, 0, given, processes)
@@ -137,8 +139,8 @@ def study(setting: str, system: str, given: Sequence[str], processes: int) -> li
 
 
 def drawn(rows: Sequence[dict[str, str]]) -> str:
-    """Every single degree, and of mixes and switching what gained most on average: degrees, seconds a step, and
-    tokens a second over the best single degree."""
+    """Format the table: each single degree, and the mix and the switching with the largest mean
+    gain. Cells have degrees, seconds a step, and tokens a second over the best single degree."""
 
     def cell(setting: str, system: str, kind: str, degrees: str) -> str:
         found = [row for row in rows if (row["setting"], row["system"]) == (setting, system)]

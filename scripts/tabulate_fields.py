@@ -1,4 +1,4 @@
-"""Write the tables of request fields in docs/agents.md: what the gateway makes of each.
+"""Write the tables of request fields in docs/agents.md, with the gateway's treatment of each field.
 
 python scripts/tabulate_fields.py
 """
@@ -15,7 +15,7 @@ PAGE = REPOSITORY / "docs" / "agents.md"
 
 
 def table(api: ModuleType) -> str:
-    """Return rows of fields that share what becomes of them."""
+    """Return a table with a row for all fields that the gateway treats alike."""
     fields: dict[str, list[str]] = {}
     for field, becomes in api.FIELDS.items():
         fields.setdefault(becomes, []).append(f"`{field}`")

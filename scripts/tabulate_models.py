@@ -1,11 +1,11 @@
-"""Which families of models the trainer takes: a small random model of each that vLLM serves goes
-through rose/trainer/probe.py on one CPU core, in float32.
+"""Find the families of models that the trainer accepts. A small random model of each family that
+vLLM serves goes through rose/trainer/probe.py on one CPU core, in float32.
 
     python scripts/tabulate_models.py                  a minute or two; writes docs/models.md
     python scripts/tabulate_models.py only=llama,phi3  these alone, printed
 
-Variants beside a family's defaults are in VARIANTS. Left out: families that don't become small by
-SIZES, and what no config.json makes.
+VARIANTS has further configurations of some families. Left out: families that SIZES does not make
+small, and models that no config.json describes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from csv_tables import REPOSITORY, markdown, put
 from harness import keyed, listed
 
 PAGE = REPOSITORY / "docs" / "models.md"
-CONTEXT = 512  # model.max_context
-MOST_WEIGHTS = 20_000_000  # a model with more has not become small
+CONTEXT = 512  # tokens of model.max_context
+MOST_WEIGHTS = 20_000_000  # limit above which a model has not become small
 
-# What a family's configuration has of these is set.
+# Those of these values that a family's configuration has are set.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), 97),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width"), 64),
@@ -50,9 +50,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Of latent attention, `head_dim` is the rotated part, and each head has keys of its own.
+# In latent attention, `head_dim` is the rotated part, and each head has keys of its own.
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
-EARLY = 128  # the context before scaling
+EARLY = 128  # tokens of the context before scaling
 ROTARY = {"rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 def families() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model_type, values beside the defaults) of what transformers and vLLM have."""
+    """Yield (model_type, values besides the defaults) of the families of transformers and vLLM."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
@@ -98,7 +98,7 @@ def families() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def save(family: str, more: dict[str, Any], folder: str) -> None:
-    """Raises whatever the family's own code does, and `ValueError` if it doesn't become small."""
+    """Save a small random model. Raises errors of its code, `ValueError` if it is large."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -114,8 +114,7 @@ def save(family: str, more: dict[str, Any], folder: str) -> None:
 
 
 class Engine:
-    """A policy on this CPU, behind what the probe uses of a `DeepSpeedEngine`; with prefix trees if
-    it can have them."""
+    """A policy on this CPU in place of a `DeepSpeedEngine`, with prefix trees if possible."""
 
     def __init__(self, folder: str) -> None:
         import torch
@@ -133,7 +132,7 @@ class Engine:
 
 
 def tried(family: str, more: dict[str, Any]) -> Row | None:
-    """Return None where there is no small model of the family."""
+    """Probe one family and return its row, or None if there is no small model of it."""
     from rose.trainer import probe
 
     variant = ", ".join(f"{k}={_short(v)}" for k, v in more.items())

@@ -1,28 +1,28 @@
-"""The simulator's predictions beside live runs on this machine: step time, tail and utilisation.
+"""Compare the simulator's predictions with live runs on this machine: step time, tail, utilisation.
 
     python scripts/validate_sim.py                                # all configurations twice, some 25 minutes
-    python scripts/validate_sim.py --only sync_2 dapo_2 --rounds 1 # a look
+    python scripts/validate_sim.py --only sync_2 dapo_2 --rounds 1 # a quick run
     python scripts/validate_sim.py --quota 0.4 --csv docs/results/validate_sim.csv
 
-Two live runs with one engine, much and little to do, are the profile. From them come the engine's
-step time (its step log, the time between two steps included), the episodes (their journals: turns,
-tokens, tool times), the trainer's and the synchronisation's seconds, and the ways from the
-coordinator to an engine and back. Then every configuration runs live and is simulated with those
-numbers, on the very configuration of the run. No profile is among the predicted runs, and no number
-is fitted to these.
+The profile is two live runs with one engine, one with much and one with little to do. From them
+come the engine's step time (its step log, including the time between two steps), the episodes
+(their journals: turns, tokens, tool times), the seconds of the trainer and of the synchronisation,
+and the delays from the coordinator to an engine and back. Then every configuration runs live and is
+simulated with those numbers, on the very configuration of the run. No profile is among the
+predicted runs, and no number is fitted to these.
 
 Each engine is confined to the same CPU quota (live_runs.py). The policy does not learn (a learning
-rate of 1e-9), so that all runs meet the same lengths. Compared are, without the first steps,
-medians over the training steps of all rounds of
+rate of 1e-9), so that all runs have the same lengths. Compared are medians over the training steps
+of all rounds, without the first steps:
 
     step          its time, s
     tail          95th percentile of the time from a group's admission to a trajectory's end, s
     utilisation   share of the step in which a dedicated engine had a turn
 
-The figures mean something on a machine that does nothing else: --quota times engines, the trainer's
-thread and the environment host must find a core each time they want one. A virtual machine whose
-host is busy is slower for minutes: only training steps count in which the hypervisor took less than
-5% of it (live_runs.CALM), and what has too few of them runs again in the next round.
+The figures need a machine without other load: --quota times engines, the trainer's thread and the
+environment host must find a core whenever they need one. A virtual machine whose host is busy is
+slower for minutes. So only training steps count in which the hypervisor took less than 5% of it
+(live_runs.CALM), and a configuration with too few of them runs again in the next round.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ LIVE: dict[str, tuple[str, ...]] = {
         "scheduler.batching.args.eta=1",
     ),
 }
-ENOUGH = 6  # training steps that count
+ENOUGH = 6  # least number of training steps that count
 SKIP = 2  # first steps that don't count
-IDLE_S = 0.002  # between two steps: the engine had nothing to do
-MOST_GAP_S = 0.1  # between steps of a busy engine: more is no overhead
+IDLE_S = 0.002  # seconds between two steps, above which the engine had nothing to do
+MOST_GAP_S = 0.1  # seconds between steps of a busy engine; a larger gap is no overhead
 DEADLINE_S = 1800.0
-FREE_BYTES_S = 1e12  # the versions' way is measured as a whole: latency
-SEEDS = 5  # of each prediction
+FREE_BYTES_S = 1e12  # bytes/s so high that a version's way is all latency, as it was measured
+SEEDS = 5  # seeds of each prediction
 
 
 class Figures(NamedTuple):
@@ -109,10 +109,10 @@ class Row(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What a simulation needs beyond the configuration."""
+    """The measured values that a simulation needs beyond the configuration."""
 
     step: spec.StepTime
-    error: float  # of its fit
+    error: float  # error of its fit
     groups: list[list[spec.Episode]]
     phases: calibrate.Phases
     dispatch_s: float
@@ -125,14 +125,14 @@ class Profile(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A training step, by the wall's clock."""
+    """A training step, in wall-clock times."""
 
     begin: float
     end: float
 
 
 def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
-    """Of live runs with their step logs."""
+    """Return the profile from live runs with their step logs."""
     logs, groups, rows, there, back, pauses = [], [], [], [], [], []
     for live, log in runs:
         entries = live.entries()
@@ -174,15 +174,15 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
 
 
 def engine_steps(log: Path) -> list[dict]:
-    """With `start`, by the clock of `wall`."""
+    """Return the engine's steps of a log, each with its `start` by the clock of `wall`."""
     steps = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return [step | {"start": step["wall"] - (step["ended"] - step["began"])} for step in steps]
 
 
 def between_included(steps: list[dict], windows: list[Window], out: Path) -> None:
-    """A log of the windows' steps, with each step of decodes beginning where the one before ended:
-    such requests were there, and what lay between was the engine's own work. Other steps get the
-    median of that."""
+    """Write a log of the windows' steps that includes the time between steps. A step with decodes
+    begins where the one before ended: its requests were there already, so the time between was the
+    engine's own work. Other steps get the median of that time."""
     gaps = [b["began"] - a["ended"] for a, b in zip(steps, steps[1:], strict=False) if b["decodes"]]
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
     with out.open("w", encoding="utf-8") as file:
@@ -201,10 +201,13 @@ def ways(
     steps: list[dict],
     windows: list[Window],
 ) -> tuple[list[float], list[float]]:
-    """Seconds from each turn's assignment until the engine could begin a step with it, and from the
-    step that made its last token until the coordinator knew. A turn of n tokens is in the n steps
-    up to that. It came while the step before these was under way, nobody knows when: in the middle.
-    Turns that found all seats taken have no way there."""
+    """Return the delays to the engine and back, in seconds: from each turn's assignment until the
+    engine could begin a step with it, and from the step with its last token until the coordinator
+    knew.
+
+    A turn of n tokens is in the n steps up to that one. It arrived at an unknown time during the
+    step before them, so the middle of the possible times is used. Turns without a free seat have
+    none."""
     seats = cfg.load(live.run / "config.json").rollout.max_sequences
     begins, ends = (
         np.array([step["start"] for step in steps]),
@@ -236,7 +239,7 @@ def ways(
             back.append(known[turn] - ends[last])
             if steps[before]["decodes"] + len(steps[before]["prefill"]) < seats:
                 latest = begins[before + 1]
-                idle = latest - ends[before] > IDLE_S  # it came just when the step began
+                idle = latest - ends[before] > IDLE_S  # arrival just when the step began
                 there.append(latest - at if idle else (max(begins[before], at) + latest) / 2 - at)
     return there, back
 
@@ -245,7 +248,7 @@ def ways(
 
 
 def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
-    """Means over seeds."""
+    """Simulate a configuration and return the means over seeds."""
     gpu = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
     engine = spec.Engine(
         profile.step,
@@ -299,7 +302,7 @@ def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
 
 
 def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
-    """And the quartiles of the step time."""
+    """Return the measured figures, and the quartiles of the step time."""
     rows, tails = [], []
     for live in runs:
         tail = Durations(SKIP + 1)
@@ -319,7 +322,7 @@ def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
 def run_all(
     folder: Path, names: list[str], options: argparse.Namespace, alike: list[str], console: Console
 ) -> dict[str, list[Ran]]:
-    """In rounds, until all have ENOUGH steps. Raises `SystemExit` if some never have."""
+    """Run all configurations until each has ENOUGH steps. Raises `SystemExit` if some don't."""
     done: dict[str, list[Ran]] = {name: [] for name in names}
 
     def lacking() -> dict[str, int]:

@@ -52,7 +52,7 @@ def shared_flag(torch) -> tuple[mmap.mmap, int]:
 
 
 def weights(torch) -> list:
-    """Matrices (HIDDEN, 3 INTERMEDIATE), bfloat16, one a layer."""
+    """Return matrices (HIDDEN, 3 INTERMEDIATE), bfloat16, one for each layer."""
     shape = (HIDDEN, 3 * INTERMEDIATE)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(LAYERS)]
 
@@ -91,7 +91,7 @@ def page_moves():
 
 
 def neighbour(kind: str, ready, stop) -> None:
-    """Be R until `stop` is set; report the rate of its steps."""
+    """Act as R until `stop` is set, and report the rate of its steps."""
     import torch
 
     torch.cuda.init()
@@ -124,7 +124,8 @@ def online_graph(torch):
 
 
 def step_times(torch, graph, page: mmap.mmap) -> list[float]:
-    """Milliseconds of S's steps during PHASE_S, sorted. S is idle for more than half of the time."""
+    """Return the sorted milliseconds of S's steps during PHASE_S. S is idle for more than half of
+    the time."""
     took, end = [], time.monotonic() + PHASE_S
     while time.monotonic() < end:
         time.sleep(0.003)
@@ -183,7 +184,7 @@ def delta(torch) -> None:
     master = held.float()
     master[torch.rand(count, device="cuda") < 0.01] *= 1.125
     new, bits = master.bfloat16(), held.view(torch.int16)
-    for _ in range(3):  # the last one counts: kernels are compiled in the first
+    for _ in range(3):  # kernels are compiled in the first pass; the last one counts
         torch.cuda.synchronize()
         began = time.perf_counter()
         at, by = changes(master, bits)
@@ -197,7 +198,7 @@ def delta(torch) -> None:
     report("delta", "positions to the host", rate, "GB/s")
     apply_(bits, at, by)
     report("delta", "exact", float(torch.equal(bits, new.view(torch.int16))))
-    for sign in (-1, 1):  # taken back and applied again; the kernels are compiled by now
+    for sign in (-1, 1):  # reverted and applied again, with compiled kernels
         torch.cuda.synchronize()
         began = time.perf_counter()
         apply_(bits, at, by, sign)

@@ -61,13 +61,14 @@ def _apply(live, at, by, count, SIGN: tl.constexpr, SIZE: tl.constexpr):
 
 
 def changes(master, held):
-    """(n,) float32, (n,) int16 patterns -> (c,) int32 positions, (c,) int16 differences."""
+    """Return the changed positions, (c,) int32, and their differences, (c,) int16, of (n,) float32
+    values and (n,) int16 patterns."""
     n = master.numel()
     tiles = triton.cdiv(n, TILE.value)
     counts = torch.empty(tiles, dtype=torch.int32, device=master.device)
     _count[(tiles,)](master, held, counts, n)
     ends = counts.cumsum(0)
-    c = int(ends[-1])  # the one wait for the device
+    c = int(ends[-1])  # the only wait for the device
     at = torch.empty(c, dtype=torch.int32, device=master.device)
     by = torch.empty(c, dtype=torch.int16, device=master.device)
     if c:
