@@ -57,7 +57,7 @@ class PackWriter:
         self._blocks: list[bytes] = []
         self._chunks: list[bytes] = []
         self._buffer: list[bytes] = []
-        self._buffered = self._before = 0  # bytes in the buffer, chunks in earlier blocks
+        self._buffered = 0  # bytes in the buffer
         self._offset = self._file.write(MAGIC)
 
     def add(self, hashed: bytes, data: bytes) -> int:

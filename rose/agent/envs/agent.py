@@ -59,8 +59,8 @@ class Agent:
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
         if both := _in_both(tasks) if tasks is not None else 0:
             self.doubt = (
-                f"env.args.tasks={tasks!r}: {both} of the held-out tasks (odd lines) are training "
-                "tasks (even lines), too, so evaluation measures what was trained"
+                f"env.args.tasks={tasks!r}: {both} of the held-out tasks (every second line) "
+                "are training tasks, too, so evaluation measures what was trained"
             )
         self.environment = tuple(environment)
         if not isinstance(listen, str) or not listen:
