@@ -407,11 +407,11 @@ def _end_old_steps() -> None:
     ]
     end = time.monotonic() + RELEASE_S
     while old := _numbered_steps(jobs):
-        if time.monotonic() > end or batch.received:
-            raise NotNow(f"steps {' '.join(old)} of an earlier attempt did not end")
         print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
         with suppress(commands.SlurmError):  # The step may have ended, which the next poll shows.
             commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
+        if time.monotonic() > end or batch.received:
+            raise NotNow(f"steps {' '.join(old)} of an earlier attempt did not end")
         time.sleep(PAUSE_S)
 
 
