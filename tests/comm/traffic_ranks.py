@@ -68,8 +68,8 @@ def publish():
     for number in range(BROADCASTS):
         broadcast.send(f"v{number}/full/rank-00000.h5", payload(number))
         time.sleep(draw.random() * 0.02)
-    broadcast._sending.join(DEADLINE_S)  # the thread of the last one, behind all others
-    assert not broadcast._sending.is_alive()
+    broadcast._last.join(DEADLINE_S)  # the thread of the last one, behind all others
+    assert not broadcast._last.is_alive()
     for to in (0, 2):
         box.send(to, p.Shutdown(str(BROADCASTS)))
     assert box.flush(DEADLINE_S)
