@@ -467,5 +467,5 @@ def run(
             watcher.cancel()
         return coordinator, peers
 
-    with mock.patch.object(checkpoints, "POLL_S", 0.001):  # these trainer ranks save at once
+    with mock.patch.object(checkpoints, "POLL_S", 0.001):  # seconds; these ranks save at once
         return asyncio.run(scene())

@@ -296,7 +296,7 @@ def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     made.starts.update(40.0)
     made.starts.sleep_ordered(55.0)
     made.up = {7}
-    made.starts.update(56.0)  # it got to its end before it was broken off
+    made.starts.update(56.0)  # seconds; the start succeeded just before the cancellation
     made.starts.devices_released(), made.starts.rolled_out(50.0)
     assert made.faults == []
     made.starts.wake_ordered([7], 100.0)

@@ -330,9 +330,7 @@ def check_each_once(coordinator, peer, trajectories):
 def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
     policy, make_config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        groups, "FAIL_AFTER_LOSSES", 1000
-    )  # none is suspicious, however often it is hit
+    monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
     config = make_config(
         f"scheduler/batching={policy}",
         "trainer.steps=4",

@@ -120,9 +120,7 @@ def peers_rollouts(config, world):
 def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_twice(
     make_config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        groups, "FAIL_AFTER_LOSSES", 1000
-    )  # none is suspicious, however often it is hit
+    monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
     config = make_config(
         "scheduler/batching=bounded_staleness",
         "scheduler/placement=rebalance",

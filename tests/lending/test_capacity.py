@@ -77,7 +77,7 @@ def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(watch
     idle = dict(open=0, running=0)
     assert watch.update(2.0, state(2.0, **idle)) is None
     assert watch.update(2.1 + PROBE_S, state(4.1, **idle)).max_sequences == 1
-    assert watch.update(5.0, state(5.0, open=0)).max_sequences == 0  # it waits at the gate
+    assert watch.update(5.0, state(5.0, open=0)).max_sequences == 0  # the gate lets nothing in
     assert watch.update(6.0, state(6.0)).max_sequences == SEQUENCES
     assert watch.update(9.0, state(9.0, running=0)) is None
     watch.update(9.1, state(9.1, running=0, open=0, kv_budget=0))

@@ -70,7 +70,7 @@ class Kernel:
 def pair(boards, make_scheduler, monkeypatch):
     """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of
     the null blocks."""
-    monkeypatch.setattr(board, "OPEN_RETRY_S", 0.0)  # for boards that are made later
+    monkeypatch.setattr(board, "OPEN_RETRY_S", 0.0)  # boards that appear later are opened at once
     here = device.here().serving
     lending = msgspec.structs.replace(here.lending, kv_gib=BUDGET / 2**30)
     device.describe(boards.folder, msgspec.structs.replace(here, lending=lending), PROFILE)
