@@ -49,17 +49,25 @@ SCIENTIFIC, POWER = (
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 FORMULA = re.compile(r"(?<!\\)\$.+?(?<!\\)\$", re.S)
 SAID = re.compile(r"(?:answer|result|option|choice)(?:\s+is\b|\s*:)[\s:]*", re.I)
-# Words that are never the unit of the number before them.
-FUNCTIONS = "sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt|max|min|gcd|lcm|and|or"
+# Words that change the number before them, or are symbols: never its unit.
+NO_UNITS = (
+    "sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt|max|min|gcd|lcm|and|or|plus|minus|times|over|divided"
+    "|half|halves|thirds?|quarters?|fourths?|fifths?|tenths?|hundred|dozen|gross|score|squared"
+    "|cubed|factorial|choose|infinity|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa"
+    "|lambda|mu|nu|xi|omicron|rho|sigma|tau|upsilon|phi|chi|psi|omega"
+)
 # The number and the unit of $18, 18 dollars, 18 cm^2, 60\% and 18.
 QUANTITY = re.compile(
-    r"(?:US|USD)?\s*\\?[$£€¥₹]?\s*(?P<number>(?:\\[dt]?frac|[^A-Za-z\\$£€¥₹%])*[\d}])\s*"
-    rf"(?P<unit>[£€¥₹°]|\\?\s?%|(?:(?:\s|\s*/\s*)(?!(?:{FUNCTIONS})\b)"
-    r"(?:[A-Za-z]{3,}|cm|mm|km|kg|mg|ml|mL|ft|lb|oz|hr|mi|yd|of|(?<=/)[hs])"
-    r"(?:\s*\^\s*\{?\d\}?)?)*)\s*\.?"
+    r"(?:US)?\s*(?P<coin>USD|\\?[£€¥₹])?\s*"
+    r"(?P<number>(?:\\[dt]?frac|[^A-Za-z\\$£€¥₹%])*[\d}])\s*"
+    rf"(?P<unit>[£€¥₹°]|\\?\s?%|(?:(?:\s|\s*/\s*)(?!(?:{NO_UNITS})\b)"
+    r"(?:[A-Za-z]{4,}|days?|men|cup|hrs|lbs|yrs|mph|kph|cm|mm|km|kg|mg|ml|mL|ft|lb|oz|hr|mi|yd|of"
+    r"|(?:(?<=/)|(?<=/\s))[hs])(?:\s*\^\s*\{?\d\}?)?)*)\s*\.?"
 )
 SCALES = {"%": -2, "percent": -2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALE = re.compile("|".join(SCALES))
+DOLLARS = re.compile(r"\\\$|\$(?=\d[^$]*$)")  # elsewhere $ delimits a formula
+COINS = {"USD": "dollar", "£": "pound", "€": "euro", "¥": "yen", "₹": "rupee", "°": "degree"}
 BASE = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")  # 101_2, whose base math-verify ignores
 
 
@@ -76,9 +84,10 @@ def reward(text: str, row: dict) -> float:
     formula = parse(gold) if boxed is None and FORMULA.search(gold) else None
     if answer is None:
         return float(_equal(right, said, formula))
-    if _textual(answer) or _other_base(right, answer):
+    quantities = _quantities(right, answer)
+    if _textual(answer) or _other_base(right, answer) or quantities is None:
         return 0.0
-    pairs = [(right, answer), *_quantities(right, answer)]
+    pairs = [(right, answer), *quantities]
     return float(any(_equal(gold, rf"\boxed{{{given}}}", formula) for gold, given in pairs))
 
 
@@ -96,20 +105,34 @@ def _numbers(text: str) -> str:
     return SCIENTIFIC.sub(POWER, THOUSANDS.sub("", text))
 
 
-def _quantities(right: str, answer: str) -> list[tuple[str, str]]:
-    """Return pairs of the two numbers without their units; none if neither has a unit. If the
-    units have different scales, as 60\\% and 0.6 or 5 million and 5, the values are a pair, too."""
+def _quantities(right: str, answer: str) -> list[tuple[str, str]] | None:
+    """Return pairs of the two numbers without their units; none if neither has a unit, and None if
+    they have different ones. If the scales differ, as with 5 million and 5000000, the values are
+    the pair. A bare number may be a percentage: 60 and 0.6 both equal 60\\%."""
     texts = right, answer
-    found = [QUANTITY.fullmatch(_plain(text.replace(r"\$", ""))) for text in texts]
+    found = [QUANTITY.fullmatch(_plain(DOLLARS.sub(" USD ", text))) for text in texts]
     numbers = [m["number"] if m else text for m, text in zip(found, texts, strict=True)]
+    units = [_unit(m) if m else "" for m in found]
+    if all(units) and units[0] != units[1]:
+        return None
     if numbers == [*texts]:
         return []
-    powers = [m and SCALE.search(m["unit"]) for m in found]
-    powers = [SCALES[m[0]] if m else 0 for m in powers]
+    scales = [SCALE.search(m["unit"]) if m else None for m in found]
+    powers = [SCALES[m[0]] if m else 0 for m in scales]
     if powers[0] == powers[1]:
         return [(numbers[0], numbers[1])]
     gold, given = (rf"{n} \times 10^{{{p}}}" for n, p in zip(numbers, powers, strict=True))
-    return [(gold, given)] if all(powers) else [(gold, given), (numbers[0], numbers[1])]
+    bare = [(numbers[0], numbers[1])] if min(powers) < 0 and max(powers) == 0 else []
+    return [(gold, given), *bare]
+
+
+def _unit(quantity: re.Match[str]) -> str:
+    """Return what is counted, without scales, spaces, braces and the ending of the plural."""
+    text = f"{quantity['coin'] or ''} {SCALE.sub('', quantity['unit'])}".replace("\\", "")
+    for sign, name in COINS.items():
+        text = text.replace(sign, f" {name} ")
+    words = re.sub(r"[\s{}]+", " ", text.casefold()).split()
+    return "".join(re.sub(r"(?<=\w\w)s$", "", word) for word in words)
 
 
 def _other_base(right: str, answer: str) -> bool:

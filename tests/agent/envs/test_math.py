@@ -51,6 +51,11 @@ PAIRS = [
     ("60", r"\boxed{60\%}", 1), ("60%", r"\boxed{60}", 1), ("0.6", r"\boxed{60\%}", 1), ("60%", r"\boxed{6000\%}", 0),
     ("60", r"\boxed{6\%}", 0), ("5000000", r"\boxed{\$5 \text{ million}}", 1), ("5 million", r"\boxed{5 billion}", 0),
     # thousands behind a space, which were a product of 0; bases, which were dropped
+    ("5 dollars", r"\boxed{5 cents}", 0), ("€5", r"\boxed{\$5}", 0), ("5 dollars", r"\boxed{\$5}", 1), ("5 km", r"\boxed{5 cm}", 0),
+    ("25 cm", r"\boxed{25 cm^2}", 0), ("60 km", r"\boxed{60 km/h}", 0), ("60 km/h", r"\boxed{60 km / h}", 1),
+    ("3 hours", r"\boxed{3 hour}", 1), ("3 hours", r"\boxed{3 minutes}", 0), ("90 degrees", r"\boxed{90°}", 1),
+    ("3 million", r"\boxed{3}", 0), ("3", r"\boxed{3 hundred}", 0), ("10", r"\boxed{10 dozen}", 0), ("2", r"\boxed{2 theta}", 0),
+    ("7", r"\boxed{7 factorial}", 0), ("5", r"\boxed{5 squared}", 0), ("6", r"\boxed{6 minus}", 0), ("5", r"\boxed{5 abc}", 0),
     ("12000", r"\boxed{12\,000}", 1), ("0", r"\boxed{12\,000}", 0), ("2, 300", r"\boxed{2, 300}", 1),
     ("101_2", r"\boxed{101_{2}}", 1), ("101_2", r"\boxed{101_3}", 0), ("101_2", r"\boxed{101}", 1),
     # choices and words in a sentence
