@@ -45,6 +45,8 @@ MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 SKIPPED = {"rootfs", "__pycache__", ".git", ".cache", ".ipynb_checkpoints"}
 # Files that NFS, vim, Emacs and macOS put beside others: deleted ones, swap files, backups.
 BESIDE = re.compile(r"\.nfs.*|\..*\.sw[a-z]|4913|.*~|\.#.*|#.*#|\.DS_Store")
+# Options of a command, such as --log=FILE, whose file the program writes.
+WRITTEN = re.compile(r"--?[\w-]*(out|log|save|dump|write|trace|report|result|cache|tmp)", re.I)
 PROGRAM = b"\x7fELF"  # a compiled program changes with the system's updates
 # Bytes up to which a file is read whole: a GB takes a second. Of a larger file, `STRETCHES` evenly
 # spaced stretches of `STRETCH` bytes are read.
@@ -125,7 +127,8 @@ def note(key: str, name: str, found: str) -> None:
     if was is not None and was["digest"] != found:
         raise ConfigError(
             f"{was['key']}: {name} have changed since this attempt of the run began, so its "
-            "processes would play different ones; restore them"
+            "processes would play different ones; restore them, or let the library's tasks be the "
+            "same each time that they are loaded"
         )
 
 
@@ -164,9 +167,11 @@ def _values(c: Config) -> Iterator[tuple[str, list[str]]]:
 
 
 def _meant(words: Sequence[str]) -> Iterator[str]:
-    """Yield each path that words may mean: FILE, FILE:FUNCTION, FOLDER#SPLIT, --option=FILE, and
-    those of MODULE:FUNCTION and -m MODULE."""
+    """Yield each path that words may mean: FILE, FILE:FUNCTION, FOLDER#SPLIT, --option=FILE but not
+    --log=FILE and the like, and those of MODULE:FUNCTION and -m MODULE."""
     for before, word in pairwise(("", *words)):
+        if WRITTEN.match(word) or (WRITTEN.match(before) and "=" not in before):
+            continue
         for part in filter(None, dict.fromkeys((word, word.partition("=")[2]))):
             places = dict.fromkeys((part, part.partition("#")[0], part.rpartition(":")[0]))
             yield from filter(None, places)

@@ -70,6 +70,8 @@ def test_every_file_that_a_key_names_is_found_and_no_keyword_or_secret(folder, m
     for command in ("'python -m own --rows=rows.jsonl'", "[python,-m,own,--rows=rows.jsonl]"):
         own = make_config("env=agent", f"env.args.command={command}")
         assert set(names(own)) == {"__init__.py", "__main__.py", "rows.jsonl"}
+    written = "python judge.py --log=rows.jsonl --output rows.jsonl --save-to rows.jsonl"
+    assert set(names(make_config("env=agent", f"env.args.command='{written}'"))) == {"judge.py"}
     installed = make_config("env=agent", "env.args.command='python -m pytest'")
     assert names(installed) == {}
     theirs = ["env.name=mine:Env", "env.args.log_path=./tasks", "env.args.train_data=./tasks"]

@@ -102,9 +102,8 @@ class ChatFormat:
             self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
         self._write()
         self._with = functools.lru_cache(VARIANTS)(self._variant)
-        self._named_thoughts = reasoning_format != tool_formats.AUTO
-        self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
-        self._split = tool_formats.thoughts(reasoning_format, self._tokenizer)
+        self._reasoning_format = reasoning_format
+        self._find_thoughts()
         self.format = tool_formats.find(
             tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
         )
@@ -118,6 +117,14 @@ class ChatFormat:
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
+    def _find_thoughts(self) -> None:
+        """Find out with these arguments whether a turn begins inside a thought, and where thoughts
+        end."""
+        self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
+        self._split = tool_formats.thoughts(
+            self._reasoning_format, self._tokenizer, self.template_args
+        )
+
     def with_args(self, given: dict[str, Any]) -> ChatFormat:
         """Return the format with a request's template arguments, which override the run's.
         Arguments that the template does not read are ignored. Raises `CannotExtend`."""
@@ -130,6 +137,7 @@ class ChatFormat:
         if made.template_args == self.template_args:
             return self
         made._write()
+        made._find_thoughts()
         return made
 
     @classmethod
@@ -215,7 +223,7 @@ class ChatFormat:
 
     def said(self, text: str) -> str | None:
         """Return `Action.said` of a turn's text."""
-        if self._named_thoughts:
+        if self._reasoning_format != tool_formats.AUTO:
             return self._split(text)[1]
         return outside_thoughts(f"<think>{text}") if self._opens_thought else None
 
@@ -331,8 +339,11 @@ class ChatFormat:
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
             return None
         # A generation prompt may add text, such as an empty thought, that earlier turns don't have.
-        shared = len(os.path.commonprefix([before, text]))
-        written = text[shared:].rstrip()
+        shared = os.path.commonprefix([before, text])
+        # Not in the middle of a mark: <think> and <tool_call> both begin with <t.
+        if (mark := re.search(r"<[^<>\s]*$", shared)) is not None:
+            shared = shared[: mark.start()]
+        written = text[len(shared) :].rstrip()
         for end in self._eos_texts():
             written = written.removesuffix(end)
         return written

@@ -35,7 +35,7 @@ SAY_S = 5.0  # seconds between two lines of progress
 def known(c: config.Config) -> dict[str, Iterable[tuple[str, Start]]]:
     """Return each environment's tasks, by its key in the configuration, where it has `starts`."""
     found = {key: envs.build(member) for key, member in c.environments.values()}
-    return {key: _given(key, made) for key, made in found.items() if hasattr(made, "starts")}
+    return {key: _given(key, made) for key, made in found.items() if getattr(made, "starts", None)}
 
 
 def _given(key: str, environment: Environment) -> Iterator[tuple[str, Start]]:

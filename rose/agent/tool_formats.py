@@ -160,9 +160,12 @@ def find(name: str, tokenizer: Any, written: str | None) -> ToolFormat:
     )
 
 
-def thoughts(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
+def thoughts(
+    name: str, tokenizer: Any, template_args: dict[str, Any]
+) -> Callable[[str], tuple[str, str]]:
     """Return a function that splits a text into (thought, answer), by the parser `name` or, for
-    `auto`, at ``</think>``. Raises `ConfigError`."""
+    `auto`, at ``</think>``. Some parsers depend on the template's arguments, such as
+    `enable_thinking`. Raises `ConfigError`."""
     if name == AUTO:
         return tool_calls.split_thought
     check_names(AUTO, name)
@@ -170,7 +173,8 @@ def thoughts(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
 
     request = _request("[]")
     try:
-        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+        kind = ReasoningParserManager.get_reasoning_parser(name)
+        parser = kind(tokenizer, chat_template_kwargs=template_args)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"model.reasoning_format={name!r}: {error}") from None
 

@@ -75,7 +75,7 @@ class Checkpoints:
         folder = checkpoint.begin(self._run_dir, step)
         if self._failed:  # There may be too little room: what its commit would remove goes first.
             keep = max(1, self._config.trainer.checkpoint_keep - 1)
-            checkpoint.remove_old(self._run_dir, keep, self._spared())
+            await asyncio.to_thread(checkpoint.remove_old, self._run_dir, keep, self._spared())
         self._saving = checkpoint.Save(step, folder, time.monotonic())
         for rank in self._trainers.values():
             self._send(rank, p.SaveCheckpoint(step, str(folder)))
@@ -111,15 +111,18 @@ class Checkpoints:
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
 
     async def _saved(self, saving: checkpoint.Save) -> int:
-        """Count the ranks that have saved. Raises `checkpoint.SaveFailed` when no other rank writes
-        any more, or after `FAILED_S`: another checkpoint may be tried in the same folder."""
+        """Count the ranks that have saved. Raises `checkpoint.SaveFailed` once no rank writes any
+        more, so that another checkpoint may be tried in the same folder; `RunFailed` if some still
+        write after `FAILED_S`."""
         try:
             return checkpoint.saved(saving.folder)
-        except checkpoint.SaveFailed:
+        except checkpoint.SaveFailed as error:
             until = time.monotonic() + FAILED_S
             while len(checkpoint.marks(saving.folder)) < self._config.trainer.ranks:
                 if time.monotonic() > until:
-                    break
+                    raise RunFailed(
+                        f"{error}; other trainer ranks still write after {FAILED_S:g} s"
+                    ) from None
                 await asyncio.sleep(POLL_S)
             raise
 
@@ -134,13 +137,18 @@ class Checkpoints:
             try:
                 # Shielded, because a stop cancels the step loop but not the checkpoint.
                 await asyncio.shield(task)
+                self._failed = False
             except (checkpoint.SaveFailed, OSError):
                 self._failed = True
+                self._forget(task)
                 raise
-            finally:
-                # The step loop and a stop may both wait here.
-                if task.done() and self._committing is task:
-                    self._committing = None
+            self._forget(task)
+
+    def _forget(self, task: asyncio.Task) -> None:
+        """Let another checkpoint be ordered after this commit. The step loop and a stop may both
+        come here. The commit of ranks that may still write is never forgotten."""
+        if self._committing is task:
+            self._committing = None
 
     def newest(self) -> int:
         """Return the step of the newest checkpoint on disk; 0 without one."""

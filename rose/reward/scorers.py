@@ -13,6 +13,8 @@ import inspect
 import json
 import math
 import re
+import urllib.parse
+import urllib.request
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol
@@ -208,14 +210,18 @@ class Judge:
         }
         where = f"{self.url.rstrip('/')}/chat/completions"
         # A cluster's own servers speak http; a service outside may be behind the site's proxy.
-        outside = where.startswith("https://")
+        # aiohttp's own way, trust_env, would also send the password of a ~/.netrc.
+        proxy = urllib.request.getproxies().get("https") if where.startswith("https://") else None
+        if proxy and urllib.request.proxy_bypass(urllib.parse.urlsplit(where).netloc):
+            proxy = None
         try:
             async with (
-                aiohttp.ClientSession(
-                    timeout=aiohttp.ClientTimeout(total=limit_s), trust_env=outside
-                ) as session,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit_s)) as session,
                 session.post(
-                    where, json=body, headers={"Authorization": f"Bearer {key}"} if key else {}
+                    where,
+                    json=body,
+                    headers={"Authorization": f"Bearer {key}"} if key else {},
+                    proxy=proxy,
                 ) as response,
             ):
                 text = await response.text()

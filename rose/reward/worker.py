@@ -22,7 +22,7 @@ from rose import config as configuration
 from rose import inputs
 from rose.comm import frames
 from rose.config import ConfigError
-from rose.processes import die_with_parent
+from rose.processes import die_with_parent, run_to_its_end
 from rose.reward import command, scorers
 from rose.reward.episode import Episode, Hung, score_of
 from rose.reward.messages import FRAME_BYTES, Answer, Hello, Work
@@ -105,7 +105,7 @@ def main() -> None:
         )
     host, _, port = args.pool.rpartition(":")
     hello = Hello(args.token.read_text(encoding="utf-8").strip(), args.number)
-    asyncio.run(serve(scorer, host, int(port), hello, settings.per_worker))
+    run_to_its_end(serve(scorer, host, int(port), hello, settings.per_worker))
 
 
 if __name__ == "__main__":

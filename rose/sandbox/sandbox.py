@@ -142,7 +142,7 @@ class Sandbox:
         if self._closed:
             raise SandboxError("the sandbox is closed")
         data = command.encode(errors="replace")
-        if b"\0" in data or len(data) > COMMAND_BYTES or command == ACCOUNT:
+        if b"\0" in data or len(data) > COMMAND_BYTES or command in (ACCOUNT, "\2"):
             words = f"not run: a command has at most {COMMAND_BYTES} bytes of text"
             return Result("", None, words)
         turn = _Turn(self.shell, limit)

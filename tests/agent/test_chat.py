@@ -231,3 +231,20 @@ def test_long_texts_are_not_kept(chats):
     assert chat.start([{"role": "user", "content": long}], [])
     assert chat.observation(long, "user") == chat.observation(long, "user")
     assert kept == (chat._start.cache_info().currsize, chat._observation.cache_info().currsize)
+
+
+def test_the_parser_of_thoughts_has_the_templates_arguments(save_tokenizer):
+    """Without a thought, vLLM's parser would take an answer for a thought that was cut."""
+    folder, off = save_tokenizer(TEMPLATES["qwen3"]), {"enable_thinking": False}
+    chat = ChatFormat(folder, reasoning_format="qwen3")
+    assert chat.read("up", []).thought == "up"
+    assert chat.with_args(off).read("up", []).content == "up"
+    assert ChatFormat(folder, off, reasoning_format="qwen3").read("up", []).content == "up"
+
+
+def test_a_call_is_whole_where_the_prompt_ends_with_an_empty_thought(save_tokenizer):
+    """The marks <think> and <tool_call> begin alike."""
+    before, prompt, after = TEMPLATES["tiny"].rpartition(r"<|im_start|>assistant\n")
+    thinks = before + prompt + r"<think>\n\n</think>\n\n" + after
+    formats = [ChatFormat(save_tokenizer(each)).format.name for each in (TEMPLATES["tiny"], thinks)]
+    assert formats[0] == formats[1]

@@ -104,6 +104,11 @@ def test_what_a_users_starts_gives_is_named_and_ends_no_launch(chats):
         assert words in why if words else not why, name
 
 
+def test_starts_that_are_none_are_an_environment_without(make_config, monkeypatch):
+    monkeypatch.setattr(rows.envs, "build", lambda member: type("Own", (), {"starts": None})())
+    assert rows.known(make_config()) == {}
+
+
 def called(text):
     return {"id": "1", "type": "function", "function": {"name": "go", "arguments": {"to": text}}}
 

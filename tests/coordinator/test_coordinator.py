@@ -222,6 +222,22 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
     assert checkpoint.latest(tmp_path) is None
 
 
+def test_where_other_ranks_still_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
+    """They would write into the folder of the next try."""
+    monkeypatch.setattr("rose.coordinator.checkpoints.FAILED_S", 0.0)
+
+    async def scene():
+        await save(coordinator, 60.0)
+        folder = Path(coordinator.sent[0][1].folder)
+        checkpoint.mark(folder, 1, "OSError: No space left on device")
+        for _ in range(2):
+            with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
+                await coordinator.checkpoints.order(5)
+        assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
+
+    asyncio.run(scene())
+
+
 def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_path, monkeypatch):
     """The checkpoint that its commit would have removed goes first, and its half."""
     keep = coordinator.config.trainer.checkpoint_keep

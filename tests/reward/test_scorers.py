@@ -12,6 +12,7 @@ from aiohttp import web
 
 from rose.comm import frames
 from rose.config import ConfigError
+from rose.processes import run_to_its_end
 from rose.reward import command, scorers, worker
 from rose.reward.episode import Episode, Said, Score, ScoringFailed, score_of
 from rose.reward.messages import Answer, Work
@@ -93,12 +94,18 @@ def test_what_is_no_finite_number_is_no_score(file, name, said):
     ("name", "error"),
     [("exits", "SystemExit: 3"), ("exits_later", "SystemExit: 3"), ("half", "ValueError: \\ud83d")],
 )
-def test_whatever_a_function_raises_its_worker_answers(file, name, error):
+@pytest.mark.parametrize("summed", [False, True])
+def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed):
     answers = []
     written = SimpleNamespace(write=answers.append)
-    scorer = scorers.build("function", {"path": f"{file}:{name}"})
+    args = {"path": f"{file}:{name}"}
+    if summed:
+        part = {"name": "function", "args": args, "weight": 1.0}
+        scorer = scorers.build("sum", {"parts": {"one": part, "other": part}})
+    else:
+        scorer = scorers.build("function", args)
     work = Work(1, 60.0, msgspec.json.encode(episode()))
-    asyncio.run(worker.answer(scorer, work, written))
+    run_to_its_end(worker.answer(scorer, work, written))
     [answer] = answers
     found = msgspec.msgpack.decode(answer[len(frames.frame(b"")) :], type=Answer)
     assert (found.number, found.score, found.error) == (1, None, error)

@@ -107,18 +107,22 @@ def doubt(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
 def others(train: tuple[Task, ...], held_out: tuple[Task, ...]) -> str:
     """Return a warning about images whose top folder has files of other users, else "". Sandboxes
     without root can't change such files."""
-    user, found = os.geteuid(), []
-    images = {task.image: task for task in (*train, *held_out) if task.image and user}
-    for task in images.values():
-        with os.scandir(task.image) as entries:
-            if any(entry.stat(follow_symlinks=False).st_uid != user for entry in entries):
-                found.append(task.name)
+    user = os.geteuid()
+    images = {task.image: task.name for task in (*train, *held_out) if task.image and user}
+    found = [name for image, name in images.items() if not _all_of(user, image)]
     words = (
         f"env.args.tasks: environment/rootfs of {len(found)} tasks ({', '.join(found[:3])}) has "
         f"files of other users than {user}, which sandboxes without root show as nobody's and "
         f"can't change; chown -R {user} them"
     )
     return words if found else ""
+
+
+@functools.cache  # Each trajectory makes an environment of its own.
+def _all_of(user: int, image: str) -> bool:
+    """True if all entries of a folder belong to the user."""
+    with os.scandir(image) as entries:
+        return all(entry.stat(follow_symlinks=False).st_uid == user for entry in entries)
 
 
 def _read(folder: Path, root: Path, broken: list[str]) -> Task | None:

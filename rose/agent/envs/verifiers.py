@@ -97,7 +97,8 @@ def _load(command: tuple[str, ...], settings: str, given: tuple[str, ...]) -> di
         done = subprocess.run(
             command,
             input=f"{settings}\n",
-            env=processes.bare_environment(given),
+            # Sets of texts have the same order in each process, as in an environment's workers.
+            env=processes.bare_environment(given) | {"PYTHONHASHSEED": "0"},
             capture_output=True,
             text=True,
             timeout=LOAD_S,

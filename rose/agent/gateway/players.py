@@ -105,7 +105,8 @@ class _Process:
             *verifiers.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=processes.bare_environment(verifiers.environment) | {watchdog.MARK: program.HOST},
+            env=processes.bare_environment(verifiers.environment)
+            | {watchdog.MARK: program.HOST, "PYTHONHASHSEED": "0"},
             limit=LINE,
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(host),

@@ -319,11 +319,12 @@ class Session:
         )
 
     def _record(self, query: Query, place: Place, result: TurnResult, limit: str) -> Answer:
-        result, text, stopped_by = _stop(self._chat, result, query.stop)
+        chat = self._chat.with_args(query.template_args)
+        result, text, stopped_by = _stop(chat, result, query.stop)
         if not query.parallel and query.calls_tools:
-            result, text = _first_call(self._chat, result, text, query.tools)
+            result, text = _first_call(chat, result, text, query.tools)
         node = self.history.record(place, result, limit)
-        reading = self._chat.read(text, query.tools)
+        reading = chat.read(text, query.tools)
         self.invalid_calls += bool(reading.problem) and query.calls_tools
         calls = tuple(
             Call(f"c{seed_of(result.turn, i):08x}", call.name, call.arguments)
