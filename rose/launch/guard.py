@@ -155,6 +155,7 @@ def _body(
         role=me.role,
         index=me.index,
         pid=os.getpid(),
+        guard_pid=os.getppid(),
         host=socket.gethostname(),
         state="running",
     )

@@ -23,6 +23,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     index: int
     pid: int
+    guard_pid: int  # The rank's parent, the guard, reports how it ends.
     host: str
     state: Literal["running", "done", "failed"]
     # The rank has joined the MPI world and passed its first collectives, which have no deadline.

@@ -87,7 +87,6 @@ class Job:
     starter: str = "mpiexec"  # name of `process` and of its log
     signals: list[int] = field(default_factory=list)
     handled: bool = False  # True if the batch process notes its signals in `signals`
-    vanished: set[int] = field(default_factory=set)  # ranks without a process at the last poll
     probed: float = 0.0  # monotonic seconds: the last try to write into the run's folder
     beats: Beats = field(default_factory=Beats)
     before: tuple[dict[str, disk.Use], bool] = ({}, True)  # use of the disk at the start
@@ -173,7 +172,7 @@ class Job:
     def _failure(self, deadlines: dict[str, float]) -> str:
         states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm
         if self._dead(states):
-            time.sleep(SETTLE_S)
+            time.sleep(SETTLE_S)  # The rank that failed first may still be reporting.
             return self._first(self._dead(self.statuses()))
         if self.process.poll() is not None and any(
             states.get(r.rank) is None or states[r.rank].state != "done" for r in self.ranks
@@ -268,17 +267,20 @@ class Job:
 
     def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
         """Return the ranks that failed, and those whose process is gone without a report because
-        their guard died too. The latter count after two polls in a row, since a guard needs a
-        moment to write. Ranks on other hosts count as alive while the starter, which watches them,
-        lives."""
-        gone = {
+        their guard died too. Ranks on other hosts count as alive while the starter, which watches
+        them, lives."""
+        gone = [
             s.rank
             for s in states.values()
-            if s.state == "running"
-            and (not psutil.pid_exists(s.pid) if _is_here(s) else starter_gone)
-        }
-        sure, self.vanished = gone & self.vanished if not starter_gone else gone, gone
-        return [s for s in states.values() if s.state == "failed" or s.rank in sure]
+            if s.state == "running" and (_is_gone(s) if _is_here(s) else starter_gone)
+        ]
+        # A guard may have written its report after `states` was read and before it ended.
+        states = states | (self.statuses() if gone else {})
+        return [
+            s
+            for s in states.values()
+            if s.state == "failed" or (s.rank in gone and s.state == "running")
+        ]
 
     def _signal_coordinator(self, states: dict[int, RankStatus]) -> bool:
         """Ask the coordinator to stop. Return False if it has not started yet; the next poll asks
@@ -330,6 +332,12 @@ class Job:
 
 def _is_here(status: RankStatus) -> bool:
     return status.host == socket.gethostname()
+
+
+def _is_gone(status: RankStatus) -> bool:
+    """True if neither the process of a rank of this host nor its guard exists. While the guard
+    lives, it may still be writing how the rank ended, for seconds on a busy machine."""
+    return not psutil.pid_exists(status.pid) and not psutil.pid_exists(status.guard_pid)
 
 
 def end_all(process: subprocess.Popen) -> None:

@@ -30,6 +30,7 @@ def job(make_config, tmp_path):
                 role=rank.role,
                 index=rank.index,
                 pid=os.getpid(),
+                guard_pid=os.getppid(),
                 host=socket.gethostname(),
                 state="running",
             ),
